@@ -1,0 +1,1 @@
+"""The reference GPT and its named configurations, imported as `tpfuse.models`."""

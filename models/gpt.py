@@ -1,0 +1,280 @@
+"""The GPT-2 family, exactly, on tensor- and sequence-parallel layers.
+
+    x = wte[ids] + wpe[positions]
+    x = x + attention(ln_1(x));  x = x + mlp(ln_2(x))        for each block
+    logits = ln_f(x) wteᵀ
+
+Pre-LayerNorm, learned positions, GELU in its tanh form, tied input and output embedding (Radford et al. 2019).
+Parameter names are Hugging Face's; linear weights are [out, in] here and [in, out] there
+(`models/huggingface.py` converts). c_attn packs q, k, v as [3, C, C], each sharded by itself.
+
+Between the blocks a rank holds a shard of the batch's tokens: B * T of them behind each other, padded to a
+multiple of the tensor-parallel size. The blocks' first layers gather them, their last layers scatter them.
+
+Shape suffixes: B sequences, T positions, M = B * T tokens (padded), m this rank's tokens, C width,
+H this rank's heads, D head size, V this rank's slice of the vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.dropout import Dropout, DropoutState
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.position_embedding import PositionEmbedding
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.ops.attention import causal_attention
+from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Hyperparameters under GPT-2's names. `n_positions` is the context length in tokens."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    bias: bool = True
+    dropout: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+
+    def check(self, tp: int = 1) -> None:
+        """Raises ValueError for a configuration that cannot be built, or not on `tp` ranks."""
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout {self.dropout}: expected 0 <= dropout < 1")
+        if self.n_head % tp:
+            fitting = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
+
+
+class KeyValueCache:
+    """Keys and values of the positions seen so far: per layer [B, H, n_positions, D]."""
+
+    def __init__(
+        self, config: GPTConfig, batch: int, tp: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        heads, size = config.n_head // tp, config.n_embd // config.n_head
+        shape = (config.n_layer, batch, heads, config.n_positions, size)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores k, v [B, H, T, D] behind the `length` positions there are; returns all of them."""
+        stop = self.length + k.shape[2]
+        self.keys[layer, :, :, self.length : stop] = k
+        self.values[layer, :, :, self.length : stop] = v
+        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each rank computes its heads."""
+
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_size = config.n_embd // config.n_head
+        self.c_attn = ColumnParallelLinear(
+            config.n_embd, 3 * config.n_embd, config.bias, parts=3, sequence_parallel=True, device_mesh=mesh
+        )
+        self.c_proj = RowParallelLinear(
+            config.n_embd, config.n_embd, config.bias, sequence_parallel=True, device_mesh=mesh
+        )
+        self.dropout = config.dropout
+        self.resid_dropout = Dropout(config.dropout, site=4 * layer + 2)
+
+    def forward(
+        self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        batch, length = shape
+        tokens = batch * length
+        qkv_MN = self.c_attn(x_mC)
+        q_BHTD, k_BHTD, v_BHTD = rearrange(
+            qkv_MN[:tokens], "(b t) (part h d) -> part b h t d", b=batch, part=3, d=self.head_size
+        )
+        if cache is not None:
+            k_BHTD, v_BHTD = cache.append(self.layer, k_BHTD, v_BHTD)
+        if state is None or self.dropout == 0.0:
+            y_BHTD = causal_attention(q_BHTD, k_BHTD, v_BHTD)
+        else:
+            key = state.key(4 * self.layer + 1)
+            y_BHTD = causal_attention(
+                q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout, head_rows=state.head_rows, key=key
+            )
+        y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
+        if len(qkv_MN) > tokens:
+            y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - tokens))
+        return self.resid_dropout(self.c_proj(y_MC), state)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.c_fc = ColumnParallelLinear(
+            width, 4 * width, config.bias, activation="gelu_tanh", sequence_parallel=True, device_mesh=mesh
+        )
+        self.c_proj = RowParallelLinear(
+            4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh
+        )
+        self.dropout = Dropout(config.dropout, site=4 * layer + 3)
+
+    def forward(self, x_mC: Tensor, state: DropoutState | None) -> Tensor:
+        return self.dropout(self.c_proj(self.c_fc(x_mC)), state)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside a residual path."""
+
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        norm = partial(
+            LayerNorm,
+            config.n_embd,
+            config.layer_norm_epsilon,
+            config.bias,
+            sequence_parallel=True,
+            device_mesh=mesh,
+        )
+        self.ln_1 = norm()
+        self.attn = Attention(config, layer, mesh)
+        self.ln_2 = norm()
+        self.mlp = MLP(config, layer, mesh)
+
+    def forward(
+        self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
+    ) -> Tensor:
+        x_mC = x_mC + self.attn(self.ln_1(x_mC), shape, state, cache)
+        return x_mC + self.mlp(self.ln_2(x_mC), state)
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks and the last norm, under Hugging Face's prefix."""
+
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
+        self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
+        self.drop = Dropout(config.dropout, site=0)
+        self.h = nn.ModuleList(Block(config, layer, mesh) for layer in range(config.n_layer))
+        self.ln_f = LayerNorm(
+            width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
+        )
+
+
+class GPT(nn.Module):
+    """A GPT-2 model on one rank or sharded over a one-dimensional mesh.
+
+    device_mesh: the tensor-parallel mesh; None for one rank. device, dtype: of the parameters, which are left
+    uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them. Raises ValueError
+    for a configuration that the mesh cannot hold.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        mesh = device_mesh
+        self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+        config.check(self.tp)
+        with torch.device("meta"):
+            self.transformer = Transformer(config, mesh)
+        self.to(dtype).to_empty(device=device)
+
+    def initial_distribution(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of parameter `name` at the start of training.
+
+        GPT-2's: 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end a residual branch.
+        """
+        if ".ln_" in name:
+            return (1.0, 0.0) if name.endswith("weight") else (0.0, 0.0)
+        if name.endswith("bias"):
+            return 0.0, 0.0
+        return 0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 0.02
+
+    def flops_per_token(self) -> int:
+        """Of a training step: 6 for each parameter but the positions', 12 n_layer T C for attention (PaLM,
+        arXiv:2204.02311, appendix B)."""
+        c = self.config
+        block = 12 * c.n_embd * c.n_embd
+        return 6 * (c.n_layer * block + c.vocab_size * c.n_embd) + 12 * c.n_layer * c.n_positions * c.n_embd
+
+    def forward(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        dropout_at: tuple[int, int] | None = None,
+        sequences_B: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Losses [B, T] in nats where targets are given, else logits [B, T, vocab_size]; equal on all ranks.
+
+        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. dropout_at: (seed, step)
+        where dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default
+        0 … B-1. cache: holds the positions before these, and these afterwards. Raises ValueError where the
+        context is too short.
+        """
+        batch, length = ids_BT.shape
+        past = 0 if cache is None else cache.length
+        if past + length > self.config.n_positions:
+            raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
+        tokens = batch * length
+        padded = -(-tokens // self.tp) * self.tp
+        share = padded // self.tp
+        ids_M = F.pad(ids_BT.reshape(-1), (0, padded - tokens))
+        rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
+        state = None
+        if dropout_at is not None and self.config.dropout:
+            if sequences_B is None:
+                sequences_B = torch.arange(batch, device=ids_BT.device)
+            state = self._dropout_state(dropout_at, sequences_B, rows_m, length)
+        x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(rows_m % length + past)
+        x_mC = self.transformer.drop(x_mC, state)
+        for block in self.transformer.h:
+            x_mC = block(x_mC, (batch, length), state, cache)
+        if cache is not None:
+            cache.length += length
+        x_mC = self.transformer.ln_f(x_mC)
+        if targets_BT is None:
+            logits_MV = self.transformer.wte.project(x_mC, gather_output=True)
+            return logits_MV[:tokens].view(batch, length, -1)
+        logits_MV = self.transformer.wte.project(x_mC)
+        targets_M = F.pad(targets_BT.reshape(-1), (0, padded - tokens), value=IGNORE)
+        losses_M = cross_entropy(logits_MV, targets_M, self.config.vocab_size, self.transformer.wte.group)
+        return losses_M[:tokens].view(batch, length)
+
+    def _dropout_state(
+        self, dropout_at: tuple[int, int], sequences_B: Tensor, rows_m: Tensor, length: int
+    ) -> DropoutState:
+        """Numbers this rank's rows and heads as the unsharded batch does."""
+        seed, step = dropout_at
+        sequence_m = sequences_B[(rows_m // length).clamp(max=len(sequences_B) - 1)]
+        heads = self.config.n_head // self.tp
+        heads_H = torch.arange(self.rank * heads, (self.rank + 1) * heads, device=rows_m.device)
+        head_rows_BH = sequences_B.unsqueeze(1) * self.config.n_head + heads_H
+        return DropoutState(seed, step, sequence_m * length + rows_m % length, head_rows_BH)

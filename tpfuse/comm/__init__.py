@@ -1,0 +1,1 @@
+"""Device meshes, collectives and (later) symmetric memory: what moves bytes between ranks."""

@@ -1,0 +1,145 @@
+"""ColumnParallelLinear: an nn.Linear whose output features are spread over the ranks of a mesh.
+
+Y = act(X Wᵀ + b) with W = [W_0; W_1; …]: rank r computes X W_rᵀ, a slice of Y's features (Megatron-LM,
+arXiv:1909.08053). With sequence parallelism X arrives as a shard of the sequence and is gathered first
+(arXiv:2205.05198).
+"""
+
+import math
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import copy_whole_
+from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.ops.activation import GATED, check_activation
+from tpfuse.ops.activation import activation as apply_activation
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.collectives import gather_last, replicate
+
+
+class ColumnParallelLinear(nn.Linear):
+    """Linear layer with the weight [out_features, in_features] sharded along dimension 0.
+
+    in_features, out_features: of the whole layer; activation: a name of `tpfuse.ops.activation`, applied to
+    the output (the gated pairs want parts=2 and halve it). gather_output: return the whole output on every
+    rank. sequence_parallel: the input is this rank's shard along `sequence_dim`. parts: how many matrices of
+    equal height are packed in the weight (3 for q, k, v), each of them sharded by itself; the weight is then
+    [parts, out_features / parts, in_features] with Shard(1), the bias [parts, out_features / parts]. A rank's
+    output holds its slices of all parts behind each other. device_mesh: one-dimensional; None for one rank
+    with plain parameters.
+
+    Raises ValueError where the mesh does not divide a part's height or the activation is not known.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str | None = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        parts: int = 1,
+        device_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        check_activation(activation)
+        if activation in GATED and parts != 2:
+            raise ValueError(
+                f"activation {activation!r} wants the gate and the other half packed: parts=2, not {parts}"
+            )
+        if activation in GATED and gather_output:
+            raise ValueError(
+                "gather_output is not defined for a gated activation: gather after the next layer"
+            )
+        self.group = group_of(device_mesh)
+        world = rank_and_size(self.group)[1]
+        height, remainder = divmod(out_features, parts)
+        if remainder or height % world:
+            raise ValueError(
+                f"out_features {out_features} in {parts} part(s) cannot be split among {world} ranks:"
+                f" expected a multiple of {parts * world}"
+            )
+        self.in_features, self.out_features, self.parts = in_features, out_features, parts
+        self.activation, self.gather_output = activation, gather_output
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.device_mesh = device_mesh
+        rows: tuple[int, ...] = (out_features,) if parts == 1 else (parts, height)
+        shard_dim = len(rows) - 1
+        self.weight = empty_parameter((*rows, in_features), shard_dim, device_mesh, device, dtype)
+        self.bias = empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        activation: str | None = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device_mesh: DeviceMesh | None = None,
+    ) -> Self:
+        """A layer with this rank's rows of `linear`, which every rank holds whole, on its device and dtype."""
+        weight, bias = linear.weight.detach(), linear.bias
+        layer = cls(
+            linear.in_features, linear.out_features, bias is not None, activation=activation,
+            gather_output=gather_output, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
+            device_mesh=device_mesh, device="meta", dtype=weight.dtype,
+        )  # fmt: skip
+        layer.to_empty(device=weight.device)
+        copy_whole_(layer.weight, weight)
+        if layer.bias is not None and bias is not None:
+            copy_whole_(layer.bias, bias.detach())
+        return layer
+
+    def reset_parameters(self) -> None:
+        """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+        generator = shared_generator(self.device_mesh)
+        whole = torch.empty(self.out_features, self.in_features)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        copy_whole_(self.weight, whole.view(self.weight.shape))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            whole = torch.empty(self.out_features).uniform_(-bound, bound, generator=generator)
+            copy_whole_(self.bias, whole.view(self.bias.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features], whole or (sequence_parallel) a shard -> [..., this rank's output features]."""
+        weight = local(self.weight)
+        bias = None if self.bias is None else local(self.bias)
+        if self.parts > 1:
+            weight = weight.flatten(0, 1)
+            bias = None if bias is None else bias.flatten()
+        if self.sequence_parallel and self.group is not None:
+            x = x.movedim(self.sequence_dim, 0)
+            out = all_gather_linear(x, weight, bias, self.group, activation=self.activation)
+            out = out.movedim(0, self.sequence_dim)
+        else:
+            out = F.linear(replicate(x, self.group), weight, bias)
+            out = apply_activation(out, self.activation)
+        if self.gather_output and self.group is not None:
+            out = gather_last(out, self.group)
+            if self.parts > 1:  # [.., rank, part, feature] -> [.., part, rank, feature]
+                shape = (*out.shape[:-1], self.group.size(), self.parts, -1)
+                out = out.reshape(shape).transpose(-3, -2).flatten(-3)
+        return out
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" activation={self.activation}, sequence_parallel={self.sequence_parallel}, parts={self.parts},"
+            f" tp={rank_and_size(self.group)[1]}"
+        )

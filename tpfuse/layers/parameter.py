@@ -1,0 +1,46 @@
+"""Parameters that are shards: DTensors on the user's mesh, or plain tensors where there is no mesh."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from tpfuse.comm.layout import from_local
+from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
+
+
+def empty_parameter(
+    shape: tuple[int, ...],
+    dim: int | None,
+    device_mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Parameter:
+    """An uninitialised parameter of global `shape`, sharded along `dim` or (None) replicated over the mesh."""
+    local_shape = list(shape)
+    if dim is not None:
+        start, stop = shard_range(shape[dim], *rank_and_size(group_of(device_mesh)))
+        local_shape[dim] = stop - start
+    local = torch.empty(local_shape, device=device, dtype=dtype)
+    return Parameter(from_local(local, device_mesh, dim, torch.Size(shape)))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank computes with, inside autograd."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
+    """A CPU generator that is in the same state on all ranks of the mesh and moves on at every call.
+
+    Its seed is drawn from torch's global generator of the mesh's first rank.
+    """
+    seed = torch.randint(2**62, (1,))
+    group = group_of(device_mesh)
+    if group is not None:
+        on_device = seed.to(device_mesh.device_type if device_mesh is not None else "cpu")
+        dist.broadcast(on_device, group=group, group_src=0)
+        seed = on_device.cpu()
+    return torch.Generator().manual_seed(int(seed))

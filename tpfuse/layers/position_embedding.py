@@ -1,0 +1,48 @@
+"""PositionEmbedding: learned positions on sequence shards."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import copy_whole_
+from tpfuse.comm.mesh import group_of
+from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.ops.collectives import replicate
+
+
+class PositionEmbedding(nn.Embedding):
+    """Table [num_embeddings, embedding_dim] replicated over a one-dimensional mesh.
+
+    sequence_parallel and `sum_gradients`: as in `tpfuse.layers.layer_norm`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        sequence_parallel: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
+        self.device_mesh, self.group = device_mesh, group_of(device_mesh)
+        self.sum_gradients = sequence_parallel and self.group is not None
+        self.weight = empty_parameter((num_embeddings, embedding_dim), None, device_mesh, device, dtype)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """nn.Embedding's initialisation, the same on all ranks."""
+        whole = torch.empty(self.num_embeddings, self.embedding_dim)
+        copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [...] int64 positions of this rank's tokens -> [..., embedding_dim]."""
+        weight = local(self.weight)
+        return F.embedding(input, replicate(weight, self.group if self.sum_gradients else None))

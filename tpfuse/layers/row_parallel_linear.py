@@ -1,0 +1,119 @@
+"""RowParallelLinear: an nn.Linear whose input features are spread over the ranks of a mesh.
+
+Y = Σ_r X_r W_rᵀ + b: rank r holds a slice of X's features and the columns of W that meet them; the partial
+products are summed over ranks (Megatron-LM, arXiv:1909.08053), whole or (sequence parallelism,
+arXiv:2205.05198) scattered along the sequence.
+"""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import copy_whole_
+from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.ops.collectives import split_last
+from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+
+
+class RowParallelLinear(nn.Linear):
+    """Linear layer with the weight [out_features, in_features] sharded along dimension 1, the bias replicated.
+
+    in_features, out_features: of the whole layer. input_is_parallel: the input is this rank's slice of the
+    features; otherwise it is whole and sliced here. sequence_parallel: the output is this rank's shard along
+    `sequence_dim`, whose length the mesh must divide. device_mesh: one-dimensional; None for one rank with
+    plain parameters.
+
+    Raises ValueError where the mesh does not divide in_features, or sequence_parallel is asked for without
+    input_is_parallel.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.group = group_of(device_mesh)
+        world = rank_and_size(self.group)[1]
+        if in_features % world:
+            raise ValueError(
+                f"in_features {in_features} cannot be split among {world} ranks: expected a multiple of {world}"
+            )
+        if sequence_parallel and not input_is_parallel:
+            raise ValueError(
+                "sequence_parallel needs input_is_parallel: the input is whole along the sequence"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.device_mesh = device_mesh
+        self.weight = empty_parameter((out_features, in_features), 1, device_mesh, device, dtype)
+        self.bias = empty_parameter((out_features,), None, device_mesh, device, dtype) if bias else None
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device_mesh: DeviceMesh | None = None,
+    ) -> Self:
+        """A layer with this rank's columns of `linear`, which every rank holds whole, on its device and dtype."""
+        weight, bias = linear.weight.detach(), linear.bias
+        layer = cls(
+            linear.in_features, linear.out_features, bias is not None, input_is_parallel=input_is_parallel,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,
+            device="meta", dtype=weight.dtype,
+        )  # fmt: skip
+        layer.to_empty(device=weight.device)
+        copy_whole_(layer.weight, weight)
+        if layer.bias is not None and bias is not None:
+            copy_whole_(layer.bias, bias.detach())
+        return layer
+
+    def reset_parameters(self) -> None:
+        """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+        generator = shared_generator(self.device_mesh)
+        whole = torch.empty(self.out_features, self.in_features)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+        copy_whole_(self.weight, whole)
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            copy_whole_(
+                self.bias, torch.empty(self.out_features).uniform_(-bound, bound, generator=generator)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence."""
+        weight = local(self.weight)
+        bias = None if self.bias is None else local(self.bias)
+        if not self.input_is_parallel:
+            x = split_last(x, self.group)
+        if self.sequence_parallel and self.group is not None:
+            out = linear_reduce_scatter(x.movedim(self.sequence_dim, 0), weight, bias, self.group)
+            return out.movedim(0, self.sequence_dim)
+        return linear_all_reduce(x, weight, bias, self.group)
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" sequence_parallel={self.sequence_parallel}, tp={rank_and_size(self.group)[1]}"
+        )

@@ -1,0 +1,69 @@
+"""VocabParallelEmbedding: an nn.Embedding whose rows are spread over the ranks of a mesh."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.layout import copy_whole_
+from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.collectives import gather_last, replicate
+from tpfuse.ops.embedding import embedding
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Table [num_embeddings, embedding_dim] sharded along dimension 0, and the output projection tied to it.
+
+    The mesh need not divide num_embeddings: the last ranks hold fewer rows (see `tpfuse.comm.mesh`), and no
+    row exists that is not in the vocabulary. sequence_parallel: the output is this rank's shard of the tokens
+    (dimension 0), whose number the mesh must divide, and `project` takes such a shard.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        sequence_parallel: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = self.max_norm = None
+        self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
+        self.sequence_parallel, self.device_mesh = sequence_parallel, device_mesh
+        self.group = group_of(device_mesh)
+        self.weight = empty_parameter((num_embeddings, embedding_dim), 0, device_mesh, device, dtype)
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """nn.Embedding's initialisation of the whole table, of which each rank keeps its shard."""
+        whole = torch.empty(self.num_embeddings, self.embedding_dim)
+        copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [M, ...] int64, equal on all ranks -> [M or M / world, ..., embedding_dim]."""
+        scatter = self.sequence_parallel and self.group is not None
+        return embedding(input, local(self.weight), self.num_embeddings, self.group, scatter=scatter)
+
+    def project(self, x: Tensor, *, gather_output: bool = False) -> Tensor:
+        """Logits x wᵀ: x [m, C], whole or a shard -> [M, this rank's rows], or gathered [M, num_embeddings]."""
+        weight = local(self.weight)
+        if self.sequence_parallel:
+            logits = all_gather_linear(x, weight, None, self.group)
+        else:
+            logits = F.linear(replicate(x, self.group), weight)
+        if not gather_output or self.group is None:
+            return logits
+        widest = -(-self.num_embeddings // self.group.size())
+        padded = F.pad(logits, (0, widest - logits.shape[-1]))
+        return gather_last(padded, self.group)[..., : self.num_embeddings]
+
+    def extra_repr(self) -> str:
+        """What print(layer) shows between the brackets."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={rank_and_size(self.group)[1]}"

@@ -1,0 +1,1 @@
+"""Differentiable operators, one per file: forward, backward, and the choice of implementation."""

@@ -1,0 +1,56 @@
+"""Activations under the names that every layer and kernel uses."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.square(torch.relu(x))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _geglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "relu2": _relu2,
+    "silu": F.silu,
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+}
+GATED = frozenset({"swiglu", "geglu"})
+
+
+def check_activation(name: str | None) -> None:
+    """Raises ValueError, listing the names there are, for one that is not among them."""
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(
+            f"activation {name!r} is not known: expected None or one of {', '.join(ACTIVATIONS)}"
+        )
+
+
+def activation(x: Tensor, name: str | None) -> Tensor:
+    """Applies activation `name` to [..., N], any float dtype; the gated pairs take [..., gate | up], 2N wide.
+
+    "gelu" is the exact (erf) form, "gelu_tanh" GPT-2's; "relu2" is the square of relu (arXiv:2109.08668);
+    "swiglu" and "geglu" are silu(gate) * up and gelu(gate) * up (arXiv:2002.05202). Raises ValueError for
+    another name.
+    """
+    check_activation(name)
+    return x if name is None else ACTIVATIONS[name](x)

@@ -1,0 +1,43 @@
+"""embedding: rows of a table whose rows are spread over ranks (vocabulary parallelism, arXiv:1909.08053)."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.ops.collectives import all_reduce, reduce_scatter
+
+
+def embedding(
+    ids: Tensor,
+    weight: Tensor,
+    num_embeddings: int,
+    group: dist.ProcessGroup | None,
+    *,
+    scatter: bool = False,
+) -> Tensor:
+    """weight[ids], where each rank holds the rows of `shard_range(num_embeddings, rank, world)`.
+
+    ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. Returns [..., C] equal on all ranks,
+    or with `scatter` this rank's shard along dimension 0. An id outside the table raises ValueError on CPU
+    (on CUDA that check would stop the stream).
+    """
+    if group is None:
+        return F.embedding(ids, weight)
+    if (
+        ids.device.type == "cpu"
+        and ids.numel()
+        and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings
+    ):
+        raise ValueError(
+            f"ids between {int(ids.min())} and {int(ids.max())} do not fit a table of {num_embeddings} rows"
+        )
+    start, stop = shard_range(num_embeddings, *rank_and_size(group))
+    own = (ids >= start) & (ids < stop)
+    if stop > start:
+        rows = F.embedding(torch.where(own, ids - start, 0), weight)
+        partial = torch.where(own.unsqueeze(-1), rows, 0)
+    else:  # more ranks than rows: nothing of the table is here, but the sum below needs every rank
+        partial = weight.sum() + weight.new_zeros(*ids.shape, weight.shape[-1])
+    return reduce_scatter(partial, group) if scatter else all_reduce(partial, group)

@@ -1,0 +1,1 @@
+"""What is done to a whole model: initial weights, gradient buckets, data parallelism."""

@@ -1,0 +1,233 @@
+"""Flat buckets of parameters and gradients, reduced over the data-parallel ranks during the backward pass.
+
+Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order
+in which their gradients arrive. A hook copies each gradient into its bucket; when the last one of a bucket is
+there in the last micro-batch, the bucket's all-reduce starts while backward goes on (the scheme of PyTorch's
+DDP, arXiv:2006.15704). Gradients are summed, not averaged: the loss is already divided by the number of
+tokens of the whole batch.
+
+Three kinds of parameters must not share a bucket:
+
+| kind       | example                     | gradients summed over | in the norm            |
+|------------|-----------------------------|-----------------------|------------------------|
+| sharded    | linear weights, embeddings  | dp                    | each rank's part       |
+| replicated | row-parallel biases         | dp                    | once                   |
+| partial    | norms, positions on shards  | dp and tp             | once                   |
+
+Parameters in a half type have a float32 master copy here and their gradients are accumulated and reduced in
+float32.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import from_local, is_sharded, local_tensor
+
+_ALIGNMENT = 16  # elements: every parameter starts on a cache line
+
+
+@dataclass
+class Segment:
+    """One parameter's place in its bucket."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    decay: bool
+
+
+@dataclass
+class Bucket:
+    """Flat buffers of one kind of parameters; `master` is `values` itself unless those are a half type."""
+
+    sharded: bool
+    group: dist.ProcessGroup | None
+    segments: list[Segment]
+    values: Tensor
+    master: Tensor
+    gradients: Tensor
+    missing: set[int] = field(default_factory=set)
+    untouched: set[int] = field(default_factory=set)
+    handle: collectives.Handle | None = None
+
+    def view(self, flat: Tensor, segment: Segment) -> Tensor:
+        """The segment of a flat buffer in its parameter's (local) shape."""
+        return flat[segment.start : segment.stop].view(segment.shape)
+
+    def halves(self, flat: Tensor) -> Iterator[tuple[bool, Tensor]]:
+        """(decay, part of a flat buffer): what is decayed stands before what is not."""
+        border = next((s.start for s in self.segments if not s.decay), flat.numel())
+        for decay, part in ((True, flat[:border]), (False, flat[border:])):
+            if part.numel():
+                yield decay, part
+
+
+def decays(name: str, parameter: Tensor) -> bool:
+    """Weight decay is for matrices: not for norms, nor for biases (which may be packed in two dimensions)."""
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
+class GradientBuckets:
+    """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
+
+    model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
+    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. data_group: ranks
+    with the same parameters and other data; world_group: all ranks of data × tensor parallelism. bucket_bytes:
+    of gradients; torch DDP's default.
+
+    Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `gradients` are the
+    sums over all ranks. A parameter that took no part has gradient zero.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        data_group: dist.ProcessGroup | None = None,
+        world_group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = 25 * 2**20,
+    ) -> None:
+        self.model = model
+        self.buckets: list[Bucket] = []
+        self._last = self._accumulating = False
+        partial = self._take_partial_gradients(model)
+        pending: dict[str, list[tuple[str, nn.Module, Parameter]]] = {}
+        for name, module, parameter in reversed(list(_owned_parameters(model))):
+            kind = "partial" if name in partial else "sharded" if is_sharded(parameter) else "replicated"
+            group = world_group if kind == "partial" else data_group
+            waiting = pending.setdefault(kind, [])
+            waiting.append((name, module, parameter))
+            if sum(local_tensor(p).numel() for _, _, p in waiting) * 4 >= bucket_bytes:
+                self._add_bucket(kind, group, pending.pop(kind))
+        for kind, waiting in pending.items():
+            self._add_bucket(kind, world_group if kind == "partial" else data_group, waiting)
+
+    @staticmethod
+    def _take_partial_gradients(model: nn.Module) -> set[str]:
+        names = set()
+        for prefix, module in model.named_modules():
+            if getattr(module, "sum_gradients", False):
+                module.sum_gradients = False  # type: ignore[assignment]
+                names |= {f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
+        return names
+
+    def _add_bucket(
+        self, kind: str, group: dist.ProcessGroup | None, members: list[tuple[str, nn.Module, Parameter]]
+    ) -> None:
+        members = sorted(members, key=lambda member: not decays(member[0], member[2]))
+        segments, end = [], 0
+        for name, _, parameter in members:
+            size = local_tensor(parameter).numel()
+            shape = local_tensor(parameter).shape
+            segments.append(Segment(name, shape, end, end + size, decays(name, parameter)))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        first = local_tensor(members[0][2])
+        values = first.new_zeros(end)
+        half = values.dtype in (torch.bfloat16, torch.float16)
+        wide = torch.float32 if half else values.dtype
+        master = values.to(wide) if half else values
+        bucket = Bucket(kind == "sharded", group, segments, values, master, torch.zeros_like(master))
+        for index, (segment, (name, module, parameter)) in enumerate(zip(segments, members, strict=True)):
+            bucket.view(values, segment).copy_(local_tensor(parameter))
+            bucket.view(master, segment).copy_(local_tensor(parameter))
+            replacement = _rebuilt(parameter, bucket.view(values, segment))
+            module.register_parameter(name.rpartition(".")[2], replacement)
+            if replacement.requires_grad:
+                replacement.register_post_accumulate_grad_hook(self._hook(bucket, index))
+        self.buckets.append(bucket)
+
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        place = bucket.view(bucket.gradients, bucket.segments[index])
+
+        def take(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            gradient = local_tensor(parameter.grad)
+            parameter.grad = None
+            if index in bucket.untouched:
+                place.copy_(gradient)
+                bucket.untouched.discard(index)
+            else:
+                place.add_(gradient)
+            bucket.missing.discard(index)
+            if self._last and not bucket.missing:
+                self._reduce(bucket)
+
+        return take
+
+    def _reduce(self, bucket: Bucket) -> None:
+        for index in bucket.untouched:
+            bucket.view(bucket.gradients, bucket.segments[index]).zero_()
+        bucket.handle = collectives.start_all_reduce(bucket.gradients, bucket.group)
+
+    def start(self, *, last: bool) -> None:
+        """Before each micro-batch; `last`: the one in whose backward the buckets are reduced."""
+        for bucket in self.buckets:
+            bucket.missing = set(range(len(bucket.segments)))
+            if not self._accumulating:
+                bucket.untouched = set(bucket.missing)
+                bucket.handle = None
+        self._accumulating, self._last = True, last
+
+    def finish(self) -> None:
+        """After the last micro-batch: waits until every bucket holds the sum over all ranks."""
+        for bucket in self.buckets:
+            if bucket.handle is None:
+                self._reduce(bucket)
+        for bucket in self.buckets:
+            assert bucket.handle is not None
+            bucket.handle.wait()
+        self._accumulating = self._last = False
+
+    def squared_norms(self) -> tuple[Tensor, Tensor]:
+        """Σ g² over this rank's sharded gradients and over those that every tensor-parallel rank has whole."""
+        sums = {True: [], False: []}  # type: dict[bool, list[Tensor]]
+        for bucket in self.buckets:
+            sums[bucket.sharded].append(torch.linalg.vector_norm(bucket.gradients).square())
+        zero = self.buckets[0].gradients.new_zeros(())
+        return sum(sums[True], zero), sum(sums[False], zero)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies every gradient, for clipping."""
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
+
+    def publish(self) -> None:
+        """After the optimizer has changed the masters: rounds them into the parameters."""
+        for bucket in self.buckets:
+            if bucket.master is not bucket.values:
+                bucket.values.copy_(bucket.master)
+
+    def load_masters(self) -> None:
+        """After the parameters have been written: makes the masters equal to them."""
+        for bucket in self.buckets:
+            if bucket.master is not bucket.values:
+                bucket.master.copy_(bucket.values)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradient (on this rank) is not finite, in the order of the buckets."""
+        return [
+            segment.name
+            for bucket in self.buckets
+            for segment in bucket.segments
+            if not bool(torch.isfinite(bucket.view(bucket.gradients, segment)).all())
+        ]
+
+
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Parameter]]:
+    """(name, module, parameter), each parameter once."""
+    for name, parameter in model.named_parameters():
+        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
+
+
+def _rebuilt(parameter: Parameter, storage: Tensor) -> Parameter:
+    """The same parameter (mesh, placement, requires_grad) on other storage."""
+    mesh = getattr(parameter, "device_mesh", None)
+    dim = next((p.dim for p in getattr(parameter, "placements", ()) if hasattr(p, "dim")), None)
+    return Parameter(from_local(storage, mesh, dim, parameter.shape), requires_grad=parameter.requires_grad)

@@ -1,0 +1,36 @@
+"""Initial weights that do not depend on the layout: each parameter is drawn whole from (seed, name), then sliced."""
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from tpfuse.comm.layout import copy_whole_
+
+
+class Initializable(Protocol):
+    """A model that says how its parameters are distributed at the start."""
+
+    def initial_distribution(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of the parameter."""
+
+
+def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
+    """The initial value of parameter `name`, whole: float32 on CPU, normal, a function of (seed, name) alone."""
+    if std == 0.0:
+        return torch.full(shape, mean)
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape).normal_(mean, std, generator=generator)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Fills every parameter of `model`, which must be `Initializable`; no communication.
+
+    Every rank draws each parameter whole on the CPU (the largest sets the memory needed) and keeps its part.
+    """
+    for name, parameter in model.named_parameters():
+        mean, std = model.initial_distribution(name)  # type: ignore[operator]
+        copy_whole_(parameter, draw(seed, name, parameter.shape, mean, std))

@@ -1,0 +1,1 @@
+"""NVTX ranges, traces and Nsight command lines."""

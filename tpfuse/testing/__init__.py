@@ -1,0 +1,1 @@
+"""A pool of ranks, comparisons and inputs for tests, benchmarks and people who write kernels."""

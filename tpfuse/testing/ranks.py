@@ -1,0 +1,147 @@
+"""A pool of ranks: processes that are started once for each world size and reused by every test.
+
+`pool(4).run(function, *args)` runs `function(*args)` on four CPU ranks at once, in a Gloo group that is their
+default group, and returns what each returned. Ranks find the function by its file and name, so it must be at
+the top level of a module; arguments and results are pickled. A rank that raises, dies or is late makes `run`
+raise RankError with every rank's traceback; a pool with a dead or late rank is started anew at the next use.
+"""
+
+import atexit
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from types import FunctionType
+from typing import Any
+
+_functions: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+class RankError(RuntimeError):
+    """What went wrong on which rank, tracebacks included."""
+
+
+def _find(file: str, name: str) -> Callable[..., Any]:
+    """The function `name` of the module in `file`, loaded once under a name of its own."""
+    if (file, name) not in _functions:
+        module_name = "tpfuse_rank_" + file.replace("/", "_").removesuffix(".py")
+        module = sys.modules.get(module_name)
+        if module is None:
+            spec = importlib.util.spec_from_file_location(module_name, file)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        _functions[file, name] = getattr(module, name)
+    return _functions[file, name]
+
+
+def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    while True:
+        try:
+            file, name, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, _find(file, name)(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world` processes that form a Gloo group and wait for work; `timeout` in seconds for one `run`."""
+
+    def __init__(self, world: int, timeout: float = 120.0) -> None:
+        self.world, self.timeout = world, timeout
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = str(Path(tempfile.mkdtemp(prefix="tpfuse-ranks-")) / "store")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.world, store, self.timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def close(self) -> None:
+        """Ends the ranks at once."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._connections = [], []
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """`function(*args)` on every rank; the results in rank order. Raises RankError."""
+        assert isinstance(function, FunctionType), "a function at the top level of a module"
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function.__code__.co_filename, function.__qualname__, args))
+        results, failures = self._collect()
+        if failures:
+            # A rank that raised may have left the others inside a collective: their group is of no more use.
+            self.close()
+            raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [results[rank] for rank in range(self.world)]
+
+    def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = monotonic() + self.timeout
+        while len(results) + len(failures) < self.world:
+            open_ranks = [r for r in range(self.world) if r not in results and r not in failures]
+            # Once one rank has failed the others get a moment to fail by themselves, not the whole time.
+            limit = min(deadline, monotonic() + 5.0) if failures else deadline
+            ready = wait([self._connections[r] for r in open_ranks], max(0.0, limit - monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(open_ranks, "no answer in time")
+            for rank in open_ranks:
+                if self._connections[rank] not in ready:
+                    continue
+                try:
+                    fine, value = self._connections[rank].recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(1.0)
+                    fine, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                (results if fine else failures)[rank] = value
+        return results, failures
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def pool(world: int) -> RankPool:
+    """The pool of this world size, started at its first `run` and kept until the process ends."""
+    if world not in _pools:
+        _pools[world] = RankPool(world)
+        atexit.register(_pools[world].close)
+    return _pools[world]

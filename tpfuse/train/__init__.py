@@ -1,0 +1,1 @@
+"""Configuration, data, training loop, checkpoints, metrics and the command line."""
