@@ -65,9 +65,7 @@ class GPTConfig:
 class KeyValueCache:
     """Keys and values of the positions seen so far: per layer [B, H, n_positions, D]."""
 
-    def __init__(
-        self, config: GPTConfig, batch: int, tp: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: GPTConfig, batch: int, tp: int, device: torch.device, dtype: torch.dtype) -> None:
         heads, size = config.n_head // tp, config.n_embd // config.n_head
         shape = (config.n_layer, batch, heads, config.n_positions, size)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
@@ -131,9 +129,7 @@ class MLP(nn.Module):
         self.c_fc = ColumnParallelLinear(
             width, 4 * width, config.bias, activation="gelu_tanh", sequence_parallel=True, device_mesh=mesh
         )
-        self.c_proj = RowParallelLinear(
-            4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh
-        )
+        self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
         self.dropout = Dropout(config.dropout, site=4 * layer + 3)
 
     def forward(self, x_mC: Tensor, state: DropoutState | None) -> Tensor:
@@ -175,9 +171,7 @@ class Transformer(nn.Module):
         self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
         self.drop = Dropout(config.dropout, site=0)
         self.h = nn.ModuleList(Block(config, layer, mesh) for layer in range(config.n_layer))
-        self.ln_f = LayerNorm(
-            width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh
-        )
+        self.ln_f = LayerNorm(width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh)
 
 
 class GPT(nn.Module):

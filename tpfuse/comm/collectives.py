@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed the two; older releases know only the second name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Handle(Protocol):
     """A collective under way."""
@@ -29,7 +33,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
         return x, _Done()
     x = x.contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    work = dist.all_gather_into_tensor(out, x, group=group, async_op=True)
+    work = _all_gather(out, x, group=group, async_op=True)
     return out, work if work is not None else _Done()
 
 
@@ -41,7 +45,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Te
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {group.size()} ranks")
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    work = dist.reduce_scatter_tensor(out, x, group=group, async_op=True)
+    work = _reduce_scatter(out, x, group=group, async_op=True)
     return out, work if work is not None else _Done()
 
 

@@ -27,9 +27,7 @@ def local_slices(x: Tensor) -> Slices:
             if isinstance(placement, Replicate):
                 continue
             if type(placement) is not Shard:
-                raise ValueError(
-                    f"placement {placement} of a tensor {tuple(x.shape)}: expected Shard or Replicate"
-                )
+                raise ValueError(f"placement {placement} of a tensor {tuple(x.shape)}: expected Shard or Replicate")
             start, stop = ranges[placement.dim]
             rank, world = x.device_mesh.get_local_rank(axis), x.device_mesh.size(axis)
             lower, upper = shard_range(stop - start, rank, world)

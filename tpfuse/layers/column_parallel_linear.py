@@ -58,9 +58,7 @@ class ColumnParallelLinear(nn.Linear):
                 f"activation {activation!r} wants the gate and the other half packed: parts=2, not {parts}"
             )
         if activation in GATED and gather_output:
-            raise ValueError(
-                "gather_output is not defined for a gated activation: gather after the next layer"
-            )
+            raise ValueError("gather_output is not defined for a gated activation: gather after the next layer")
         self.group = group_of(device_mesh)
         world = rank_and_size(self.group)[1]
         height, remainder = divmod(out_features, parts)

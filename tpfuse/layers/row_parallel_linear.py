@@ -53,9 +53,7 @@ class RowParallelLinear(nn.Linear):
                 f"in_features {in_features} cannot be split among {world} ranks: expected a multiple of {world}"
             )
         if sequence_parallel and not input_is_parallel:
-            raise ValueError(
-                "sequence_parallel needs input_is_parallel: the input is whole along the sequence"
-            )
+            raise ValueError("sequence_parallel needs input_is_parallel: the input is whole along the sequence")
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
@@ -96,9 +94,7 @@ class RowParallelLinear(nn.Linear):
         copy_whole_(self.weight, whole)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            copy_whole_(
-                self.bias, torch.empty(self.out_features).uniform_(-bound, bound, generator=generator)
-            )
+            copy_whole_(self.bias, torch.empty(self.out_features).uniform_(-bound, bound, generator=generator))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence."""

@@ -40,9 +40,7 @@ GATED = frozenset({"swiglu", "geglu"})
 def check_activation(name: str | None) -> None:
     """Raises ValueError, listing the names there are, for one that is not among them."""
     if name is not None and name not in ACTIVATIONS:
-        raise ValueError(
-            f"activation {name!r} is not known: expected None or one of {', '.join(ACTIVATIONS)}"
-        )
+        raise ValueError(f"activation {name!r} is not known: expected None or one of {', '.join(ACTIVATIONS)}")
 
 
 def activation(x: Tensor, name: str | None) -> Tensor:

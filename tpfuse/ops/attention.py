@@ -38,9 +38,7 @@ def causal_attention(
     probabilities = upcast.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(q.dtype)
     if dropout_p:
         if head_rows is None:
-            raise ValueError(
-                "dropout in attention needs head_rows, the global number of each sequence and head"
-            )
+            raise ValueError("dropout in attention needs head_rows, the global number of each sequence and head")
         positions = torch.arange(tk - tq, tk, device=q.device)
         rows = head_rows.unsqueeze(-1) * tk + positions
         probabilities = dropout(probabilities, dropout_p, rows, key)

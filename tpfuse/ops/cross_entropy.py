@@ -23,10 +23,7 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
         rows, width = logits.shape
-        if width:
-            maximum = logits.amax(dim=-1)
-        else:
-            maximum = logits.new_full((rows,), float("-inf"))
+        maximum = logits.amax(dim=-1) if width else logits.new_full((rows,), float("-inf"))
         maximum = collectives.all_reduce_max(maximum, group)
         exponentials = torch.exp(logits - maximum.unsqueeze(-1))
         own = (target >= start) & (target < start + width)

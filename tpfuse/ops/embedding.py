@@ -25,11 +25,7 @@ def embedding(
     """
     if group is None:
         return F.embedding(ids, weight)
-    if (
-        ids.device.type == "cpu"
-        and ids.numel()
-        and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings
-    ):
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings:
         raise ValueError(
             f"ids between {int(ids.min())} and {int(ids.max())} do not fit a table of {num_embeddings} rows"
         )

@@ -7,9 +7,7 @@ from torch import Tensor
 from tpfuse.ops.collectives import all_reduce
 
 
-def linear_all_reduce(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None
-) -> Tensor:
+def linear_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     """all_reduce(x Wᵀ) + bias.
 
     x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N], equal on

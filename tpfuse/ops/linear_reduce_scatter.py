@@ -51,8 +51,5 @@ def linear_reduce_scatter(
     [N], equal on all ranks; residual: [n, ..., N], this rank's shard. Returns [n, ..., N]. Raises ValueError
     where the world does not divide the rows.
     """
-    if group is None:
-        out = F.linear(x, weight, bias)
-    else:
-        out = _LinearReduceScatter.apply(x, weight, bias, group)
+    out = F.linear(x, weight, bias) if group is None else _LinearReduceScatter.apply(x, weight, bias, group)
     return out if residual is None else out + residual

@@ -82,9 +82,7 @@ class RankPool:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.world, store, self.timeout, theirs), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, self.world, store, self.timeout, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
