@@ -117,7 +117,8 @@ class Attention(nn.Module):
         y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
         if len(qkv_MN) > tokens:
             y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - tokens))
-        return self.resid_dropout(self.c_proj(y_MC), state)
+        y_mC: Tensor = self.resid_dropout(self.c_proj(y_MC), state)
+        return y_mC
 
 
 class MLP(nn.Module):
@@ -133,7 +134,8 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout, site=4 * layer + 3)
 
     def forward(self, x_mC: Tensor, state: DropoutState | None) -> Tensor:
-        return self.dropout(self.c_proj(self.c_fc(x_mC)), state)
+        y_mC: Tensor = self.dropout(self.c_proj(self.c_fc(x_mC)), state)
+        return y_mC
 
 
 class Block(nn.Module):
@@ -157,8 +159,10 @@ class Block(nn.Module):
     def forward(
         self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
     ) -> Tensor:
-        x_mC = x_mC + self.attn(self.ln_1(x_mC), shape, state, cache)
-        return x_mC + self.mlp(self.ln_2(x_mC), state)
+        y_mC: Tensor = self.attn(self.ln_1(x_mC), shape, state, cache)
+        x_mC = x_mC + y_mC
+        z_mC: Tensor = self.mlp(self.ln_2(x_mC), state)
+        return x_mC + z_mC
 
 
 class Transformer(nn.Module):
@@ -192,7 +196,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        mesh = device_mesh
+        self.device_mesh = mesh = device_mesh
         self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         config.check(self.tp)
         with torch.device("meta"):
@@ -230,10 +234,12 @@ class GPT(nn.Module):
 
         ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. dropout_at: (seed, step)
         where dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default
-        0 … B-1. cache: holds the positions before these, and these afterwards. Raises ValueError where the
-        context is too short.
+        0 … B-1. cache: holds the positions before these, and these afterwards. Raises ValueError where there
+        is no token or the context is too short.
         """
         batch, length = ids_BT.shape
+        if not batch * length:
+            raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
         past = 0 if cache is None else cache.length
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")

@@ -74,7 +74,7 @@ class ColumnParallelLinear(nn.Linear):
         rows: tuple[int, ...] = (out_features,) if parts == 1 else (parts, height)
         shard_dim = len(rows) - 1
         self.weight = empty_parameter((*rows, in_features), shard_dim, device_mesh, device, dtype)
-        self.bias = empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None
+        self.register_parameter("bias", empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None)
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -105,12 +105,12 @@ class ColumnParallelLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
         generator = shared_generator(self.device_mesh)
-        whole = torch.empty(self.out_features, self.in_features)
+        whole = torch.empty(self.out_features, self.in_features, device="cpu")
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         copy_whole_(self.weight, whole.view(self.weight.shape))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            whole = torch.empty(self.out_features).uniform_(-bound, bound, generator=generator)
+            whole = torch.empty(self.out_features, device="cpu").uniform_(-bound, bound, generator=generator)
             copy_whole_(self.bias, whole.view(self.bias.shape))
 
     def forward(self, x: Tensor) -> Tensor:

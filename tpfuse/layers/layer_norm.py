@@ -33,7 +33,9 @@ class LayerNorm(nn.LayerNorm):
         self.group = group_of(device_mesh)
         self.sum_gradients = sequence_parallel and self.group is not None
         self.weight = empty_parameter((normalized_shape,), None, device_mesh, device, dtype)
-        self.bias = empty_parameter((normalized_shape,), None, device_mesh, device, dtype) if bias else None
+        self.register_parameter(
+            "bias", empty_parameter((normalized_shape,), None, device_mesh, device, dtype) if bias else None
+        )
         if not self.weight.is_meta:
             self.reset_parameters()
 

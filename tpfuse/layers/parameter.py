@@ -37,10 +37,10 @@ def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
 
     Its seed is drawn from torch's global generator of the mesh's first rank.
     """
-    seed = torch.randint(2**62, (1,))
+    seed = torch.randint(2**62, (1,), device="cpu")
     group = group_of(device_mesh)
     if group is not None:
         on_device = seed.to(device_mesh.device_type if device_mesh is not None else "cpu")
         dist.broadcast(on_device, group=group, group_src=0)
         seed = on_device.cpu()
-    return torch.Generator().manual_seed(int(seed))
+    return torch.Generator("cpu").manual_seed(int(seed))

@@ -39,7 +39,7 @@ class PositionEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """nn.Embedding's initialisation, the same on all ranks."""
-        whole = torch.empty(self.num_embeddings, self.embedding_dim)
+        whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
         copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
 
     def forward(self, input: Tensor) -> Tensor:

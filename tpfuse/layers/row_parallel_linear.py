@@ -59,7 +59,9 @@ class RowParallelLinear(nn.Linear):
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.device_mesh = device_mesh
         self.weight = empty_parameter((out_features, in_features), 1, device_mesh, device, dtype)
-        self.bias = empty_parameter((out_features,), None, device_mesh, device, dtype) if bias else None
+        self.register_parameter(
+            "bias", empty_parameter((out_features,), None, device_mesh, device, dtype) if bias else None
+        )
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -89,12 +91,14 @@ class RowParallelLinear(nn.Linear):
     def reset_parameters(self) -> None:
         """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
         generator = shared_generator(self.device_mesh)
-        whole = torch.empty(self.out_features, self.in_features)
+        whole = torch.empty(self.out_features, self.in_features, device="cpu")
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         copy_whole_(self.weight, whole)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            copy_whole_(self.bias, torch.empty(self.out_features).uniform_(-bound, bound, generator=generator))
+            copy_whole_(
+                self.bias, torch.empty(self.out_features, device="cpu").uniform_(-bound, bound, generator=generator)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence."""

@@ -43,7 +43,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """nn.Embedding's initialisation of the whole table, of which each rank keeps its shard."""
-        whole = torch.empty(self.num_embeddings, self.embedding_dim)
+        whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
         copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.ops.activation import activation as apply_activation
+from tpfuse.ops.autograd import apply, once_differentiable
 
 
 class _AllGatherLinear(Function):
@@ -26,6 +27,7 @@ class _AllGatherLinear(Function):
         return F.linear(collectives.all_gather(x, group), weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -61,4 +63,4 @@ def all_gather_linear(
     """
     if group is None:
         return apply_activation(F.linear(x, weight, bias), activation)
-    return apply_activation(_AllGatherLinear.apply(x, weight, bias, group), activation)
+    return apply_activation(apply(_AllGatherLinear, x, weight, bias, group), activation)

@@ -25,9 +25,12 @@ def causal_attention(
 
     q: [B, H, Tq, D]; k, v: [B, H, Tk, D], Tk >= Tq, the query at row i having position Tk - Tq + i (keys
     before it come from a cache). head_rows: [B, H] int64, the number of each (sequence, head) in the whole
-    batch, for dropout of the probabilities under `key`. Returns [B, H, Tq, D] in q's dtype.
+    batch, for dropout of the probabilities under `key`. Returns [B, H, Tq, D] in q's dtype. Raises ValueError
+    where there are fewer keys than queries, or dropout is asked for without head_rows.
     """
     tq, tk = q.shape[2], k.shape[2]
+    if tk < tq:
+        raise ValueError(f"attention of {tq} queries to {tk} keys: expected at least as many keys")
     if dropout_p == 0.0 and tq == tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     if dropout_p == 0.0 and tq == 1:
@@ -42,4 +45,4 @@ def causal_attention(
         positions = torch.arange(tk - tq, tk, device=q.device)
         rows = head_rows.unsqueeze(-1) * tk + positions
         probabilities = dropout(probabilities, dropout_p, rows, key)
-    return probabilities @ v
+    return torch.matmul(probabilities, v)

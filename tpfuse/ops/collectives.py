@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import rank_and_size
+from tpfuse.ops.autograd import apply, once_differentiable
 
 Group = dist.ProcessGroup | None
 
@@ -33,6 +34,7 @@ class _AllGather(Function):
         return collectives.all_gather(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.reduce_scatter(grad, ctx.group), None
 
@@ -44,6 +46,7 @@ class _ReduceScatter(Function):
         return collectives.reduce_scatter(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_gather(grad, ctx.group), None
 
@@ -54,6 +57,7 @@ class _AllReduce(Function):
         return collectives.all_reduce(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -65,6 +69,7 @@ class _Replicate(Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_reduce(grad, ctx.group), None
 
@@ -87,6 +92,7 @@ class _GatherLast(Function):
         return _gathered_last(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _own_slice(grad, ctx.group), None
 
@@ -98,13 +104,14 @@ class _SplitLast(Function):
         return _own_slice(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gathered_last(grad, ctx.group), None
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """[n, ...] on each rank -> [world * n, ...] on all, in rank order."""
-    return x if group is None else _AllGather.apply(x, group)  # type: ignore[no-any-return]
+    return x if group is None else apply(_AllGather, x, group)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -112,22 +119,22 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
     Raises ValueError where the world does not divide the rows.
     """
-    return x if group is None else _ReduceScatter.apply(x, group)  # type: ignore[no-any-return]
+    return x if group is None else apply(_ReduceScatter, x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Partial sums on each rank -> their sum on all."""
-    return x if group is None else _AllReduce.apply(x, group)  # type: ignore[no-any-return]
+    return x if group is None else apply(_AllReduce, x, group)
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:
     """The same tensor on all ranks, used by each for a part of the loss: its gradients are summed."""
-    return x if group is None else _Replicate.apply(x, group)  # type: ignore[no-any-return]
+    return x if group is None else apply(_Replicate, x, group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """[..., n] on each rank -> [..., world * n] on all."""
-    return x if group is None else _GatherLast.apply(x, group)  # type: ignore[no-any-return]
+    return x if group is None else apply(_GatherLast, x, group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
@@ -139,4 +146,4 @@ def split_last(x: Tensor, group: Group) -> Tensor:
         return x
     if x.shape[-1] % group.size():
         raise ValueError(f"split_last: {x.shape[-1]} features cannot be split among {group.size()} ranks")
-    return _SplitLast.apply(x, group)  # type: ignore[no-any-return]
+    return apply(_SplitLast, x, group)

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.ops.autograd import apply, once_differentiable
 
 IGNORE = -1  # the target of a position that has no loss
 
@@ -39,6 +40,7 @@ class _VocabParallelCrossEntropy(Function):
         return torch.where(target == IGNORE, 0, torch.log(total) - target_logit)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, column, own, target = ctx.saved_tensors
         grad = torch.where(target == IGNORE, 0, grad).unsqueeze(-1)
@@ -53,14 +55,19 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
 
     logits: [M, this rank's slice of the vocabulary], float32 or float64 (half types are upcast to float32);
     target: [M] int64 global token numbers, -1 where there is no loss. Returns [M], equal on all ranks, in the
-    dtype that was computed in. Raises ValueError where the logits are not this rank's slice.
+    dtype that was computed in. Raises ValueError where the logits are not this rank's slice and, on CPU (on
+    CUDA that check would stop the stream), for a target outside the vocabulary.
     """
     rank, world = rank_and_size(group)
     start, stop = shard_range(vocabulary, rank, world)
     if logits.ndim != 2 or logits.shape[1] != stop - start:
         raise ValueError(f"logits {tuple(logits.shape)}: expected [M, {stop - start}] on rank {rank}")
+    if target.device.type == "cpu" and target.numel():
+        lowest, highest = int(target.min()), int(target.max())
+        if lowest < IGNORE or highest >= vocabulary:
+            raise ValueError(f"targets from {lowest} to {highest}: expected 0 to {vocabulary - 1}, or {IGNORE}")
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     if group is None:
         return F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
-    return _VocabParallelCrossEntropy.apply(logits, target, start, group)  # type: ignore[no-any-return]
+    return apply(_VocabParallelCrossEntropy, logits, target, start, group)

@@ -23,12 +23,12 @@ def embedding(
     or with `scatter` this rank's shard along dimension 0. An id outside the table raises ValueError on CPU
     (on CUDA that check would stop the stream).
     """
-    if group is None:
-        return F.embedding(ids, weight)
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings:
         raise ValueError(
             f"ids between {int(ids.min())} and {int(ids.max())} do not fit a table of {num_embeddings} rows"
         )
+    if group is None:
+        return F.embedding(ids, weight)
     start, stop = shard_range(num_embeddings, *rank_and_size(group))
     own = (ids >= start) & (ids < stop)
     if stop > start:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm import collectives
+from tpfuse.ops.autograd import apply, once_differentiable
 
 
 class _LinearReduceScatter(Function):
@@ -26,6 +27,7 @@ class _LinearReduceScatter(Function):
         return out if bias is None else out.add_(bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -51,5 +53,5 @@ def linear_reduce_scatter(
     [N], equal on all ranks; residual: [n, ..., N], this rank's shard. Returns [n, ..., N]. Raises ValueError
     where the world does not divide the rows.
     """
-    out = F.linear(x, weight, bias) if group is None else _LinearReduceScatter.apply(x, weight, bias, group)
+    out = F.linear(x, weight, bias) if group is None else apply(_LinearReduceScatter, x, weight, bias, group)
     return out if residual is None else out + residual

@@ -69,6 +69,15 @@ class Bucket:
                 yield decay, part
 
 
+@dataclass
+class _Member:
+    """A parameter and the (module, attribute) pairs that hold it: several where weights are tied."""
+
+    name: str
+    parameter: Parameter
+    owners: list[tuple[nn.Module, str]]
+
+
 def decays(name: str, parameter: Tensor) -> bool:
     """Weight decay is for matrices: not for norms, nor for biases (which may be packed in two dimensions)."""
     return parameter.ndim >= 2 and not name.endswith("bias")
@@ -83,7 +92,10 @@ class GradientBuckets:
     of gradients; torch DDP's default.
 
     Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `gradients` are the
-    sums over all ranks. A parameter that took no part has gradient zero.
+    sums over all ranks. A parameter that took no part has gradient zero; one that is frozen (requires_grad
+    False) stays out of the buckets, and so out of the optimizer. Buckets hold one dtype each.
+
+    Raises ValueError where nothing requires a gradient, or `world_group` is missing but needed.
     """
 
     def __init__(
@@ -98,49 +110,50 @@ class GradientBuckets:
         self.buckets: list[Bucket] = []
         self._last = self._accumulating = False
         partial = self._take_partial_gradients(model)
-        pending: dict[str, list[tuple[str, nn.Module, Parameter]]] = {}
-        for name, module, parameter in reversed(list(_owned_parameters(model))):
-            kind = "partial" if name in partial else "sharded" if is_sharded(parameter) else "replicated"
-            group = world_group if kind == "partial" else data_group
-            waiting = pending.setdefault(kind, [])
-            waiting.append((name, module, parameter))
-            if sum(local_tensor(p).numel() for _, _, p in waiting) * 4 >= bucket_bytes:
-                self._add_bucket(kind, group, pending.pop(kind))
-        for kind, waiting in pending.items():
+        if partial and world_group is None:
+            raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
+        pending: dict[tuple[str, torch.dtype], list[_Member]] = {}
+        for member in reversed(_trained_parameters(model)):
+            parameter = member.parameter
+            kind = "partial" if member.name in partial else "sharded" if is_sharded(parameter) else "replicated"
+            waiting = pending.setdefault((kind, parameter.dtype), [])
+            waiting.append(member)
+            if sum(local_tensor(m.parameter).numel() for m in waiting) * 4 >= bucket_bytes:
+                self._add_bucket(kind, world_group if kind == "partial" else data_group, waiting)
+                del pending[kind, parameter.dtype]
+        for (kind, _), waiting in pending.items():
             self._add_bucket(kind, world_group if kind == "partial" else data_group, waiting)
+        if not self.buckets:
+            raise ValueError("the model has no parameter that requires a gradient")
 
     @staticmethod
     def _take_partial_gradients(model: nn.Module) -> set[str]:
         names = set()
         for prefix, module in model.named_modules():
             if getattr(module, "sum_gradients", False):
-                module.sum_gradients = False  # type: ignore[assignment]
-                names |= {f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)}
+                setattr(module, "sum_gradients", False)  # noqa: B010 (nn.Module's __setattr__ is typed for modules)
+                names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
         return names
 
-    def _add_bucket(
-        self, kind: str, group: dist.ProcessGroup | None, members: list[tuple[str, nn.Module, Parameter]]
-    ) -> None:
-        members = sorted(members, key=lambda member: not decays(member[0], member[2]))
+    def _add_bucket(self, kind: str, group: dist.ProcessGroup | None, members: list[_Member]) -> None:
+        members = sorted(members, key=lambda member: not decays(member.name, member.parameter))
         segments, end = [], 0
-        for name, _, parameter in members:
-            size = local_tensor(parameter).numel()
-            shape = local_tensor(parameter).shape
-            segments.append(Segment(name, shape, end, end + size, decays(name, parameter)))
-            end += -(-size // _ALIGNMENT) * _ALIGNMENT
-        first = local_tensor(members[0][2])
-        values = first.new_zeros(end)
+        for member in members:
+            shape = local_tensor(member.parameter).shape
+            stop = end + shape.numel()
+            segments.append(Segment(member.name, shape, end, stop, decays(member.name, member.parameter)))
+            end = -(-stop // _ALIGNMENT) * _ALIGNMENT
+        values = local_tensor(members[0].parameter).new_zeros(end)
         half = values.dtype in (torch.bfloat16, torch.float16)
-        wide = torch.float32 if half else values.dtype
-        master = values.to(wide) if half else values
+        master = values.float() if half else values
         bucket = Bucket(kind == "sharded", group, segments, values, master, torch.zeros_like(master))
-        for index, (segment, (name, module, parameter)) in enumerate(zip(segments, members, strict=True)):
-            bucket.view(values, segment).copy_(local_tensor(parameter))
-            bucket.view(master, segment).copy_(local_tensor(parameter))
-            replacement = _rebuilt(parameter, bucket.view(values, segment))
-            module.register_parameter(name.rpartition(".")[2], replacement)
-            if replacement.requires_grad:
-                replacement.register_post_accumulate_grad_hook(self._hook(bucket, index))
+        for index, (segment, member) in enumerate(zip(segments, members, strict=True)):
+            bucket.view(values, segment).copy_(local_tensor(member.parameter))
+            bucket.view(master, segment).copy_(local_tensor(member.parameter))
+            replacement = _rebuilt(member.parameter, bucket.view(values, segment))
+            for module, attribute in member.owners:
+                module.register_parameter(attribute, replacement)
+            replacement.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
         self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
@@ -187,7 +200,7 @@ class GradientBuckets:
 
     def squared_norms(self) -> tuple[Tensor, Tensor]:
         """Σ g² over this rank's sharded gradients and over those that every tensor-parallel rank has whole."""
-        sums = {True: [], False: []}  # type: dict[bool, list[Tensor]]
+        sums: dict[bool, list[Tensor]] = {True: [], False: []}
         for bucket in self.buckets:
             sums[bucket.sharded].append(torch.linalg.vector_norm(bucket.gradients).square())
         zero = self.buckets[0].gradients.new_zeros(())
@@ -199,16 +212,10 @@ class GradientBuckets:
             bucket.gradients.mul_(factor)
 
     def publish(self) -> None:
-        """After the optimizer has changed the masters: rounds them into the parameters."""
+        """After the masters have been changed (by the optimizer or a checkpoint): rounds them into the parameters."""
         for bucket in self.buckets:
             if bucket.master is not bucket.values:
                 bucket.values.copy_(bucket.master)
-
-    def load_masters(self) -> None:
-        """After the parameters have been written: makes the masters equal to them."""
-        for bucket in self.buckets:
-            if bucket.master is not bucket.values:
-                bucket.master.copy_(bucket.values)
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters whose gradient (on this rank) is not finite, in the order of the buckets."""
@@ -220,10 +227,15 @@ class GradientBuckets:
         ]
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Parameter]]:
-    """(name, module, parameter), each parameter once."""
-    for name, parameter in model.named_parameters():
-        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
+def _trained_parameters(model: nn.Module) -> list[_Member]:
+    """The parameters that require a gradient, in the model's order, each once."""
+    members: dict[int, _Member] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            path, _, attribute = name.rpartition(".")
+            member = members.setdefault(id(parameter), _Member(name, parameter, []))
+            member.owners.append((model.get_submodule(path), attribute))
+    return list(members.values())
 
 
 def _rebuilt(parameter: Parameter, storage: Tensor) -> Parameter:

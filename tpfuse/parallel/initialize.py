@@ -19,10 +19,10 @@ class Initializable(Protocol):
 def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
     """The initial value of parameter `name`, whole: float32 on CPU, normal, a function of (seed, name) alone."""
     if std == 0.0:
-        return torch.full(shape, mean)
+        return torch.full(shape, mean, dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return torch.empty(shape).normal_(mean, std, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(mean, std, generator=generator)
 
 
 @torch.no_grad()

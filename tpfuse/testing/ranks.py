@@ -3,7 +3,8 @@
 `pool(4).run(function, *args)` runs `function(*args)` on four CPU ranks at once, in a Gloo group that is their
 default group, and returns what each returned. Ranks find the function by its file and name, so it must be at
 the top level of a module; arguments and results are pickled. A rank that raises, dies or is late makes `run`
-raise RankError with every rank's traceback; a pool with a dead or late rank is started anew at the next use.
+raise RankError with every rank's traceback, and the pool is started anew at the next use. The ranks take over
+whether deterministic algorithms are on.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import contextlib
 import importlib.util
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,10 +20,12 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from time import monotonic
 from types import FunctionType
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -44,15 +48,13 @@ def _find(file: str, name: str) -> Callable[..., Any]:
     return _functions[file, name]
 
 
-def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:
-    import torch
-    import torch.distributed as dist
-
+def _serve(rank: int, world: int, store: str, timeout: float, deterministic: bool, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(deterministic)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world),
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
@@ -75,14 +77,17 @@ class RankPool:
         self.world, self.timeout = world, timeout
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
+        self._folder: str | None = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = str(Path(tempfile.mkdtemp(prefix="tpfuse-ranks-")) / "store")
+        self._folder = tempfile.mkdtemp(prefix="tpfuse-ranks-")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        deterministic = torch.are_deterministic_algorithms_enabled()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world, store, self.timeout, theirs), daemon=True)
+            args = (rank, self.world, f"{self._folder}/store", self.timeout, deterministic, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -95,7 +100,12 @@ class RankPool:
                 process.kill()
         for process in self._processes:
             process.join()
+        for connection in self._connections:
+            connection.close()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on every rank; the results in rank order. Raises RankError."""
