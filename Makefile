@@ -1,0 +1,47 @@
+# `make train` and `make test` set up all they need in .venv, on a machine with Python 3.11 or newer alone.
+
+PYTHON ?= python3
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# Tensor-parallel ranks of `make train`: two on CPU; on GPUs two where their number is even (the rest is data parallel).
+TP ?= $(if $(filter 0,$(GPUS)),2,$(if $(filter 1 3 5 7,$(GPUS)),1,2))
+# An open range of torch versions would fetch gigabytes of CUDA libraries where there is no GPU to use them.
+TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0,torch>=2.11)
+BIN := .venv/bin
+
+.PHONY: help install train test lint types format clean
+help:
+	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
+	@echo "make test    install, then run all tests"
+	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "tpfuse needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version`: make PYTHON=python3.12 ..."; exit 2; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	@touch $@
+install: .venv/installed
+
+train: install
+	$(BIN)/tpfuse train --model.preset tiny --parallel.tp $(TP)
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	rm -rf build/types
+	$(BIN)/python -m pip install --quiet --no-deps --target build/types .
+	MYPYPATH=build/types $(BIN)/mypy -p tpfuse
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,40 @@
+"""Batches that depend on (seed, step) alone: every layout draws the same windows and takes its slice."""
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpfuse.train.tokenizer import Tokens
+
+
+def window_starts(
+    seed: int, stream: str, number: int, count: int, limit: int
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """`count` starts in [0, limit), a function of (seed, stream, number): "train" step or "val" batch."""
+    digest = hashlib.blake2b(f"{seed} {stream} {number}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    return generator.integers(0, limit, size=count)
+
+
+class Windows:
+    """Windows of `length` tokens and the tokens that follow each; tokens: [n] uint16 with n > length."""
+
+    def __init__(self, tokens: Tokens, length: int, seed: int, stream: str, batch: int) -> None:
+        self.tokens, self.length, self.seed, self.stream, self.batch = tokens, length, seed, stream, batch
+        self._offsets = np.arange(length + 1)
+
+    def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Sequences [start, stop) of batch `number`: (ids, targets), [stop - start, length] int64."""
+        starts = window_starts(self.seed, self.stream, number, self.batch, len(self.tokens) - self.length)
+        windows = self.tokens[starts[start:stop, None] + self._offsets].astype(np.int64)
+        both = torch.from_numpy(windows).to(device)
+        return both[:, :-1], both[:, 1:]
+
+
+def unigram_loss(train: Tokens, val: Tokens, vocab_size: int) -> float:
+    """Loss in nats per token on `val` of a model that knows only how often each token is in `train` (+1)."""
+    counts = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
+    seen = np.bincount(val, minlength=vocab_size).astype(np.float64)
+    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())

@@ -1,0 +1,103 @@
+"""The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
+from tpfuse.train.config import parse_command, parse_prepare, parse_train
+from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
+from tpfuse.train.messages import fail
+from tpfuse.train.options import SampleCommand
+from tpfuse.train.rank import train_rank
+from tpfuse.train.sample import sample
+from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
+
+
+def _train(arguments: Sequence[str]) -> int:
+    place = torchrun_place()
+    if place is not None:
+        return _train_under_torchrun(place, arguments)
+    options = with_layout(parse_train(arguments), None)
+    run = prepare_run(options)
+    world = options.parallel.tp * options.parallel.dp
+    if world == 1:
+        return train_rank(Place(0, 1, 0, 1, None), run)
+    return start_ranks(train_rank, world, run)
+
+
+def _train_under_torchrun(place: Place, arguments: Sequence[str]) -> int:
+    """The first rank checks and prepares; the others hear whether to go on."""
+    outcome: list[Run | tuple[str, int]] = [("", 1)]
+    join(place, device_of(place))
+    if place.rank == 0:
+        try:
+            outcome = [prepare_run(with_layout(parse_train(arguments), place.world))]
+        except (UserError, CheckpointMismatch) as error:
+            outcome = [(str(error), 2)]
+        except CheckpointError as error:
+            outcome = [(str(error), 3)]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], tuple):
+        message, status = outcome[0]
+        if place.rank == 0:
+            fail("train", message)
+        dist.destroy_process_group()
+        return status
+    return train_rank(place, outcome[0])
+
+
+def _sample(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        if "--help" in arguments or "-h" in arguments:
+            parse_command(SampleCommand, ["--help"], "sample RUN")
+        raise UserError("which run? tpfuse sample RUN [options]")
+    print(sample(Path(arguments[0]), parse_command(SampleCommand, arguments[1:], "sample RUN")))
+    return 0
+
+
+def _prepare(arguments: Sequence[str]) -> int:
+    file = prepare_tokens(parse_prepare(arguments))
+    print(f"{file.path}: {len(file.tokens)} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "train a GPT on text, on one rank or many"),
+    "sample": (_sample, "generate text with a trained model"),
+    "prepare": (_prepare, "turn text into a token file"),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", "tpfuse COMMAND --help lists the options."])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in COMMANDS:
+        fail(name, f"there is no such command: expected one of {', '.join(COMMANDS)}")
+        return 2
+    try:
+        return COMMANDS[name][0](arguments[1:])
+    except (UserError, CheckpointMismatch) as error:
+        fail(name, str(error))
+        return 2
+    except CheckpointError as error:
+        fail(name, str(error))
+        return 3
+    except RunError as error:
+        fail(name, str(error))
+        return error.status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

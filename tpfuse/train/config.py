@@ -1,0 +1,194 @@
+"""From command lines and TOML files to options.
+
+Precedence, lowest first: defaults, the model's preset, (with --resume) the run's config.toml, --config FILE,
+flags. Unknown flags and keys are errors that name the nearest known one.
+"""
+
+import contextlib
+import difflib
+import io
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+import tpfuse.models
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import PrepareCommand, Preset, TrainCommand
+
+T = TypeVar("T")
+PRESETS: tuple[str, ...] = get_args(Preset)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(flag without dashes, type) of every leaf of a dataclass of options."""
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        hint = hints[item.name]
+        name = prefix + item.name.replace("_", "-")
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from _flags(hint, name + ".")
+        else:
+            yield name, hint
+
+
+def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
+    known = ["--help"]
+    for name, hint in _flags(kind):
+        known.append(f"--{name}")
+        if hint is bool:
+            head, _, tail = name.rpartition(".")
+            known.append(f"--{head}.no-{tail}" if head else f"--no-{tail}")
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            raise UserError(f"unknown option {flag} of tpfuse {command}{_nearest(flag, known)}")
+
+
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of `flag` in a command line, its last one, before anything else is parsed."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == flag and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(flag + "="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
+    """Parses flags over `default`. Raises UserError with one line; prints help and exits for --help."""
+    _check_flags(kind, arguments, command)
+    printed = io.StringIO()
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(kind, args=list(arguments), prog=f"tpfuse {command}", **options)
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise UserError(f"{_one_line(printed.getvalue())} (tpfuse {command} --help lists the options)") from None
+
+
+def _one_line(message: str) -> str:
+    """The words of tyro's error box on one line."""
+    words = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
+    text = " ".join(word for word in words if word and not word.startswith("For full helptext"))
+    return text.removeprefix("Parsing error ").strip() or "the options cannot be read"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file. Raises UserError where it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
+
+
+def _converted(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the type of its option. Raises UserError where it is of another."""
+    if get_origin(hint) is not None and get_args(hint) and not any(a is type(None) for a in get_args(hint)):
+        if value in get_args(hint):
+            return value
+        raise UserError(f"{where} = {value!r}: expected one of {', '.join(map(str, get_args(hint)))}")
+    if Path in get_args(hint) or hint is Path:
+        if isinstance(value, str):
+            return Path(value)
+        raise UserError(f"{where} = {value!r}: expected a path in quotes")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UserError(f"{where} = {value!r}: expected {hint.__name__}")
+    return value
+
+
+def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
+    """`options` with the values of a TOML table over it. Raises UserError for unknown keys and wrong types."""
+    hints = get_type_hints(type(options))
+    names = [item.name for item in fields(options)]  # type: ignore[arg-type]
+    changes = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        where = f"{source}: {prefix}{key}"
+        if name not in names or (not prefix and name in ("config", "resume")):
+            raise UserError(f"{where} is not known{_nearest(name, names)}")
+        current = getattr(options, name)
+        if is_dataclass(current):
+            if not isinstance(value, dict):
+                raise UserError(f"{where} = {value!r}: expected a table")
+            changes[name] = overlaid(current, value, source, f"{prefix}{key}.")
+        else:
+            changes[name] = _converted(value, hints[name], where)
+    return replace(options, **changes)  # type: ignore[type-var]
+
+
+def load_preset(name: str) -> dict[str, Any]:
+    """The tables of a preset. Raises UserError for one that is not among `PRESETS`."""
+    if name not in PRESETS:
+        raise UserError(f"preset {name!r} is not known: expected one of {', '.join(PRESETS)}")
+    folder = Path(next(iter(tpfuse.models.__path__)))
+    return read_toml(folder / f"{name}.toml")
+
+
+def parse_train(arguments: Sequence[str]) -> TrainCommand:
+    """The options of `tpfuse train`. Raises UserError."""
+    _check_flags(TrainCommand, arguments, "train")
+    sources: list[tuple[str, dict[str, Any]]] = []
+    out = flag_value(arguments, "--out")
+    if "--resume" in arguments:
+        if out is None:
+            raise UserError("--resume needs --out RUN: which run?")
+        saved = Path(out) / "config.toml"
+        if not saved.is_file():
+            raise UserError(f"there is no run to resume in {out}: {saved} is missing")
+        sources.append((str(saved), read_toml(saved)))
+    file = flag_value(arguments, "--config")
+    if file is not None:
+        sources.append((file, read_toml(Path(file))))
+    preset = flag_value(arguments, "--model.preset")
+    for _, table in reversed(sources):
+        model = table.get("model")
+        if preset is None and isinstance(model, dict) and "preset" in model:
+            preset = str(model["preset"])
+    options = TrainCommand()
+    preset = preset or options.model.preset
+    if preset in PRESETS:  # otherwise the parser below, or the TOML check, says what is wrong
+        options = overlaid(options, load_preset(preset), f"preset {preset}")
+        options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
+    for source, table in sources:
+        options = overlaid(options, table, source)
+    return parse_command(TrainCommand, arguments, "train", options)
+
+
+def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
+    """The options of `tpfuse prepare`. Raises UserError."""
+    _check_flags(PrepareCommand, arguments, "prepare")
+    file = flag_value(arguments, "--config")
+    out = flag_value(arguments, "--out")
+    if file is None or out is None:
+        return parse_command(PrepareCommand, arguments, "prepare")
+    options = overlaid(PrepareCommand(Path(out)), read_toml(Path(file)), file)
+    return parse_command(PrepareCommand, arguments, "prepare", options)
+
+
+def resolved(options: TrainCommand) -> dict[str, Any]:
+    """The options as TOML tables that give the same run again, without the run's own folder."""
+    tables = asdict(options)
+    for name in ("out", "resume", "config"):
+        del tables[name]
+    return {
+        name: {
+            key: str(value) if isinstance(value, Path) else value for key, value in table.items() if value is not None
+        }
+        for name, table in tables.items()
+    }

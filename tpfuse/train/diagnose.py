@@ -1,0 +1,63 @@
+"""Finds the layer where a number stopped being finite."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+
+
+def _finite(x: Any) -> bool:
+    return not isinstance(x, Tensor) or not x.is_floating_point() or bool(torch.isfinite(local_tensor(x)).all())
+
+
+@torch.no_grad()
+def _first_output(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int]) -> list[str]:
+    """Names of the modules, in the order in which they finish, whose output is not finite on this rank."""
+    names: list[str] = []
+    handles = [
+        module.register_forward_hook(
+            lambda _module, _inputs, output, name=name: None if _finite(output) else names.append(name)
+        )
+        for name, module in model.named_modules()
+        if name and not next(module.children(), None)
+    ]
+    for ids, targets, sequences in batches:
+        model(ids, targets, dropout_at=at, sequences_B=sequences)
+    for handle in handles:
+        handle.remove()
+    return names
+
+
+def find_nonfinite(
+    model: nn.Module,
+    buckets: GradientBuckets,
+    batches: list[tuple[Tensor, Tensor, Tensor]],
+    at: tuple[int, int],
+    group: dist.ProcessGroup | None,
+) -> str:
+    """Says where it happened, in words; collective over `group`.
+
+    A parameter that is not finite itself comes first, then the first layer whose output is not (the forward
+    pass is run again: batches and masks are the same), then the gradients: backward runs from the end, so
+    the last parameter in the model's order is nearest to the cause.
+    """
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
+    found = [broken, _first_output(model, batches, at), buckets.nonfinite()]
+    if group is not None:
+        everywhere: list[Any] = [None] * group.size()
+        dist.all_gather_object(everywhere, found, group=group)
+        found = [[name for rank in everywhere for name in rank[kind]] for kind in range(3)]
+    parameters, outputs, gradients = found
+    if parameters:
+        return f"the parameter {min(parameters, key=order.__getitem__)} is not finite"
+    if outputs:
+        return f"the first output that is not finite is that of {min(outputs, key=modules.__getitem__)}"
+    if gradients:
+        return f"backward: the first gradient that is not finite is that of {max(gradients, key=order.__getitem__)}"
+    return "the loss alone is not finite"

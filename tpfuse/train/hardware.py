@@ -1,0 +1,70 @@
+"""What this machine can do: device, peak rate, memory in use."""
+
+import ctypes
+import os
+import resource
+import sys
+from time import perf_counter
+
+import torch
+
+# Dense tensor-core rates in FLOP/s from NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200 (2024), B200 (2025).
+_HALF_RATES = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def device_count() -> int:
+    """GPUs of this machine that torch can use."""
+    return torch.cuda.device_count()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(FLOP/s of one device, where the number is from).
+
+    The data sheet's for the half types on a GPU that it knows, else measured: the best of some square matrix
+    products of this dtype with the threads this process has.
+    """
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        for key, rate in _HALF_RATES.items():
+            if key in name:
+                return rate, f"{key} data sheet"
+    size = 4096 if device.type == "cuda" else 512
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(8):
+        start = perf_counter()
+        b = a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, perf_counter() - start)
+        del b
+    return 2 * size**3 / best, f"measured, {size}x{size} products"
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: allocated by torch on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed memory instead of giving it back to the kernel after every step.
+
+    A training step frees all its activations. Above M_MMAP_THRESHOLD (at most 32 MiB, mallopt(3)) each is a
+    mapping of its own, and the top of the heap is trimmed; the next step then faults every page in again. On
+    other C libraries this does nothing.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        return
+
+
+def set_threads(ranks_on_this_host: int) -> None:
+    """Shares the cores among the CPU ranks of this host."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_this_host)))

@@ -1,0 +1,133 @@
+"""What a run tells: metrics.jsonl is the truth; the console, TensorBoard and loss.png are drawn from it."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of metrics.jsonl. Losses in nats per token; val_loss is None between evaluations; mfu in [0, 1];
+    seconds since the run (this start of it) began; the rest is None in a row that only has a val_loss."""
+
+    step: int
+    loss: float | None
+    val_loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    memory_bytes: int
+    seconds: float
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics.jsonl; none where there is no file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # the line that was being written when the run was killed
+    return rows
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drops the rows beyond `step`, which a resumed run is about to write again."""
+    rows = [row for row in read_metrics(path) if row["step"] <= step]
+    staging = path.with_suffix(".staging")
+    staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    staging.replace(path)
+
+
+def described(row: Row, steps: int) -> str:
+    """The row as words for the console."""
+    parts = [f"step {row.step}/{steps}"]
+    if row.loss is not None and row.grad_norm is not None and row.lr is not None:
+        parts.append(f"loss {row.loss:.4f}  grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}")
+    if row.val_loss is not None:
+        parts.append(f"val loss {row.val_loss:.4f}")
+    if row.tokens_per_second is not None and row.mfu is not None:
+        parts.append(f"{row.tokens_per_second / 1000:.1f}k tokens/s  MFU {row.mfu:.0%}")
+    parts.append(f"{row.memory_bytes / 2**20:.0f} MiB")
+    return "  ".join(parts)
+
+
+class Reporter:
+    """Writes rows to the run folder and shows them; for the first rank alone.
+
+    On a terminal one progress line with the latest row; otherwise a line for each row.
+    """
+
+    def __init__(self, folder: Path, steps: int, start: int) -> None:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences TensorBoard's optional TensorFlow
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = folder / "metrics.jsonl"
+        self.steps = steps
+        forget_after(self.path, start)
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)  # type: ignore[no-untyped-call]
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if sys.stdout.isatty():
+            self._progress = Progress(
+                BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn(), console=Console()
+            )
+            self._task = self._progress.add_task("", total=steps, completed=start)
+            self._progress.start()
+
+    def add(self, row: Row, left: float | None) -> None:
+        """Records a row; `left`: seconds that the run will still take, where known."""
+        values = asdict(row)
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if value is not None and name != "step":
+                self._board.add_scalar(name, value, row.step)  # type: ignore[no-untyped-call]
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
+        else:
+            remaining = "" if left is None else f"  {int(left) // 60}:{int(left) % 60:02d} left"
+            print(described(row, self.steps) + remaining, flush=True)
+
+    def close(self) -> None:
+        """Ends the progress line and closes the files."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._file.close()
+        self._board.close()  # type: ignore[no-untyped-call]
+
+
+def draw_losses(folder: Path, unigram: float | None) -> Path:
+    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = read_metrics(folder / "metrics.jsonl")
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    for name, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
+        points = [(row["step"], row[name]) for row in rows if row[name] is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3, linewidth=1)
+    if unigram is not None:
+        axes.axhline(unigram, color="gray", linestyle=":", linewidth=1, label="unigram")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    path = folder / "loss.png"
+    figure.savefig(path)
+    plt.close(figure)
+    return path

@@ -1,0 +1,142 @@
+"""Every option of the commands, as typed dataclasses: flags, TOML keys and documentation are made from them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The GPT. A preset sets everything here (and some of the training options); flags win over it."""
+
+    preset: Preset = "tiny"
+    """Named configuration, a file of tpfuse/models."""
+    n_layer: int = 4
+    """Blocks."""
+    n_head: int = 4
+    """Attention heads; tensor parallelism must divide them."""
+    n_embd: int = 128
+    """Width; a multiple of n_head."""
+    n_positions: int = 128
+    """Context length in tokens."""
+    bias: bool = True
+    """Biases in linear layers and norms."""
+    dropout: float = 0.0
+    """Probability, after the embedding, in attention and on the residual paths."""
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The text."""
+
+    path: Path | None = None
+    """Text file, folder of text files, or a .bin of `tpfuse prepare`. Default: the Python standard library."""
+    tokenizer: str = "bytes"
+    """bytes, chars, gpt2, or a tokenizers FILE.json."""
+    val_fraction: float = 0.1
+    """Part at the end of the tokens that is kept for validation."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The training loop."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    batch: int = 32
+    """Sequences per optimizer step, all ranks together."""
+    micro_batch: int = 0
+    """Sequences per forward pass of one rank; smaller ones are accumulated. 0: all of the rank's share."""
+    seed: int = 1337
+    """Of initial weights, batches and dropout."""
+    dtype: Dtype = "float32"
+    """Of parameters and activations; the half types keep float32 master weights."""
+    eval_every: int = 250
+    """Steps between evaluations; 0: never."""
+    eval_batches: int = 20
+    """Batches per evaluation."""
+    save_every: int = 500
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints that are kept; 0: all."""
+    log_every: int = 10
+    """Steps between lines of metrics."""
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """AdamW with decay on matrices only, linear warm-up and cosine decay."""
+
+    lr: float = 1e-3
+    """Highest learning rate."""
+    min_lr: float = 1e-4
+    """Learning rate from decay_steps on."""
+    warmup: int = 100
+    """Steps until lr is reached."""
+    decay_steps: int = 0
+    """Step at which min_lr is reached; 0: train.steps."""
+    weight_decay: float = 0.1
+    """Of matrices."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.99
+    """Decay of the second moment."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How ranks share the work."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    dp: int = 0
+    """Data-parallel ranks; 0: the GPUs (or the ranks of torchrun) divided by tp, 1 on CPU."""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a GPT on text, on one rank or many."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    out: Path | None = None
+    """Run folder, which must not exist. Default: runs/DATE-TIME."""
+    resume: bool = False
+    """Go on from the newest good checkpoint of the run folder, with its configuration under the flags."""
+    config: Path | None = None
+    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel]."""
+
+
+@dataclass(frozen=True)
+class PrepareCommand:
+    """Turn text into a token file that `train` maps into memory."""
+
+    out: Path
+    """Folder for tokens.bin and tokens.json."""
+    data: DataOptions = field(default_factory=DataOptions)
+    config: Path | None = None
+    """TOML file with a table [data]."""
+
+
+@dataclass(frozen=True)
+class SampleCommand:
+    """Generate text with the newest good checkpoint of a run."""
+
+    prompt: str = "\n"
+    """Text to continue."""
+    tokens: int = 256
+    """Tokens to generate."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Choose among this many likeliest tokens; 0: all."""
+    seed: int = 0
+    """Of the choice of tokens."""

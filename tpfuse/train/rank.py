@@ -1,0 +1,258 @@
+"""What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpfuse
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.models.generate import generate
+from tpfuse.train import checkpoint
+from tpfuse.train.batches import Windows, unigram_loss
+from tpfuse.train.errors import RunError
+from tpfuse.train.hardware import keep_freed_memory, memory_bytes, peak_flops, set_threads
+from tpfuse.train.launch import Place, device_of, join
+from tpfuse.train.messages import fail, warn
+from tpfuse.train.metrics import Reporter, Row, draw_losses
+from tpfuse.train.setup import Run
+from tpfuse.train.stop import StopRequest
+from tpfuse.train.token_file import open_token_file
+from tpfuse.train.trainer import Trainer
+
+_SAMPLE_TOKENS = 200
+
+
+def train_rank(place: Place, run: Run) -> int:
+    """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
+    stop = StopRequest()
+    device = device_of(place)
+    if device.type == "cpu":
+        set_threads(place.local_world)
+        keep_freed_memory()
+    mesh = None
+    if place.world > 1:
+        join(place, device)
+        mesh = build_mesh(device.type, dp=run.options.parallel.dp, tp=run.options.parallel.tp)
+    training = Training(place, run, mesh, device, stop)
+    try:
+        training.run_to_end()
+    except (RunError, checkpoint.CheckpointError, checkpoint.CheckpointMismatch) as error:
+        if place.rank == 0:
+            fail("train", str(error))
+        return 1
+    except RuntimeError as error:
+        if place.world == 1 or not _peer_is_lost(error):
+            raise
+        fail("train", f"rank {place.rank} lost another rank in step {training.trainer.step}: {_first_line(error)}")
+        return 1
+    finally:
+        if place.world > 1:
+            dist.destroy_process_group()
+    return 0
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _peer_is_lost(error: RuntimeError) -> bool:
+    text = str(error)
+    return isinstance(error, dist.DistError) or any(word in text for word in ("Connection", "Timed out", "gloo"))
+
+
+class Training:
+    """The run as this rank sees it. Only rank 0 prints and writes metrics."""
+
+    def __init__(
+        self, place: Place, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
+    ) -> None:
+        self.place, self.run, self.device, self.stop = place, run, device, stop
+        self.options = run.options
+        self.first = place.rank == 0
+        file = open_token_file(run.tokens, verify=False)
+        self.file, self.tokenizer = file, file.tokenizer
+        self.train_tokens, self.val_tokens = file.split(run.options.data.val_fraction)
+        options, length = run.options.train, run.config.n_positions
+        self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
+        self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
+        self.trainer = Trainer(run.options, run.config, mesh, device)
+        if run.checkpoint is not None:
+            saved = checkpoint.open_checkpoint(run.checkpoint)
+            saved.load(self.trainer.parts())
+            self.trainer.restore(saved.state)
+        self.peak, self.peak_source = peak_flops(device, self.trainer.dtype)
+        self.val_loss: float | None = None
+        self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
+        self.retry_at: int | None = None
+        self.retry_delay = 1
+
+    def run_to_end(self) -> None:
+        """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""
+        self._introduce()
+        started, steps = perf_counter(), self.options.train.steps
+        reporter = Reporter(self.run.folder, steps, self.trainer.step) if self.first else None
+        try:
+            stopped = self._loop(reporter, started)
+        finally:
+            if reporter is not None:
+                reporter.close()
+        if self.saved_step != self.trainer.step:
+            self._save()
+        seconds = perf_counter() - started
+        if stopped:
+            if self.first:
+                draw_losses(self.run.folder, None)
+                print(
+                    f"stopped at step {self.trainer.step} of {steps}; go on with:"
+                    f" tpfuse train --resume --out {self.run.folder}"
+                )
+            return
+        self._conclude(seconds)
+
+    def _introduce(self) -> None:
+        if not self.first:
+            return
+        config, train, trainer = self.run.config, self.options.train, self.trainer
+        size = sum(parameter.numel() for parameter in trainer.model.parameters())
+        threads = f", {torch.get_num_threads()} thread(s) each" if self.device.type == "cpu" else ""
+        print(
+            f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size / 1e6:.2f}M parameters"
+        )
+        print(
+            f"text     {self.file.source}: {len(self.train_tokens) / 1e6:.2f}M tokens, vocabulary {config.vocab_size}"
+        )
+        print(f"ranks    tp {trainer.tp} x dp {trainer.dp} on {self.device.type}{threads}, {train.dtype}")
+        tokens = train.batch * config.n_positions
+        print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
+        peak = self.peak * self.place.world
+        print(
+            f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})"
+        )
+        print(
+            f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""),
+            flush=True,
+        )
+
+    def _loop(self, reporter: Reporter | None, started: float) -> bool:
+        """Steps, evaluations, checkpoints; True where the run was stopped before its end."""
+        options, trainer = self.options.train, self.trainer
+        mark, mark_step = perf_counter(), trainer.step
+        begun = trainer.step
+        if options.eval_every and begun == 0:
+            self._evaluate()
+            if reporter is not None:
+                memory = memory_bytes(self.device)
+                reporter.add(
+                    Row(0, None, self.val_loss, None, None, None, None, memory, perf_counter() - started), None
+                )
+            mark = perf_counter()
+        while trainer.step < options.steps:
+            result = trainer.train_step(self.windows, self.stop)
+            step = trainer.step
+            last = step == options.steps
+            if result.skipped and self.first:
+                warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
+            due = step % options.log_every == 0 or last or result.stop
+            evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
+            if due or evaluated:
+                speed = (step - mark_step) * options.batch * self.run.config.n_positions / (perf_counter() - mark)
+                if evaluated and not result.stop:
+                    self._evaluate()
+                if reporter is not None:
+                    now = perf_counter()
+                    left = (now - started) / (step - begun) * (options.steps - step)
+                    reporter.add(
+                        self._row(result.loss, result.lr, result.grad_norm, speed, evaluated, now - started), left
+                    )
+                mark, mark_step = perf_counter(), step
+            save_due = bool(options.save_every) and step % options.save_every == 0
+            if not last and (save_due or step == self.retry_at):
+                self._save()
+                mark, mark_step = perf_counter(), step
+            if result.stop and not last:
+                return True
+        return False
+
+    def _row(self, loss: float, lr: float, grad_norm: float, speed: float, evaluated: bool, seconds: float) -> Row:
+        flops = speed * self.trainer.model.flops_per_token()
+        return Row(
+            self.trainer.step,
+            loss,
+            self.val_loss if evaluated else None,
+            lr,
+            grad_norm,
+            speed,
+            flops / (self.peak * self.place.world),
+            memory_bytes(self.device),
+            seconds,
+        )
+
+    def _evaluate(self) -> None:
+        self.val_loss = self.trainer.evaluate(self.val_windows, self.options.train.eval_batches)
+
+    def _save(self) -> None:
+        """Saves; after a failure tries again 1, 2, 4, … steps later."""
+        trainer = self.trainer
+        state: dict[str, Any] = trainer.state()
+        state["model"] = asdict(self.run.config)
+        state["dtype"] = self.options.train.dtype
+        state["data"]["sha256"] = self.file.sha256
+        state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
+        state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
+        state["config"] = _plain(asdict(self.options))
+        saved = checkpoint.save(
+            self.run.folder,
+            trainer.step,
+            trainer.parts(),
+            state,
+            keep=self.options.train.keep,
+            group=trainer.world_group,
+            warn=warn,
+        )
+        if saved is not None:
+            self.saved_step, self.retry_at, self.retry_delay = trainer.step, None, 1
+        else:
+            self.retry_at = trainer.step + self.retry_delay
+            self.retry_delay *= 2
+
+    def _conclude(self, seconds: float) -> None:
+        """The last lines: losses, a sample, and where the files are. Collective: all ranks generate."""
+        start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
+        count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
+        ids = generate(self.trainer.model, start.unsqueeze(0), count, temperature=0.8, top_k=None, seed=0)
+        if not self.first:
+            return
+        vocabulary = self.run.config.vocab_size
+        known = len(self.val_tokens) > 0
+        unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
+        draw_losses(self.run.folder, unigram)
+        print("\nsample\n------")
+        print(self.tokenizer.decode(ids[0].tolist()))
+        print("------")
+        if self.val_loss is not None and unigram is not None:
+            print(
+                f"validation loss {self.val_loss:.4f} nats per token (a unigram model of the same text: {unigram:.4f})"
+            )
+        print(f"trained {self.trainer.step} steps, {seconds:.0f} s")
+        print(
+            f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._checkpoint_name()}"
+        )
+        print(f"more text: tpfuse sample {self.run.folder} --prompt 'def '")
+        sys.stdout.flush()
+
+    def _checkpoint_name(self) -> str:
+        return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
+
+
+def _plain(tree: Any) -> Any:
+    """Dictionaries, lists and scalars for JSON."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return str(tree) if isinstance(tree, Path) else tree

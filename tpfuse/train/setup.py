@@ -1,0 +1,189 @@
+"""Everything that can be wrong with a run is found here, before a rank starts and before anything is written."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.train.checkpoint import newest_good
+from tpfuse.train.config import resolved
+from tpfuse.train.corpus import read_text
+from tpfuse.train.errors import UserError
+from tpfuse.train.hardware import device_count
+from tpfuse.train.messages import warn
+from tpfuse.train.options import DataOptions, PrepareCommand, TrainCommand
+from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
+from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to start: what every rank is given. checkpoint: the folder to go on from."""
+
+    folder: Path
+    options: TrainCommand
+    config: GPTConfig
+    tokens: Path
+    checkpoint: Path | None
+
+
+def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
+    """`options` with dp filled in for `world` ranks (None: as many as this machine suits, see `ParallelOptions`).
+
+    Raises UserError where the world is not tp x dp, or a GPU machine has too few GPUs for it.
+    """
+    tp, dp = options.parallel.tp, options.parallel.dp
+    if tp < 1 or dp < 0:
+        raise UserError(f"--parallel.tp {tp} --parallel.dp {dp}: expected tp of at least 1 and dp of at least 0")
+    gpus = device_count()
+    if world is None:
+        dp = dp or max(1, gpus // tp)
+        if gpus and tp * dp > gpus:
+            raise UserError(f"tp {tp} x dp {dp} needs {tp * dp} GPUs, this machine has {gpus}")
+    else:
+        dp = dp or max(1, world // tp)
+        if tp * dp != world:
+            raise UserError(f"world size {world} is not tp {tp} x dp {dp}")
+    return replace(options, parallel=replace(options.parallel, dp=dp))
+
+
+def _check_numbers(options: TrainCommand) -> None:
+    train, optim, dp = options.train, options.optim, options.parallel.dp
+    at_least = {
+        "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
+        "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
+        "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0), "train.log-every": (train.log_every, 1),
+        "optim.warmup": (optim.warmup, 0), "optim.decay-steps": (optim.decay_steps, 0), "optim.clip": (optim.clip, 0),
+        "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0), "optim.min-lr": (optim.min_lr, 0),
+    }  # fmt: skip
+    for name, (value, least) in at_least.items():
+        if not value >= least:
+            raise UserError(f"--{name} {value}: expected at least {least}")
+    for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
+    if train.batch % dp:
+        raise UserError(f"--train.batch {train.batch} cannot be shared by {dp} data-parallel ranks")
+    share = train.batch // dp
+    if train.micro_batch and share % train.micro_batch:
+        raise UserError(
+            f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
+            f" (--train.batch {train.batch}, dp {dp})"
+        )
+
+
+def _check_lengths(options: TrainCommand, tokens: Tokens | TokenFile) -> None:
+    count = len(tokens.tokens) if isinstance(tokens, TokenFile) else len(tokens)
+    fraction, context = options.data.val_fraction, options.model.n_positions
+    if not 0.0 <= fraction < 1.0:
+        raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
+    val = int(count * fraction)
+    if count - val <= context:
+        raise UserError(f"the text has {count - val} tokens for training; a context of {context} needs {context + 1}")
+    if options.train.eval_every and val <= context:
+        raise UserError(
+            f"the text has {val} tokens for validation; a context of {context} needs {context + 1}"
+            " (more text, a larger --data.val-fraction, or --train.eval-every 0)"
+        )
+
+
+def read_tokens(data: DataOptions) -> tuple[Tokens, Tokenizer, str]:
+    """(tokens, tokenizer, what they are made of) of the text that the options name. Raises UserError."""
+    text, source = read_text(data.path)
+    tokenizer = build_tokenizer(data.tokenizer, text)
+    return tokenizer.encode(text), tokenizer, source
+
+
+def _run_folder(options: TrainCommand) -> Path:
+    folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --out")
+    return folder
+
+
+def _model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
+    model = options.model
+    config = GPTConfig(
+        vocab_size, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout
+    )
+    try:
+        config.check(options.parallel.tp)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return config
+
+
+def prepare_run(options: TrainCommand) -> Run:
+    """Checks the options (with their layout), the data and the run folder, then writes what ranks read.
+
+    Raises UserError (nothing has been written then) and CheckpointError where all checkpoints to resume from
+    are damaged.
+    """
+    _check_numbers(options)
+    folder = _run_folder(options)
+    mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
+    if mapped is None and options.resume:
+        mapped = folder / "data" / "tokens.bin"
+    if mapped is not None:
+        file = open_token_file(mapped)
+        _check_lengths(options, file)
+        config = _model_config(options, file.tokenizer.vocab_size)
+        checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
+        _write(folder, options)
+        return Run(folder, options, config, mapped, checkpoint)
+    # The checks that need no text come before it is read: a large one takes a while.
+    _model_config(options, 1)
+    tokens, tokenizer, source = read_tokens(options.data)
+    _check_lengths(options, tokens)
+    config = _model_config(options, tokenizer.vocab_size)
+    _write(folder, options)
+    file = write_token_file(folder / "data", tokens, tokenizer, source)
+    return Run(folder, options, config, file.path, None)
+
+
+def _write(folder: Path, options: TrainCommand) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(tomli_w.dumps(resolved(options)), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
+
+
+def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, sha256: str) -> Path | None:
+    checkpoint = newest_good(folder, warn=warn)
+    if checkpoint is None:
+        warn(f"{folder} has no checkpoint yet: starting from step 0")
+        return None
+    state: dict[str, Any] = checkpoint.state
+    differing = {
+        name: (old, getattr(config, name)) for name, old in state["model"].items() if getattr(config, name) != old
+    }
+    differing.pop("dropout", None)  # has no weights; changing it is a choice, not a mistake
+    if differing:
+        changes = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in differing.items())
+        raise UserError(f"--resume with a different model: {changes}")
+    if state["data"]["sha256"] != sha256:
+        raise UserError(
+            f"--resume with different data: {folder} was trained on tokens with SHA-256 {state['data']['sha256']}"
+        )
+    half = ("bfloat16", "float16")
+    wide = {name: "float32" if name in half else name for name in (state["dtype"], options.train.dtype)}
+    if wide[state["dtype"]] != wide[options.train.dtype]:
+        raise UserError(f"--resume with --train.dtype {options.train.dtype}: the run was trained in {state['dtype']}")
+    return checkpoint.folder
+
+
+def prepare_tokens(options: PrepareCommand) -> TokenFile:
+    """`tpfuse prepare`: writes the token file. Raises UserError."""
+    if (options.out / "tokens.bin").exists():
+        raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
+    tokens, tokenizer, source = read_tokens(options.data)
+    if not len(tokens):
+        raise UserError(f"{source} holds no tokens")
+    try:
+        return write_token_file(options.out, tokens, tokenizer, source)
+    except OSError as error:
+        raise UserError(f"cannot write {options.out}: {error.strerror}") from None

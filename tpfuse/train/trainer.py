@@ -1,0 +1,205 @@
+"""One training step, one evaluation, and the state between them; the same on one rank and on many.
+
+The loss is the sum over all tokens of the batch divided by their number, whatever the layout. At the end of
+each backward pass the ranks add up one small vector: the gradient's norm, the loss, and whether somebody was
+asked to stop. So all of them see the same numbers and take the same decision.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import is_sharded, local_slices
+from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.initialize import initialize
+from tpfuse.train.batches import Windows
+from tpfuse.train.checkpoint import Part
+from tpfuse.train.diagnose import find_nonfinite
+from tpfuse.train.errors import RunError
+from tpfuse.train.optimizer import MOMENTS, FlatAdamW, learning_rate
+from tpfuse.train.options import TrainCommand
+
+_FIRST_SCALE = 2.0**16  # of the loss in float16; halved at an overflow, doubled after 2000 steps without one
+_SCALE_INTERVAL = 2000
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step tells: loss in nats per token, gradient norm before clipping, the learning rate, and whether
+    any rank was asked to stop. `skipped`: a float16 overflow, no update was made."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    stop: bool
+    skipped: bool = False
+
+
+class Trainer:
+    """Model, buckets and optimizer of this rank.
+
+    mesh: ("dp", "tp"), None for a single rank. Initial weights come from `options.train.seed`.
+    """
+
+    def __init__(self, options: TrainCommand, config: GPTConfig, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.options, self.config, self.mesh, self.device = options, config, mesh, device
+        self.dtype = getattr(torch, options.train.dtype)
+        self.data_group = None if mesh is None else group_of(mesh["dp"])
+        self.model_group = None if mesh is None else group_of(mesh["tp"])
+        self.world_group = None
+        if mesh is not None and mesh.size() > 1:
+            self.world_group = self.data_group or self.model_group
+            if self.data_group is not None and self.model_group is not None:
+                self.world_group = mesh._flatten("world").get_group()
+        self.dp_rank, self.dp = rank_and_size(self.data_group)
+        self.tp_rank, self.tp = rank_and_size(self.model_group)
+        tensor_mesh = None if mesh is None or self.tp == 1 else mesh["tp"]
+        self.model = GPT(config, device_mesh=tensor_mesh, device=device, dtype=self.dtype)
+        initialize(self.model, options.train.seed)
+        self.buckets = GradientBuckets(self.model, data_group=self.data_group, world_group=self.world_group)
+        self.optimizer = FlatAdamW(self.buckets, options.optim)
+        self.step = 0
+        self.loss_scale = _FIRST_SCALE if self.dtype is torch.float16 else 1.0
+        self.steps_since_overflow = 0
+
+    @property
+    def share(self) -> range:
+        """The sequences of each batch that are this rank's."""
+        size = self.options.train.batch // self.dp
+        return range(self.dp_rank * size, (self.dp_rank + 1) * size)
+
+    def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """(ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
+        size = self.options.train.micro_batch or len(self.share)
+        cuts = range(self.share.start, self.share.stop, size)
+        return [
+            (
+                *windows.sequences(number, cut, cut + size, self.device),
+                torch.arange(cut, cut + size, device=self.device),
+            )
+            for cut in cuts
+        ]
+
+    def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
+        """Trains on batch `self.step` and moves on. Raises RunError, naming step and layer, before the update
+        where the loss or the gradient is not finite on any rank."""
+        options = self.options
+        tokens = options.train.batch * self.config.n_positions
+        at = (options.train.seed, self.step)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        batches = self.micro_batches(windows, self.step)
+        for index, (ids, targets, sequences) in enumerate(batches):
+            self.buckets.start(last=index == len(batches) - 1)
+            losses = self.model(ids, targets, dropout_at=at, sequences_B=sequences)
+            loss = losses.sum()
+            (loss * (self.loss_scale / tokens)).backward()
+            total += loss.detach()
+        self.buckets.finish()
+        squared, loss, stop = self._agree(total, stop_wanted())
+        norm = squared**0.5 / self.loss_scale
+        lr = learning_rate(options.optim, self.step, options.train.steps)
+        result = StepResult(loss / tokens, norm, lr, stop)
+        if not (abs(squared) < float("inf") and abs(loss) < float("inf")):  # false for NaN too
+            return self._overflow(result, batches)
+        factor = 1.0 / self.loss_scale
+        if options.optim.clip and norm > options.optim.clip:
+            factor *= options.optim.clip / (norm + 1e-6)
+        if factor != 1.0:
+            self.buckets.scale_gradients(factor)
+        self.optimizer.step(lr)
+        self._grow_scale()
+        self.step += 1
+        return result
+
+    def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
+        """Global squared norm of the gradient, global sum of the loss, whether any rank wants to stop."""
+        sharded, whole = self.buckets.squared_norms()
+        vector = torch.zeros(4, dtype=torch.float64, device=self.device)
+        if self.dp_rank == 0:
+            vector[0] = sharded
+            if self.tp_rank == 0:
+                vector[1] = whole
+        if self.tp_rank == 0:
+            vector[2] = total
+        vector[3] = float(stop)
+        sums = collectives.all_reduce(vector, self.world_group).tolist()
+        return sums[0] + sums[1], sums[2], sums[3] > 0
+
+    def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
+        """In float16 a smaller loss scale and no update; otherwise the end."""
+        if self.dtype is torch.float16 and result.loss == result.loss and self.loss_scale > 1.0:
+            self.loss_scale /= 2.0
+            self.steps_since_overflow = 0
+            self.step += 1
+            return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
+        at = (self.options.train.seed, self.step)
+        layer = find_nonfinite(self.model, self.buckets, batches, at, self.world_group)
+        raise RunError(
+            f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
+            " update, the last checkpoint is untouched"
+        )
+
+    def _grow_scale(self) -> None:
+        if self.dtype is torch.float16:
+            self.steps_since_overflow += 1
+            if self.steps_since_overflow == _SCALE_INTERVAL:
+                self.loss_scale, self.steps_since_overflow = self.loss_scale * 2.0, 0
+
+    @torch.no_grad()
+    def evaluate(self, windows: Windows, batches: int) -> float:
+        """Loss in nats per token over `batches` batches, the same ones at every call, without dropout."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number in range(batches):
+            for ids, targets, _ in self.micro_batches(windows, number):
+                total += self.model(ids, targets).sum()
+        if self.tp_rank:
+            total.zero_()
+        tokens = batches * self.options.train.batch * self.config.n_positions
+        return float(collectives.all_reduce(total, self.world_group)) / tokens
+
+    def parts(self) -> dict[str, Part]:
+        """Masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, for checkpoints.
+
+        Ranks with the same part take turns at writing, parameter by parameter.
+        """
+        parts = {}
+        for bucket in self.buckets.buckets:
+            for index, segment in enumerate(bucket.segments):
+                parameter = self.model.get_parameter(segment.name)
+                shape, slices = tuple(parameter.shape), local_slices(parameter)
+                if is_sharded(parameter):
+                    writer = index % self.dp == self.dp_rank
+                else:
+                    writer = index % (self.dp * self.tp) == self.dp_rank * self.tp + self.tp_rank
+                tensors = {"model": bucket.view(bucket.master, segment)}
+                tensors |= {name: self.optimizer.moment(bucket, segment, name) for name in MOMENTS}
+                for kind, tensor in tensors.items():
+                    parts[f"{kind}.{segment.name}"] = Part(shape, slices, tensor, writer)
+        return parts
+
+    def state(self) -> dict[str, Any]:
+        """What is not a tensor. Batches and masks are functions of (seed, step): there is no other random state."""
+        return {
+            "step": self.step,
+            "updates": self.optimizer.updates,
+            "random": {"seed": self.options.train.seed, "step": self.step},
+            "data": {"batch": self.step, "tokens": self.step * self.options.train.batch * self.config.n_positions},
+            "loss_scale": self.loss_scale,
+            "steps_since_overflow": self.steps_since_overflow,
+            "layout": {"dp": self.dp, "tp": self.tp},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """After the parts have been loaded: everything that hangs on them."""
+        self.buckets.publish()
+        self.step = int(state["step"])
+        self.loss_scale = float(state["loss_scale"]) if self.dtype is torch.float16 else 1.0
+        self.steps_since_overflow = int(state["steps_since_overflow"])
+        self.optimizer.updates = int(state["updates"])
