@@ -1,0 +1,295 @@
+"""Checkpoints that survive: `RUN/step-N/` is complete and sound, or it is not there.
+
+    RUN/step-N/rank-00000.safetensors   what this rank writes, one file for each rank that writes anything
+    RUN/step-N/manifest.json            SHA-256 of itself; size and SHA-256 of every file; every tensor's global
+                                        shape, dtype and saved slices; the caller's state
+
+All is written and synced in `RUN/.staging-step-N`, which one rename turns into `step-N`. What is to go is first
+renamed to `RUN/.deleting-…`, so no half-deleted folder is ever taken for a checkpoint. Saving is a sequence of
+local phases, each ended by one exchange of how it went (`agree`), so that all ranks see the same outcome.
+
+A tensor is stored as rectangles [start, stop) of its global shape, one for each rank that holds a different
+part. A loading rank reads the intersections of these with its own part, so any layout loads into any other.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from tpfuse.comm.layout import Slices
+from tpfuse.train.agreement import DiskFailed, agree
+from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
+from tpfuse.train.manifest import (
+    FORMAT,
+    MANIFEST,
+    check_part,
+    describe,
+    encode,
+    extent,
+    file_name,
+    intersection,
+    place,
+    read_manifest,
+    slices_of,
+    tensor_table,
+)
+from tpfuse.train.manifest import CheckpointError as CheckpointError
+from tpfuse.train.manifest import Part as Part
+from tpfuse.train.safetensors_file import DTYPES, write_safetensors
+
+_STEP = re.compile(r"step-(0|[1-9]\d*)")
+
+
+class CheckpointMismatch(ValueError):
+    """A sound checkpoint that does not fit what is to be loaded."""
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return run / f"step-{step}"
+
+
+@dataclass
+class Checkpoint:
+    """A folder whose manifest is sound; of its files that has been said only after `verify`."""
+
+    folder: Path
+    step: int
+    manifest: dict[str, Any]
+
+    @property
+    def state(self) -> Any:
+        """What the caller of `save` gave, as JSON returns it (tuples are lists, keys are text)."""
+        return self.manifest["state"]
+
+    def verify(self) -> None:
+        """Reads every file once. Raises CheckpointError for one whose size or SHA-256 is not the manifest's."""
+        for name, entry in self.manifest["files"].items():
+            file = self.folder / name
+            try:
+                size = file.stat().st_size
+                if size != entry["size"]:
+                    raise CheckpointError(file, f"{entry['size']} bytes", f"{size} bytes")
+                found = sha256_of(file)
+            except OSError as error:
+                raise CheckpointError(file, f"a file of {entry['size']} bytes", str(error)) from error
+            if found != entry["sha256"]:
+                raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
+
+    def load(self, parts: dict[str, Part]) -> None:
+        """Fills every part; what else the checkpoint holds is left alone.
+
+        Raises CheckpointMismatch, before anything is written, for a tensor that the checkpoint does not have or
+        has in another shape or dtype; CheckpointError for a file that cannot be read.
+        """
+        wanted: dict[str, list[tuple[str, Slices]]] = {}
+        for name, part in parts.items():
+            check_part(name, part)
+            entry = self._fitting_entry(name, part)
+            for piece in entry["slices"]:
+                wanted.setdefault(piece["file"], []).append((name, slices_of(piece["ranges"])))
+        for name, pieces in wanted.items():
+            file = self.folder / name
+            try:
+                self._read(file, pieces, parts)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(file, "a readable safetensors file", str(error)) from error
+
+    def _fitting_entry(self, name: str, part: Part) -> dict[str, Any]:
+        entry = self.manifest["tensors"].get(name)
+        if entry is None:
+            raise CheckpointMismatch(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
+        there, here = (tuple(entry["shape"]), entry["dtype"]), (part.shape, DTYPES.get(part.tensor.dtype))
+        if there != here:
+            raise CheckpointMismatch(
+                f"{self.folder} has {name} as {there[1]} {there[0]}, to be loaded into {here[1]} {here[0]}: "
+                "resume with the model and the dtype that were saved"
+            )
+        result: dict[str, Any] = entry
+        return result
+
+    @staticmethod
+    def _read(file: Path, pieces: list[tuple[str, Slices]], parts: dict[str, Part]) -> None:
+        with safe_open(str(file), framework="pt") as reader:
+            for name, saved in pieces:
+                both = intersection(saved, parts[name].slices)
+                if both is None:
+                    continue
+                source, part = reader.get_slice(name), parts[name]
+                found, expected = (
+                    (source.get_dtype(), source.get_shape()),
+                    (DTYPES[part.tensor.dtype], [*extent(saved)]),
+                )
+                if found != expected:
+                    raise CheckpointError(file, f"{name} as {expected}", str(found))
+                part.tensor.detach()[place(both, part.slices)].copy_(source[place(both, saved)])
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, its manifest checked and its other files not (`Checkpoint.verify`).
+
+    Raises CheckpointError.
+    """
+    manifest = read_manifest(folder)
+    return Checkpoint(folder, manifest["step"], manifest)
+
+
+def _steps(run: Path) -> list[Path]:
+    """The folders of checkpoints, good or not, newest first."""
+    if not run.is_dir():
+        return []
+    found = [path for path in run.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
+def _good(folder: Path) -> Checkpoint:
+    checkpoint = open_checkpoint(folder)
+    checkpoint.verify()
+    return checkpoint
+
+
+def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint of a run that is sound to the last byte; None where there is none at all.
+
+    A damaged one is named through `warn` and passed over. Raises CheckpointError where all are damaged. One rank
+    should ask and tell the others the step, who then use `open_checkpoint`. Raises OSError where the run's folder
+    cannot be listed.
+    """
+    damaged = []
+    for folder in _steps(run):
+        try:
+            return _good(folder)
+        except CheckpointError as error:
+            damaged.append(error)
+            warn(f"damaged checkpoint: {error}")
+    if damaged:
+        raise CheckpointError(run, "a good checkpoint", f"only damaged ones ({len(damaged)}); the newest: {damaged[0]}")
+    return None
+
+
+@dataclass
+class _Saving:
+    """One call of `save` on one rank: its phases. `warnings` are told at the end, when no rank waits any more."""
+
+    run: Path
+    step: int
+    parts: dict[str, Part]
+    rank: int
+    warnings: list[str]
+
+    def __post_init__(self) -> None:
+        self.final = step_folder(self.run, self.step)
+        self.staging = self.run / f".staging-step-{self.step}"
+
+    def begin(self) -> bool:
+        """Rank 0: whether a good checkpoint of this step is there already; if not, an empty staging folder is."""
+        if not self.run.is_dir():
+            make_folder(self.run)
+        self._clear()
+        if os.path.lexists(self.final):
+            try:
+                _good(self.final)
+                sync_folder(self.run)  # the save that made it may have failed at just this
+                return True
+            except CheckpointError as error:
+                self.warnings.append(f"damaged checkpoint, replaced by a new one: {error}")
+        make_folder(self.staging)
+        return False
+
+    def _clear(self) -> None:
+        for path in [*self.run.glob(".staging-*"), *self.run.glob(".deleting-*")]:
+            try:
+                remove(path)
+            except OSError as error:
+                self.warnings.append(f"cannot remove what an earlier save left behind: {error}")
+
+    def write(self) -> tuple[str, int, str] | None:
+        """This rank's file: name, size, SHA-256."""
+        tensors = {n: part.tensor for n, part in self.parts.items() if part.writer and part.tensor.numel()}
+        if not tensors:
+            return None
+        with DurableFile(self.staging / file_name(self.rank)) as file:
+            write_safetensors(file, tensors)
+        return file.path.name, file.size, file.sha256
+
+    def commit(self, manifest: dict[str, Any], keep: int) -> None:
+        """Rank 0: the manifest, the rename, and then what is too old."""
+        with DurableFile(self.staging / MANIFEST) as file:
+            file.write(encode(manifest))
+        sync_folder(self.staging)
+        if os.path.lexists(self.final):
+            self.final.rename(self.run / f".deleting-{self.final.name}")
+        self.staging.rename(self.final)
+        sync_folder(self.run)
+        try:
+            self._prune(keep)
+            self._clear()
+        except OSError as error:
+            self.warnings.append(f"step {self.step} is saved, but older checkpoints cannot be removed: {error}")
+
+    def _prune(self, keep: int) -> None:
+        """Nothing goes before `keep` newer ones have been read and found good, the one just written included."""
+        folders = _steps(self.run)
+        if not 0 < keep < len(folders):
+            return
+        good = 1
+        for folder in folders:
+            if folder == self.final:
+                continue
+            if good >= keep:
+                folder.rename(self.run / f".deleting-{folder.name}")
+                continue
+            try:
+                _good(folder)
+                good += 1
+            except CheckpointError as error:
+                self.warnings.append(f"damaged checkpoint, not counted among the {keep} that are kept: {error}")
+        sync_folder(self.run)  # the renames, before anything in those folders goes
+
+
+def save(
+    run: Path,
+    step: int,
+    parts: dict[str, Part],
+    state: dict[str, Any],
+    *,
+    keep: int,
+    group: dist.ProcessGroup | None,
+    warn: Callable[[str], None],
+) -> Path | None:
+    """Collective over `group` (None: one rank): the new checkpoint's folder, or None on all ranks if it failed.
+
+    parts: by name, those of this rank. state: JSON-able, rank 0's is stored. keep: how many of the newest good
+    checkpoints stay (0: all); the older ones among them are read whole before any is deleted. warn: called on
+    rank 0, with one line. A good checkpoint of this step that is there already is returned as it is; a damaged
+    one is replaced.
+
+    The disk failing any rank (OSError) is a warning and None; everything of this save is removed as far as the
+    disk allows. Raises ValueError for parts that do not make up their tensors, TypeError for a state that JSON
+    does not know, RuntimeError for a rank that died or raised something else.
+    """
+    rank = 0 if group is None else group.rank()
+    saving = _Saving(Path(run), step, parts, rank, [])
+    try:
+        begun = agree(group, lambda: (describe(parts), rank == 0 and saving.begin()))
+        if not begun[0][1]:
+            tensors = tensor_table([description for description, _ in begun])
+            written = agree(group, saving.write)
+            files = {entry[0]: {"size": entry[1], "sha256": entry[2]} for entry in written if entry}
+            manifest = {"format": FORMAT, "step": step, "files": files, "tensors": tensors, "state": state}
+            agree(group, lambda: saving.commit(manifest, keep) if rank == 0 else None)
+        saved: Path | None = saving.final
+    except DiskFailed as failure:
+        saving.warnings.insert(0, f"step {step} was not saved: {failure}; training goes on, the next save tries again")
+        saved = None
+        if rank == 0:
+            saving._clear()
+    for line in saving.warnings if rank == 0 else []:
+        warn(line)
+    return saved
