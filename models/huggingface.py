@@ -1,0 +1,245 @@
+"""Reads and writes GPT-2 in Hugging Face's form: config.json and model.safetensors.
+
+Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the
+packed c_attn is [C, 3C] there and [3, C, C] here. Each rank reads the slices that it holds and nothing else;
+safetensors files hold no code, and nothing is unpickled. Files stand under their own names or, in several
+pieces, behind model.safetensors.index.json.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
+
+_PREFIX = "transformer."
+_HEAD = "lm_head.weight"
+_BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+_LINEAR = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
+_ROWS = 4096  # of the vocabulary, compared at a time
+# Settings of transformers' GPT2Config that this model has in one form only.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+
+
+def load_pretrained(
+    folder_or_file: str | Path,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> GPT:
+    """The GPT-2 in a folder, or in a .safetensors file with its config.json beside it.
+
+    device_mesh: the tensor-parallel mesh, whose ranks all call this, without communication; None for one rank.
+    Names are accepted with and without "transformer.", lm_head.weight where it equals the embedding; tensors of
+    any float dtype are converted to `dtype`. Raises ValueError for files that are missing or damaged, for
+    tensors that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or asks
+    for what `GPT` does not do, and where the mesh cannot hold the model.
+    """
+    path = Path(folder_or_file)
+    config = _read_config((path if path.is_dir() else path.parent) / "config.json")
+    model = GPT(config, device_mesh=device_mesh, device=device, dtype=dtype)
+    with contextlib.ExitStack() as stack:
+        found = _find_tensors(path, stack)
+        _check_tensors(model, found, path)
+        for name, parameter in model.named_parameters():
+            tensor = found[name.removeprefix(_PREFIX)]
+            load_part_(parameter, partial(_read, tensor, name, config.n_embd))
+    return model
+
+
+def save_pretrained(model: GPT, folder: str | Path) -> None:
+    """Writes the model so that `transformers.GPT2LMHeadModel.from_pretrained(folder)` loads it.
+
+    A collective of the ranks of the model's mesh (with data parallelism: of one replica's), of which the first
+    one writes, in the parameters' dtype. Biases that the model does not have are written as zeros, which give
+    the same logits. Raises ValueError on every rank where the folder holds either file already, OSError on the
+    writing rank alone.
+    """
+    folder = Path(folder)
+    there = [name for name in ("config.json", "model.safetensors") if (folder / name).exists()]
+    if anywhere(bool(there), model.device_mesh):
+        raise ValueError(
+            f"{folder} holds {' and '.join(there) or 'a model'} already: remove it or choose another folder"
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        whole = gather_whole(parameter)
+        if model.rank == 0:
+            tensors[name] = _to_conv1d(name, whole).cpu()
+    if model.rank == 0:
+        for name, shape in _shapes(model.config).items():
+            if _PREFIX + name not in tensors:
+                tensors[_PREFIX + name] = torch.zeros(shape, dtype=next(iter(tensors.values())).dtype)
+        folder.mkdir(parents=True, exist_ok=True)
+        # The configuration comes last: a folder without one is not taken for a model.
+        unfinished = folder / "model.safetensors.unfinished"
+        try:
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+            unfinished.rename(folder / "model.safetensors")
+        finally:
+            unfinished.unlink(missing_ok=True)
+        (folder / "config.json").write_text(json.dumps(_config_of(model.config), indent=2) + "\n")
+
+
+def _read_config(path: Path) -> GPTConfig:
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as a model's configuration: {error}") from error
+    if not isinstance(settings, dict) or settings.get("model_type") != "gpt2":
+        kind = settings.get("model_type") if isinstance(settings, dict) else None
+        raise ValueError(f"{path}: model_type is {kind!r}, expected 'gpt2'")
+    for name, allowed in _FIXED.items():
+        if settings.get(name, allowed[0]) not in allowed:
+            raise ValueError(f"{path}: {name} is {settings[name]!r}, expected {' or '.join(map(repr, allowed))}")
+    default = GPTConfig()
+    sizes = {}
+    for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+        sizes[name] = settings.get(name, getattr(default, name))
+        if type(sizes[name]) is not int:
+            raise ValueError(f"{path}: {name} is {sizes[name]!r}, expected an integer")
+    if settings.get("n_inner") not in (None, 4 * sizes["n_embd"]):
+        raise ValueError(
+            f"{path}: n_inner is {settings['n_inner']!r}, expected null or 4 n_embd = {4 * sizes['n_embd']}"
+        )
+    dropouts = {name: _number(path, settings, name, 0.1) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop")}
+    if len(set(dropouts.values())) > 1:
+        raise ValueError(f"{path}: the dropout probabilities {dropouts} differ, expected one for all")
+    epsilon = _number(path, settings, "layer_norm_epsilon", 1e-5)
+    return GPTConfig(**sizes, dropout=dropouts["embd_pdrop"], layer_norm_epsilon=epsilon)
+
+
+def _number(path: Path, settings: dict[str, Any], name: str, default: float) -> float:
+    value = settings.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{path}: {name} is {value!r}, expected a number")
+    return float(value)
+
+
+def _config_of(config: GPTConfig) -> dict[str, object]:
+    gpt2_text = config.vocab_size == GPTConfig().vocab_size
+    end_of_text = config.vocab_size - 1 if gpt2_text else None
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.n_positions,
+        "n_embd": config.n_embd,
+        "n_layer": config.n_layer,
+        "n_head": config.n_head,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.layer_norm_epsilon,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": config.dropout,
+        "resid_pdrop": config.dropout,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+    }
+
+
+def _shapes(config: GPTConfig) -> dict[str, list[int]]:
+    """Every tensor of a GPT-2 and its shape, as Hugging Face has them, without the prefix."""
+    c = config.n_embd
+    shapes = {"wte.weight": [config.vocab_size, c], "wpe.weight": [config.n_positions, c]}
+    for norm in ("ln_f", *(f"h.{i}.{norm}" for i in range(config.n_layer) for norm in ("ln_1", "ln_2"))):
+        shapes |= {f"{norm}.weight": [c], f"{norm}.bias": [c]}
+    linears = {"attn.c_attn": (c, 3 * c), "attn.c_proj": (c, c), "mlp.c_fc": (c, 4 * c), "mlp.c_proj": (4 * c, c)}
+    for layer in range(config.n_layer):
+        for linear, (wide, high) in linears.items():
+            shapes |= {f"h.{layer}.{linear}.weight": [wide, high], f"h.{layer}.{linear}.bias": [high]}
+    return shapes
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    index = path / "model.safetensors.index.json"
+    if (path / "model.safetensors").is_file() or not index.is_file():
+        yield path / "model.safetensors"
+        return
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: cannot be read as an index of safetensors files") from error
+    for name in sorted(names, key=str):
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
+        yield path / name
+
+
+def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Each tensor of the file(s) by its name without the prefix, as a slice that reads from the file."""
+    found: dict[str, Any] = {}
+    for file in _files(path):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file}: cannot be read as a safetensors file: {error}") from error
+        for stored, tensor in tensors.items():
+            name = stored.removeprefix(_PREFIX)
+            if name in found:
+                raise ValueError(f"{file}: {name} is there twice")
+            if not _BUFFERS.fullmatch(name):
+                found[name] = tensor
+    return found
+
+
+def _check_tensors(model: GPT, found: dict[str, Any], path: Path) -> None:
+    expected = _shapes(model.config)
+    if missing := [name for name in expected if name not in found]:
+        raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
+    if extra := [name for name in found if name not in expected and name != _HEAD]:
+        raise ValueError(f"{path}: {len(extra)} tensors are not GPT-2's: {', '.join(extra[:5])}")
+    for name, shape in expected.items():
+        if found[name].get_shape() != shape:
+            raise ValueError(f"{path}: {name} has shape {found[name].get_shape()}, expected {shape}")
+    if _HEAD in found and not _equal(found[_HEAD], found["wte.weight"]):
+        raise ValueError(f"{path}: {_HEAD} is not wte.weight: the output embedding must be tied to the input's")
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a.get_shape() != b.get_shape():
+        return False
+    return all(torch.equal(a[i : i + _ROWS], b[i : i + _ROWS]) for i in range(0, a.get_shape()[0], _ROWS))
+
+
+def _read(tensor: Any, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
+    """The part [start, stop) … of our parameter `name` from the stored tensor."""
+    rows = [slice(*bounds) for bounds in slices]
+    packed = "c_attn" in name
+    if not packed:
+        part: Tensor = tensor[rows[1], rows[0]].t() if _LINEAR.search(name) else tensor[tuple(rows)]
+        return part
+    parts, height = range(*slices[0]), slices[1]
+    columns = [slice(p * width + height[0], p * width + height[1]) for p in parts]
+    if name.endswith("bias"):
+        return torch.stack([tensor[c] for c in columns])
+    return torch.stack([tensor[rows[2], c].t() for c in columns])
+
+
+def _to_conv1d(name: str, whole: Tensor) -> Tensor:
+    if "c_attn" in name:
+        whole = whole.flatten(0, 1)
+    return whole.t().contiguous() if _LINEAR.search(name) else whole.contiguous()

@@ -1,0 +1,51 @@
+"""Whole tensors in and out of sharded parameters: what loading and exporting a model needs of the layout."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import Slices, copy_whole_, local_slices, local_tensor
+from tpfuse.comm.mesh import group_of
+
+
+@torch.no_grad()
+def gather_whole(parameter: Tensor) -> Tensor:
+    """The whole of a parameter, on its device, on every rank. A collective of the ranks of its mesh."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@torch.no_grad()
+def load_whole_(parameter: Tensor, whole: Tensor) -> None:
+    """Copies this rank's part out of `whole` (the parameter's global shape, any dtype and device).
+
+    No communication. Raises ValueError where the shapes differ.
+    """
+    copy_whole_(parameter, whole)
+
+
+@torch.no_grad()
+def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
+    """Fills this rank's part with what `read` returns for its [start, stop) in each global dimension.
+
+    No communication; `read` is not asked where this rank's part is empty. Raises ValueError where it returns
+    another shape.
+    """
+    local, slices = local_tensor(parameter), local_slices(parameter)
+    if not local.numel():
+        return
+    part = read(slices)
+    if part.shape != local.shape:
+        raise ValueError(f"read a part of shape {tuple(part.shape)} for one of {tuple(local.shape)}")
+    local.copy_(part)
+
+
+def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
+    """Whether the flag is true on any rank of a one-dimensional mesh. A collective of its ranks."""
+    group = group_of(device_mesh)
+    if group is None or device_mesh is None:
+        return flag
+    return bool(collectives.all_reduce_max(torch.tensor([int(flag)], device=device_mesh.device_type), group).item())

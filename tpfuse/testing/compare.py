@@ -1,0 +1,58 @@
+"""The tolerance of every numerical test: not a number picked by hand, but the error that plain torch makes.
+
+    |actual - truth|  <=  2 |plain - truth| + rounding of the result
+
+in the maximum norm, with truth computed in float64 and plain by the same function in the dtype under test,
+for the output and every gradient. Where the dtype is float64 itself the truth has rounding errors of its own;
+a hundred units in the last place are allowed.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class Yardstick:
+    """The output and the gradients of a plain one-rank function, in float64 and in its inputs' dtype."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> None:
+        """Calls `function(**inputs)` and its backward with `grad`; inputs that are no floats have no gradient."""
+        self.plain = _evaluate(function, inputs, grad)
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+        self.truth = _evaluate(function, wide, grad.double())
+
+    def check(self, name: str, actual: Tensor | None, part: object = ...) -> None:
+        """Compares "out", or the gradient of input `name`, with `part` (an index) of the whole.
+
+        Raises AssertionError that says by how much, and where.
+        """
+        assert actual is not None, f"{name}: there is no gradient"
+        plain, truth = self.plain[name], self.truth[name]
+        error = (plain.double() - truth).abs().max().item() if truth.numel() else 0.0
+        scale = truth.abs().max().item() if truth.numel() else 0.0
+        units = 100 if plain.dtype == torch.float64 else 1
+        check_error(name, actual, plain[part], truth[part], 2 * error + units * torch.finfo(plain.dtype).eps * scale)  # type: ignore[index]
+
+
+def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: float) -> None:
+    """Raises AssertionError unless `actual` has plain's shape and dtype and is within `bound` of the truth."""
+    assert actual.shape == plain.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(plain.shape)}"
+    assert actual.dtype == plain.dtype, f"{name}: {actual.dtype}, expected {plain.dtype}"
+    if not actual.numel():
+        return
+    errors = (actual.detach().double() - truth).abs().flatten()
+    worst = int(errors.nan_to_num(nan=torch.inf).argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
+    assert errors[worst] <= bound, (
+        f"{name}{list(place)} is {actual.flatten()[worst].item()}, expected {truth.flatten()[worst].item()}:"
+        f" error {errors[worst].item():.3e}, allowed {bound:.3e}"
+    )
+
+
+def _evaluate(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+    out = function(**leaves)
+    out.backward(grad.to(out.dtype))  # type: ignore[no-untyped-call]
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"out": out.detach()} | gradients
