@@ -8,7 +8,7 @@ def main() -> None:
     try:
         from tpfuse.train.command_line import run
     except ModuleNotFoundError as error:
-        if error.name in ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "tomli_w"):
+        if error.name in ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingface_hub", "tomli_w"):
             sys.exit(f"tpfuse: error: {error.name} is not installed: pip install 'tpfuse[train]'")
         raise
     sys.exit(run(sys.argv[1:]))

@@ -12,17 +12,18 @@ from tpfuse.train.config import parse_command, parse_prepare, parse_train
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
 from tpfuse.train.messages import fail
-from tpfuse.train.options import SampleCommand
+from tpfuse.train.options import SampleCommand, TrainCommand
 from tpfuse.train.rank import train_rank
 from tpfuse.train.sample import sample
 from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
 
 
 def _train(arguments: Sequence[str]) -> int:
+    options = parse_train(arguments)
     place = torchrun_place()
     if place is not None:
-        return _train_under_torchrun(place, arguments)
-    options = with_layout(parse_train(arguments), None)
+        return _train_under_torchrun(place, options)
+    options = with_layout(options, None)
     run = prepare_run(options)
     world = options.parallel.tp * options.parallel.dp
     if world == 1:
@@ -30,13 +31,13 @@ def _train(arguments: Sequence[str]) -> int:
     return start_ranks(train_rank, world, run)
 
 
-def _train_under_torchrun(place: Place, arguments: Sequence[str]) -> int:
+def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
     """The first rank checks and prepares; the others hear whether to go on."""
     outcome: list[Run | tuple[str, int]] = [("", 1)]
     join(place, device_of(place))
     if place.rank == 0:
         try:
-            outcome = [prepare_run(with_layout(parse_train(arguments), place.world))]
+            outcome = [prepare_run(with_layout(options, place.world))]
         except (UserError, CheckpointMismatch) as error:
             outcome = [(str(error), 2)]
         except CheckpointError as error:

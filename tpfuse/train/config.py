@@ -7,6 +7,7 @@ flags. Unknown flags and keys are errors that name the nearest known one.
 import contextlib
 import difflib
 import io
+import itertools
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -79,10 +80,11 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
 
 
 def _one_line(message: str) -> str:
-    """The words of tyro's error box on one line."""
-    words = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
-    text = " ".join(word for word in words if word and not word.startswith("For full helptext"))
-    return text.removeprefix("Parsing error ").strip() or "the options cannot be read"
+    """tyro's error box on one line, without its title and the option's help."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
+    body = itertools.takewhile(lambda line: not line.startswith("Argument helptext"), (x for x in lines[1:] if x))
+    text = " ".join(line for line in body if not line.startswith("For full helptext"))
+    return text or "the options cannot be read"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

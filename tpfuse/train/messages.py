@@ -1,5 +1,6 @@
 """Lines for people on stderr; results go to stdout."""
 
+import os
 import sys
 
 
@@ -9,5 +10,7 @@ def warn(message: str) -> None:
 
 
 def fail(command: str, message: str) -> None:
-    """The one line that says why a command ends."""
+    """The one line that says why a command ends; under torchrun the first rank says it for all."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
     print(f"tpfuse {command}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -120,14 +120,11 @@ class Training:
         if not self.first:
             return
         config, train, trainer = self.run.config, self.options.train, self.trainer
-        size = sum(parameter.numel() for parameter in trainer.model.parameters())
+        size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
         threads = f", {torch.get_num_threads()} thread(s) each" if self.device.type == "cpu" else ""
-        print(
-            f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size / 1e6:.2f}M parameters"
-        )
-        print(
-            f"text     {self.file.source}: {len(self.train_tokens) / 1e6:.2f}M tokens, vocabulary {config.vocab_size}"
-        )
+        print(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
+        count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
+        print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
         print(f"ranks    tp {trainer.tp} x dp {trainer.dp} on {self.device.type}{threads}, {train.dtype}")
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
@@ -242,13 +239,10 @@ class Training:
             )
         print(f"trained {self.trainer.step} steps, {seconds:.0f} s")
         print(
-            f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._checkpoint_name()}"
+            f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, step-{self.saved_step}/"
         )
         print(f"more text: tpfuse sample {self.run.folder} --prompt 'def '")
         sys.stdout.flush()
-
-    def _checkpoint_name(self) -> str:
-        return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
 
 
 def _plain(tree: Any) -> Any:

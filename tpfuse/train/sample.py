@@ -1,5 +1,6 @@
 """`tpfuse sample`: text from the newest good checkpoint of a run, on one rank."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -11,8 +12,7 @@ from tpfuse.train.checkpoint import Part, newest_good
 from tpfuse.train.errors import UserError
 from tpfuse.train.messages import warn
 from tpfuse.train.options import SampleCommand
-from tpfuse.train.token_file import open_token_file
-from tpfuse.train.tokenizer import Tokenizer
+from tpfuse.train.tokenizer import Tokenizer, from_json
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
@@ -32,9 +32,11 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
             for name, parameter in model.named_parameters()
         }
     )
-    given = state["config"]["data"]["path"]
-    tokens = Path(given) if given is not None and given.endswith(".bin") else folder / "data" / "tokens.bin"
-    return model.eval(), open_token_file(tokens, verify=False).tokenizer
+    description = folder / "tokenizer.json"
+    try:
+        return model.eval(), from_json(json.loads(description.read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {description}: {error}") from None
 
 
 def sample(folder: Path, options: SampleCommand) -> str:

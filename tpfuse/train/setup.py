@@ -1,5 +1,6 @@
 """Everything that can be wrong with a run is found here, before a rank starts and before anything is written."""
 
+import json
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -55,7 +56,8 @@ def _check_numbers(options: TrainCommand) -> None:
     at_least = {
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
-        "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0), "train.log-every": (train.log_every, 1),
+        "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
+        "train.log-every": (train.log_every, 1),
         "optim.warmup": (optim.warmup, 0), "optim.decay-steps": (optim.decay_steps, 0), "optim.clip": (optim.clip, 0),
         "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0), "optim.min-lr": (optim.min_lr, 0),
     }  # fmt: skip
@@ -132,22 +134,23 @@ def prepare_run(options: TrainCommand) -> Run:
         _check_lengths(options, file)
         config = _model_config(options, file.tokenizer.vocab_size)
         checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
-        _write(folder, options)
+        _write(folder, options, file.tokenizer)
         return Run(folder, options, config, mapped, checkpoint)
     # The checks that need no text come before it is read: a large one takes a while.
     _model_config(options, 1)
     tokens, tokenizer, source = read_tokens(options.data)
     _check_lengths(options, tokens)
     config = _model_config(options, tokenizer.vocab_size)
-    _write(folder, options)
+    _write(folder, options, tokenizer)
     file = write_token_file(folder / "data", tokens, tokenizer, source)
     return Run(folder, options, config, file.path, None)
 
 
-def _write(folder: Path, options: TrainCommand) -> None:
+def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(tomli_w.dumps(resolved(options)), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer.as_json()), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
 

@@ -1,15 +1,20 @@
 """Tokenizers: bytes, characters, and files of the `tokenizers` library."""
 
-import json
+import logging
+import socket
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tpfuse.train.errors import UserError
 
 Tokens = npt.NDArray[np.uint16]
+_GPT2_MODEL = "openai-community/gpt2"
 LARGEST = 2**16  # token numbers are stored in 16 bits
 
 
@@ -116,10 +121,7 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
         return _gpt2()
     if name.endswith(".json"):
         try:
-            with open(name, encoding="utf-8") as file:  # noqa: PTH123
-                content = file.read()
-            json.loads(content)
-            return FileTokenizer(content)
+            return FileTokenizer(Path(name).read_text(encoding="utf-8"))
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {name}: {error.strerror}") from None
         except UserError:
@@ -130,11 +132,18 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
 
 
 def _gpt2() -> FileTokenizer:
+    """GPT-2's from the Hugging Face hub, or from its cache where there is no network."""
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it reports every retry
     try:
-        return FileTokenizer(tokenizers.Tokenizer.from_pretrained("gpt2").to_str())
-    except Exception as error:  # the library raises plain Exception when it cannot download
+        try:
+            file = hf_hub_download(_GPT2_MODEL, "tokenizer.json", local_files_only=True)
+        except LocalEntryNotFoundError:
+            socket.getaddrinfo("huggingface.co", 443)  # says at once that there is no network; the hub tries for long
+            file = hf_hub_download(_GPT2_MODEL, "tokenizer.json")
+        return FileTokenizer(Path(file).read_text(encoding="utf-8"))
+    except (OSError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise UserError(
-            "the gpt2 tokenizer could not be downloaded: get tokenizer.json of the model gpt2 from the Hugging Face"
-            " hub on a machine with a network and pass --data.tokenizer tokenizer.json, or take --data.tokenizer bytes"
-            f" ({str(error).splitlines()[0]})"
+            f"the gpt2 tokenizer cannot be downloaded ({str(error).splitlines()[0]}): on a machine with a network get"
+            f" tokenizer.json of {_GPT2_MODEL} from the Hugging Face hub and pass --data.tokenizer tokenizer.json,"
+            " or train on bytes with --data.tokenizer bytes"
         ) from None
