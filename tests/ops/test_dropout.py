@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+from tpfuse.ops.dropout import dropout, dropout_key, keep_mask
+from tpfuse.testing.inputs import normal
+
+KEY = dropout_key(1, 2, 3)
+
+
+def _splitmix64(counter: int, key: int) -> int:
+    """The published algorithm in unsigned arithmetic."""
+    z = (counter * 0x9E3779B97F4A7C15 + key) % 2**64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_hash_is_splitmix64(p: float) -> None:
+    rows = torch.tensor([0, 1, 5, 2**40])
+    expected = [
+        [(_splitmix64(row * 63 + c, KEY) + 2**63) % 2**64 >= round(p * 2**64) for c in range(63)]
+        for row in rows.tolist()
+    ]
+    assert torch.equal(keep_mask(rows, 63, p, KEY), torch.tensor(expected))
+
+
+def test_a_slice_has_the_mask_of_the_whole() -> None:
+    whole = keep_mask(torch.arange(100), 63, 0.3, KEY)
+    for start, stop in ((0, 25), (25, 26), (26, 100)):
+        assert torch.equal(keep_mask(torch.arange(start, stop), 63, 0.3, KEY), whole[start:stop])
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(keep_mask(order, 63, 0.3, KEY), whole[order])
+    assert torch.equal(keep_mask(torch.arange(100).view(4, 25), 63, 0.3, KEY), whole.view(4, 25, 63))
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.99])
+def test_share_of_what_is_dropped(p: float) -> None:
+    mask = keep_mask(torch.arange(1000), 1000, p, KEY)
+    deviation = math.sqrt(p * (1 - p))
+    assert abs((~mask).double().mean() - p) < 5 * deviation / 1000
+    for dim in (0, 1):
+        assert (~mask).double().mean(dim).sub(p).abs().max() < 6 * deviation / math.sqrt(1000)
+
+
+def test_sites_steps_seeds_and_neighbours_are_independent() -> None:
+    rows = torch.arange(1000)
+    masks = [keep_mask(rows, 100, 0.5, dropout_key(*k)) for k in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1))]
+    masks += [masks[0].roll(1, 0), masks[0].roll(1, 1)]
+    signs = torch.stack(masks).flatten(1).double() * 2 - 1
+    correlation = signs @ signs.t() / signs.shape[1]
+    assert (correlation - torch.eye(len(masks), dtype=torch.float64)).abs().max() < 5 / math.sqrt(signs.shape[1])
+
+
+def test_keys_differ_and_stay() -> None:
+    keys = {dropout_key(seed, step, site) for seed in range(12) for step in range(12) for site in range(12)}
+    assert len(keys) == 12**3 and all(-(2**63) <= key < 2**63 for key in keys)
+    assert dropout_key(0, 0, 0) == -6762612006551763605  # runs must not change with a release
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_scaling_and_gradient(dtype: torch.dtype) -> None:
+    x, rows = normal(1, 21, 63, dtype=dtype).requires_grad_(), torch.arange(21)
+    mask = keep_mask(rows, 63, 0.25, KEY)
+    out = dropout(x, 0.25, rows, KEY)
+    scale = torch.tensor(1 / 0.75, dtype=torch.float64).to(dtype)
+    assert torch.equal(out, torch.where(mask, x * scale, 0))
+    out.backward(torch.ones_like(out))
+    assert torch.equal(x.grad, torch.where(mask, scale, 0))
+
+
+def test_p_zero_keeps_everything() -> None:
+    x = normal(2, 3, 5)
+    assert dropout(x, 0.0, torch.arange(3), KEY) is x
+    assert keep_mask(torch.arange(100), 100, 0.0, KEY).all()
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, float("nan")])
+def test_p_out_of_range_is_refused(p: float) -> None:
+    with pytest.raises(ValueError, match="expected 0 <= p < 1"):
+        dropout(torch.zeros(2, 2), p, torch.arange(2), KEY)

@@ -1,0 +1,47 @@
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tpfuse.comm.mesh import group_of, shard_range
+from tpfuse.ops.embedding import embedding
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+
+def _exact(table: int, shape: tuple[int, ...], scatter: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = slice(*shard_range(table, rank, world))
+    shape = (shape[0] * world, *shape[1:])
+    ids = torch.randint(table, shape, generator=torch.Generator().manual_seed(1))
+    whole, grad = integers(2, table, 9).requires_grad_(), integers(3, *shape, 9)
+    expected = F.embedding(ids, whole)
+    expected.backward(grad)
+    rows = slice(rank * shape[0] // world, (rank + 1) * shape[0] // world) if scatter else slice(None)
+    weight = whole.detach()[own].clone().requires_grad_()
+    out = embedding(ids, weight, table, group_of(tensor_mesh()), scatter=scatter)
+    out.backward(grad[rows])
+    assert torch.equal(out, expected[rows])
+    assert torch.equal(weight.grad, whole.grad[own])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("table", [1, 2, 63, 100])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_exact(world: int, table: int, scatter: bool) -> None:
+    for shape in ((21,), (5, 3)):
+        pool(world).run(_exact, table, shape, scatter)
+
+
+def _out_of_range() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = shard_range(10, rank, world)
+    for ids in ([0, 10], [-1, 0]):
+        with pytest.raises(ValueError, match=f"ids between {min(ids)} and {max(ids)} do not fit a table of 10 rows"):
+            embedding(torch.tensor(ids), torch.zeros(stop - start, 3), 10, group_of(tensor_mesh()))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ids_out_of_range_are_refused(world: int) -> None:
+    pool(world).run(_out_of_range)
