@@ -234,13 +234,14 @@ class _Saving:
             self.warnings.append(f"step {self.step} is saved, but older checkpoints cannot be removed: {error}")
 
     def _prune(self, keep: int) -> None:
-        """Nothing goes before `keep` newer ones have been read and found good, the one just written included."""
+        """Nothing goes before `keep` newer ones have been read and found good; the one just written never goes."""
         folders = _steps(self.run)
         if not 0 < keep < len(folders):
             return
-        good = 1
+        good = 0
         for folder in folders:
             if folder == self.final:
+                good += 1
                 continue
             if good >= keep:
                 folder.rename(self.run / f".deleting-{folder.name}")

@@ -1,0 +1,168 @@
+"""Every damage is found and named, and the newest checkpoint without any is what loads."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpfuse.train import checkpoint, manifest
+from tpfuse.train.checkpoint import CheckpointError, Part
+
+DATA = "rank-00000.safetensors"
+
+
+def save(run: Path, step: int) -> Path:
+    tensors = {"a": torch.full((3, 5), float(step)), "b": torch.arange(7) + step}
+    parts = {n: Part(tuple(t.shape), tuple((0, s) for s in t.shape), t, True) for n, t in tensors.items()}
+    folder = checkpoint.save(run, step, parts, {"step": step}, keep=0, group=None, warn=pytest.fail)
+    assert folder is not None
+    return folder
+
+
+def loaded_step(saved: checkpoint.Checkpoint | None) -> int:
+    """The step whose tensors and state those are, whole."""
+    assert saved is not None
+    a, b = torch.zeros(3, 5), torch.zeros(7, dtype=torch.int64)
+    saved.load({"a": Part((3, 5), ((0, 3), (0, 5)), a, False), "b": Part((7,), ((0, 7),), b, False)})
+    step = saved.state["step"]
+    assert torch.equal(a, torch.full((3, 5), float(step))) and torch.equal(b, torch.arange(7) + step)
+    return step
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    return tmp_path
+
+
+def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
+    """One warning that names the file, with what was expected and found, and step `to` is what loads."""
+    said: list[str] = []
+    assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == to
+    assert len(said) == 3 - to
+    assert "\n" not in said[0]
+    assert re.search(
+        rf"damaged checkpoint: {re.escape(str(run))}/step-3/{re.escape(file)}: expected .+, found .", said[0]
+    )
+    return said[0]
+
+
+@pytest.mark.parametrize("name", [DATA, "manifest.json"])
+def test_every_flipped_byte_is_found(run, name):
+    file = run / "step-3" / name
+    sound = file.read_bytes()
+    assert len(sound) > 200
+    for index in range(len(sound)):
+        # All bits of what comes first, where lengths, the header and the manifest's own digest are.
+        for bit in range(8) if index < 100 else [index % 8]:
+            damaged = bytearray(sound)
+            damaged[index] ^= 1 << bit
+            file.write_bytes(damaged)
+            assert_falls_back(run, name)
+    file.write_bytes(sound)
+    assert loaded_step(checkpoint.newest_good(run, warn=pytest.fail)) == 3
+
+
+@pytest.mark.parametrize("name", [DATA, "manifest.json"])
+def test_every_truncation_is_found(run, name):
+    file = run / "step-3" / name
+    sound = file.read_bytes()
+    for length in range(len(sound)):
+        file.write_bytes(sound[:length])
+        line = assert_falls_back(run, name)
+        assert name != DATA or line.endswith(f"expected {len(sound)} bytes, found {length} bytes")
+    file.write_bytes(sound + b" ")
+    assert_falls_back(run, name)
+
+
+@pytest.mark.parametrize("name", [DATA, "manifest.json"])
+@pytest.mark.parametrize("instead", ["nothing", "folder", "link to nothing"])
+def test_files_that_are_not_there(run, name, instead):
+    file = run / "step-3" / name
+    file.unlink()
+    if instead == "folder":
+        file.mkdir()
+    elif instead != "nothing":
+        file.symlink_to(run / "nowhere")
+    assert_falls_back(run, name)
+
+
+def test_a_file_in_place_of_the_folder(run):
+    shutil.rmtree(run / "step-3")
+    (run / "step-3").write_text("?")
+    assert_falls_back(run, "manifest.json")
+
+
+def test_an_older_one_if_need_be_and_an_error_if_there_is_none(run):
+    (run / "step-3" / DATA).write_bytes(b"")
+    (run / "step-2" / "manifest.json").unlink()
+    assert_falls_back(run, DATA, to=1)
+    shutil.rmtree(run / "step-1")
+    said: list[str] = []
+    with pytest.raises(
+        CheckpointError, match=rf"{run}: expected a good checkpoint, found only damaged ones \(2\)"
+    ) as all_bad:
+        checkpoint.newest_good(run, warn=said.append)
+    assert len(said) == 2 and f"step-3/{DATA}: expected" in str(all_bad.value)
+
+
+def test_the_folder_of_another_step(run):
+    (run / "step-3").rename(run / "step-4")
+    said: list[str] = []
+    assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == 2
+    assert said == [f"damaged checkpoint: {run}/step-4/manifest.json: expected the step of step-4, found step 3"]
+
+
+def without_digest(table):
+    del table["files"][DATA]["sha256"]
+
+
+def file_elsewhere(table):
+    table["files"]["../step-2/" + DATA] = table["files"].pop(DATA)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda table: table.update(format=2), "format 2"),
+        (lambda table: table.pop("state"), "KeyError('state')"),
+        (lambda table: table.pop("tensors"), "KeyError('tensors')"),
+        (lambda table: table.update(files=[]), "AttributeError"),
+        (without_digest, "{'size'"),
+        (file_elsewhere, "'../step-2/"),
+        (lambda table: table["files"].clear(), f"F32 in {{'{DATA}'}}"),
+        (lambda table: table["tensors"]["a"].update(dtype="F7"), "F7"),
+        (
+            lambda table: table["tensors"]["a"]["slices"].clear(),
+            "no slice holds 15 of the elements of the shape (3, 5)",
+        ),
+        (lambda table: table["tensors"]["a"]["slices"].append(table["tensors"]["a"]["slices"][0]), "overlaps"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3], [0, 4]]), "no slice holds 3"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3], [0, 6]]), "not inside"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3]]), "not inside"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3], [0]]), "ValueError"),
+    ],
+)
+def test_manifests_that_are_wrong_in_themselves(run, change, found):
+    """With a digest that is right: what another program, or another version, might write."""
+    file = run / "step-3" / "manifest.json"
+    table = json.loads(file.read_bytes())
+    del table["sha256"]
+    change(table)
+    file.write_bytes(manifest.encode(table))
+    assert found in assert_falls_back(run, "manifest.json")
+
+
+def test_nothing_pickled_is_ever_loaded(run, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("pickle on a load path")
+
+    for module in ("pickle", "_pickle"):
+        for name in ("load", "loads", "Unpickler"):
+            monkeypatch.setattr(f"{module}.{name}", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    assert loaded_step(checkpoint.newest_good(run, warn=pytest.fail)) == 3
