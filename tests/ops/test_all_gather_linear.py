@@ -88,6 +88,20 @@ def test_each_gradient_alone(wanted: str) -> None:
     pool(3).run(_some_gradients, wanted)
 
 
+def _empty_shard() -> None:
+    group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
+    x = integers(1, world, 3, 4)[rank].requires_grad_()
+    weight = integers(2, 0 if rank else 5, 4).requires_grad_()
+    out = all_gather_linear(x, weight, None, group)
+    assert out.shape == (3 * world, 0 if rank else 5)
+    out.sum().backward()
+    assert torch.equal(x.grad, integers(2, 5, 4).sum(0).expand(3, 4)) and weight.grad.shape == weight.shape
+
+
+def test_ranks_without_rows_of_the_weight() -> None:
+    pool(3).run(_empty_shard)
+
+
 def _second_derivative() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     out = all_gather_linear(x, torch.ones(4, 3, requires_grad=True), None, group_of(tensor_mesh()))

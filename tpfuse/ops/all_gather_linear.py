@@ -31,7 +31,7 @@ class _AllGatherLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_rows = grad.reshape(-1, grad.shape[-1])
+        grad_rows = grad.flatten(0, -2)
         grad_x = grad_weight = grad_bias = None
         if needs_weight:
             gathered, gather_handle = collectives.start_all_gather(x, ctx.group)
@@ -41,7 +41,7 @@ class _AllGatherLinear(Function):
             grad_bias = grad_rows.sum(0)
         if needs_weight:
             gather_handle.wait()
-            grad_weight = torch.mm(grad_rows.t(), gathered.reshape(-1, x.shape[-1]))
+            grad_weight = torch.mm(grad_rows.t(), gathered.flatten(0, -2))
         if needs_x:
             scatter_handle.wait()
         return grad_x, grad_weight, grad_bias, None

@@ -32,9 +32,9 @@ class _LinearReduceScatter(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gathered = collectives.all_gather(grad, ctx.group)
-        rows = gathered.reshape(-1, gathered.shape[-1])
+        rows = gathered.flatten(0, -2)
         grad_x = gathered @ weight if needs_x else None
-        grad_weight = torch.mm(rows.t(), x.reshape(-1, x.shape[-1])) if needs_weight else None
+        grad_weight = torch.mm(rows.t(), x.flatten(0, -2)) if needs_weight else None
         grad_bias = rows.sum(0) if needs_bias and ctx.has_bias else None
         return grad_x, grad_weight, grad_bias, None
 

@@ -1,0 +1,46 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpfuse.layers.position_embedding import PositionEmbedding
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+
+def _check(sequence_parallel: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = PositionEmbedding(63, 9, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh())
+    assert isinstance(layer, nn.Embedding)
+    assert isinstance(layer.weight, DTensor) and layer.weight.placements == (Replicate(),)
+    whole = layer.weight.full_tensor().detach().requires_grad_()
+    positions, grad = torch.arange(20 * world) % 63, integers(1, 20 * world, 9)
+    expected = nn.functional.embedding(positions, whole)
+    expected.backward(grad)
+    own = slice(20 * rank, 20 * rank + 20) if sequence_parallel else slice(None)
+    out = layer(positions[own])
+    out.backward(grad[own])
+    assert torch.equal(out, expected[own])
+    assert isinstance(layer.weight.grad, DTensor) and torch.equal(layer.weight.grad.to_local(), whole.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_forward_and_gradient(world: int, sequence_parallel: bool) -> None:
+    pool(world).run(_check, sequence_parallel)
+
+
+def _reset() -> torch.Tensor:
+    torch.manual_seed(5 + dist.get_rank())
+    weight = PositionEmbedding(63, 9, device_mesh=tensor_mesh()).weight
+    assert isinstance(weight, DTensor)
+    return weight.to_local().detach()
+
+
+def test_initial_weights_are_the_same_everywhere() -> None:
+    torch.manual_seed(5)
+    weight = PositionEmbedding(63, 9).weight
+    for world in (1, 2, 3):
+        assert all(torch.equal(local, weight) for local in pool(world).run(_reset))

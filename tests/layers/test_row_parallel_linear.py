@@ -1,0 +1,134 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.kernels import reference
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+WIDTH = 60  # of the input: 2, 3 and 4 divide it
+
+
+def _slice(dim: int, size: int) -> tuple[Any, ...]:
+    """The index of this rank's piece along `dim` of three dimensions."""
+    piece = size // dist.get_world_size()
+    index: list[Any] = [slice(None)] * 3
+    index[dim] = slice(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
+    return tuple(index)
+
+
+def _check(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    world = dist.get_world_size()
+    sequence_dim = options.get("sequence_dim", -2) % 3
+    layer = RowParallelLinear(WIDTH, 63, device_mesh=tensor_mesh(), dtype=dtype, **options)
+    shape = [3, 3, WIDTH]
+    shape[sequence_dim] = 5 * world
+    x, grad = normal(1, *shape, dtype=dtype), normal(2, *shape[:2], 63, dtype=dtype)
+
+    def whole(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return reference.linear(x, weight, bias)
+
+    inputs = {"x": x} | {name: p.full_tensor().detach() for name, p in layer.named_parameters()}
+    yardstick = Yardstick(whole, inputs, grad)
+    own_x = _slice(2, WIDTH) if options.get("input_is_parallel", True) else (slice(None),) * 3
+    own_out = _slice(sequence_dim, 5 * world) if options.get("sequence_parallel") else (slice(None),) * 3
+    mine = x[own_x].clone().requires_grad_()
+    out = layer(mine)
+    out.backward(grad[own_out])
+    yardstick.check("out", out, own_out)
+    yardstick.check("x", mine.grad, own_x)
+    for name, parameter in layer.named_parameters():
+        assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
+        slices = tuple(slice(start, stop) for start, stop in local_slices(parameter))
+        yardstick.check(name, local_tensor(parameter.grad), slices)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"input_is_parallel": False},
+    {"input_is_parallel": False, "bias": False},
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "bias": False},
+    {"sequence_parallel": True, "sequence_dim": 0},
+    {"sequence_parallel": True, "sequence_dim": 1},
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_against_reference(world: int, dtype: torch.dtype) -> None:
+    for options in OPTIONS:
+        pool(world).run(_check, dtype, options)
+
+
+def _parameters() -> None:
+    layer = RowParallelLinear(WIDTH, 9, device_mesh=tensor_mesh())
+    assert isinstance(layer, nn.Linear) and (layer.in_features, layer.out_features) == (WIDTH, 9)
+    assert isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(1),)
+    assert isinstance(layer.bias, DTensor) and layer.bias.placements == (Replicate(),)
+    assert layer.weight.shape == (9, WIDTH) and layer.weight.to_local().shape == (9, WIDTH // dist.get_world_size())
+    assert "tp=" in repr(layer)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_parameters_are_dtensors(world: int) -> None:
+    pool(world).run(_parameters)
+
+
+def _reset() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(5 + dist.get_rank())
+    layer = RowParallelLinear(WIDTH, 9, device_mesh=tensor_mesh())
+    return layer.weight.full_tensor().detach(), layer.bias.full_tensor().detach()
+
+
+def test_initial_weights_do_not_depend_on_the_world() -> None:
+    torch.manual_seed(5)
+    layer = RowParallelLinear(WIDTH, 9)
+    assert not isinstance(layer.weight, DTensor)
+    for world in (1, 2, 3, 4):
+        for weight, bias in pool(world).run(_reset):
+            assert torch.equal(weight, layer.weight) and torch.equal(bias, layer.bias)
+
+
+def _from_linear(dtype: torch.dtype) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    linear = nn.Linear(WIDTH, 9).to(dtype)
+    with torch.no_grad():
+        linear.weight.copy_(integers(1, 9, WIDTH))
+        linear.bias.copy_(integers(2, 9))
+    x = integers(3, world, WIDTH, dtype=dtype)
+    for bias in (True, False):
+        if not bias:
+            linear.bias = None
+        layer = RowParallelLinear.from_linear(linear, input_is_parallel=False, device_mesh=tensor_mesh())
+        assert layer.weight.dtype == dtype and torch.equal(layer.weight.full_tensor(), linear.weight)
+        assert torch.equal(layer(x), linear(x))
+        layer = RowParallelLinear.from_linear(linear, sequence_parallel=True, device_mesh=tensor_mesh())
+        piece = WIDTH // world
+        assert torch.equal(layer(x[:, rank * piece : (rank + 1) * piece]), linear(x)[rank : rank + 1])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_from_linear(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_from_linear, dtype)
+
+
+def _errors() -> None:
+    with pytest.raises(ValueError, match="in_features 7 cannot be split among 2 ranks: expected a multiple of 2"):
+        RowParallelLinear(7, 4, device_mesh=tensor_mesh())
+
+
+def test_bad_input_is_refused() -> None:
+    pool(2).run(_errors)
+    with pytest.raises(ValueError, match="sequence_parallel needs input_is_parallel"):
+        RowParallelLinear(8, 4, sequence_parallel=True, input_is_parallel=False)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.mesh import shard_range
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+
+def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool) -> None:
+    """Embeds tokens, squares them and projects them: both uses of the weight in one gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    layer = VocabParallelEmbedding(
+        table, 63, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh(), dtype=dtype
+    )
+    ids = torch.randint(table, (5 * world,), generator=torch.Generator().manual_seed(1))
+    grad = normal(2, 5 * world, table, dtype=dtype)
+    inputs = {"weight": layer.weight.full_tensor().detach()}
+    yardstick = Yardstick(lambda weight: F.linear(F.embedding(ids, weight).square(), weight), inputs, grad)
+    x = layer(ids)
+    assert x.shape == (5 if sequence_parallel else 5 * world, 63)
+    own = (slice(None), slice(None) if gather else slice(*shard_range(table, rank, world)))
+    logits = layer.project(x.square(), gather_output=gather)
+    logits.backward(grad[own])
+    yardstick.check("out", logits, own)
+    assert isinstance(layer.weight.grad, DTensor)
+    slices = tuple(slice(start, stop) for start, stop in local_slices(layer.weight))
+    yardstick.check("weight", local_tensor(layer.weight.grad), slices)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("table", [2, 63, 100])
+def test_embedding_and_projection(world: int, dtype: torch.dtype, table: int) -> None:
+    for sequence_parallel in (False, True):
+        for gather in (False, True):
+            pool(world).run(_tied, dtype, table, sequence_parallel, gather)
+
+
+def _exact(table: int) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for sequence_parallel in (False, True):
+        layer = VocabParallelEmbedding(
+            table, 9, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh(), dtype=torch.float64
+        )
+        whole = layer.weight.full_tensor()
+        ids = torch.arange(100 * world).view(10 * world, 10) % table
+        rows = slice(10 * rank, 10 * rank + 10) if sequence_parallel else slice(None)
+        assert torch.equal(layer(ids), whole[ids][rows])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("table", [1, 3, 63, 1000])
+def test_rows_are_copied_exactly(world: int, table: int) -> None:
+    pool(world).run(_exact, table)
+
+
+def _parameters() -> Tensor:
+    torch.manual_seed(5 + dist.get_rank())
+    layer = VocabParallelEmbedding(63, 9, device_mesh=tensor_mesh())
+    assert isinstance(layer, nn.Embedding) and (layer.num_embeddings, layer.embedding_dim) == (63, 9)
+    assert isinstance(layer.weight, DTensor) and layer.weight.placements == (Shard(0),)
+    assert layer.weight.shape == (63, 9) and "tp=" in repr(layer)
+    return layer.weight.full_tensor().detach()
+
+
+def test_parameters_are_dtensors_and_do_not_depend_on_the_world() -> None:
+    torch.manual_seed(5)
+    weight = VocabParallelEmbedding(63, 9).weight
+    assert not isinstance(weight, DTensor) and 0.9 < weight.std() < 1.1
+    for world in (1, 2, 3, 4):
+        assert all(torch.equal(whole, weight) for whole in pool(world).run(_parameters))
+
+
+def _errors() -> None:
+    layer = VocabParallelEmbedding(63, 9, sequence_parallel=True, device_mesh=tensor_mesh())
+    with pytest.raises(ValueError, match="ids between 0 and 63 do not fit a table of 63 rows"):
+        layer(torch.tensor([0, 63]))
+    with pytest.raises(ValueError, match="3 rows cannot be split among 2 ranks"):
+        layer(integers(1, 3, low=0, dtype=torch.int64))
+
+
+def test_bad_input_is_refused() -> None:
+    pool(2).run(_errors)
