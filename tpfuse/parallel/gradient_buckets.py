@@ -180,7 +180,12 @@ class GradientBuckets:
         bucket.handle = collectives.start_all_reduce(bucket.gradients, bucket.group)
 
     def start(self, *, last: bool) -> None:
-        """Before each micro-batch; `last`: the one in whose backward the buckets are reduced."""
+        """Before each micro-batch; `last`: the one in whose backward the buckets are reduced.
+
+        Raises ValueError after a last one that was not followed by `finish()`: its sums would be summed again.
+        """
+        if self._last:
+            raise ValueError("start() after the last micro-batch: call finish() first")
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.segments)))
             if not self._accumulating:

@@ -1,0 +1,252 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import local_slices
+from tpfuse.comm.mesh import group_of
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.gradient_buckets import GradientBuckets, decays
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+
+CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
+
+
+def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
+    return {
+        segment.name: bucket.view(bucket.gradients, segment)
+        for bucket in buckets.buckets
+        for segment in bucket.segments
+    }
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    ids = integers(1, 12, 13, low=0, high=62, dtype=torch.int64)
+    return ids, ids.roll(-1, 1)
+
+
+def _reference(step: int) -> dict[str, Tensor]:
+    model = GPT(CONFIG, dtype=torch.float64)
+    initialize(model, 1)
+    ids, targets = _batch()
+    model(ids, targets, dropout_at=(7, step)).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+    mesh = mesh_of(dp, tp)
+    model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
+    initialize(model, 1)
+    world = dist.group.WORLD if dist.get_world_size() > 1 else None
+    buckets = GradientBuckets(model, data_group=group_of(mesh["dp"]), world_group=world, bucket_bytes=bucket_bytes)
+    ids, targets = _batch()
+    mine = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
+    for step in range(2):
+        for index, rows in enumerate(mine.chunk(accumulation)):
+            buckets.start(last=index == accumulation - 1)
+            losses = model(ids[rows], targets[rows], dropout_at=(7, step), sequences_B=rows)
+            (losses.sum() / ids.numel()).backward()
+        buckets.finish()
+        expected, actual = _reference(step), _gradients(buckets)
+        assert actual.keys() == expected.keys()
+        for name, gradient in actual.items():
+            part = tuple(slice(*bounds) for bounds in local_slices(model.get_parameter(name)))
+            torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-13)
+        sharded, whole = buckets.squared_norms()
+        norm = (collectives.all_reduce(sharded, group_of(mesh["tp"])) + whole).sqrt()
+        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
+
+
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_gradients_are_those_of_one_rank(tp: int, dp: int, accumulation: int) -> None:
+    pool(tp * dp).run(_steps, tp, dp, accumulation, 10_000)
+
+
+def test_one_bucket_of_a_kind() -> None:
+    pool(4).run(_steps, 2, 2, 1, 2**30)
+
+
+class _Toy(nn.Module):
+    """Four layers in a row, with one that nobody uses and one that is frozen."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(9, 9, dtype=dtype) for _ in range(3))
+        self.unused, self.frozen = nn.Linear(9, 5, dtype=dtype), nn.Linear(9, 9, dtype=dtype)
+        self.frozen.requires_grad_(False)
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(integers(seed, *parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.frozen(self.second(self.first(x))))
+        return out
+
+
+def _run(model: nn.Module, buckets: GradientBuckets, batches: list[Tensor]) -> None:
+    for index, x in enumerate(batches):
+        buckets.start(last=index == len(batches) - 1)
+        model(x).sum().backward()
+    buckets.finish()
+
+
+def test_unused_parameters_have_gradient_zero_and_frozen_ones_stay_out() -> None:
+    model, plain = _Toy(), _Toy()
+    frozen = model.frozen.weight
+    buckets = GradientBuckets(model, bucket_bytes=300)
+    for seed in range(2):  # the second step must not add to the first
+        x = integers(seed, 4, 9, dtype=torch.float64)
+        _run(model, buckets, [x])
+        plain.zero_grad()
+        plain(x).sum().backward()
+        for name, gradient in _gradients(buckets).items():
+            expected = plain.get_parameter(name).grad
+            assert torch.equal(gradient, torch.zeros_like(gradient) if "unused" in name else expected)
+    assert not any("frozen" in name for name in _gradients(buckets))
+    assert model.frozen.weight is frozen and frozen.grad is None
+
+
+def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    x = integers(1, 4, 9, dtype=torch.float64)
+    buckets.start(last=False)
+    model.unused(x).sum().backward()
+    buckets.start(last=True)
+    model(x).sum().backward()
+    buckets.finish()
+    assert torch.equal(_gradients(buckets)["unused.weight"], x.sum(0).expand(5, 9))
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    model[1].weight = model[0].weight
+    buckets = GradientBuckets(model)
+    assert model[1].weight is model[0].weight and len(_gradients(buckets)) == 1
+    x = integers(1, 4, 9)
+    expected = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
+    _run(model, buckets, [x])
+    assert torch.equal(_gradients(buckets)["0.weight"], expected)
+
+
+def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    start = collectives.start_all_reduce
+
+    def record(x: Tensor, group: dist.ProcessGroup | None) -> collectives.Handle:
+        events.append("reduce")
+        return start(x, group)
+
+    monkeypatch.setattr(collectives, "start_all_reduce", record)
+    model = _Toy()
+    del model.unused
+    model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
+    buckets = GradientBuckets(model, bucket_bytes=1)
+    x = integers(1, 4, 9, dtype=torch.float64).requires_grad_()
+    _run(model, buckets, [x])
+    assert events[0] == "reduce" and events.count("reduce") == len(buckets.buckets) == 6
+    assert events.index("first layer's backward") >= 4
+    events.clear()
+    buckets.start(last=False)
+    model(x).sum().backward()
+    assert "reduce" not in events, "only the last micro-batch communicates"
+    buckets.start(last=True)
+    model(x).sum().backward()
+    assert events.count("reduce") == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
+    model = nn.Linear(63, 100, dtype=dtype)
+    before = model.weight.detach().clone()
+    buckets = GradientBuckets(model)
+    (bucket,) = buckets.buckets
+    assert bucket.values.dtype == dtype and bucket.master.dtype == bucket.gradients.dtype == torch.float32
+    assert torch.equal(model.weight, before)
+    # 1 + 2^-10 needs more bits than bfloat16 has: the sum must be taken in float32.
+    batches = [torch.ones(1, 63, dtype=dtype), torch.full((1, 63), 2.0**-10, dtype=dtype)]
+    _run(model, buckets, batches)
+    assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
+    small = torch.finfo(dtype).eps / 64
+    for _ in range(64):
+        bucket.master.mul_(1 + small)
+    buckets.publish()
+    torch.testing.assert_close(model.weight, before * (1 + 64 * small), rtol=torch.finfo(dtype).eps, atol=0)
+    assert not torch.equal(model.weight, before), "updates smaller than the half type's step add up in the master"
+
+
+def test_buckets_hold_one_dtype_each() -> None:
+    model = nn.Sequential(nn.Linear(9, 9, dtype=torch.float32), nn.Linear(9, 9, dtype=torch.bfloat16))
+    before = [p.detach().clone() for p in model.parameters()]
+    buckets = GradientBuckets(model)
+    assert sorted(str(bucket.values.dtype) for bucket in buckets.buckets) == ["torch.bfloat16", "torch.float32"]
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_what_decays_stands_before_what_does_not() -> None:
+    model = GPT(CONFIG)
+    initialize(model, 1)
+    names = {name for name, parameter in model.named_parameters() if decays(name, parameter)}
+    assert names == {name for name in dict(model.named_parameters()) if name.endswith("weight") and ".ln_" not in name}
+    buckets = GradientBuckets(model, bucket_bytes=2**30)
+    decayed = 0
+    for bucket in buckets.buckets:
+        for segment in bucket.segments:
+            bucket.view(bucket.gradients, segment).fill_(1.0 if segment.decay else 2.0)
+        for decay, part in bucket.halves(bucket.gradients):
+            assert set(part.tolist()) <= ({0.0, 1.0} if decay else {0.0, 2.0})
+            decayed += int(part.sum()) if decay else 0
+    assert decayed == sum(model.get_parameter(name).numel() for name in names)
+
+
+def test_scaling_and_non_finite_gradients() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
+    before = {name: gradient.clone() for name, gradient in _gradients(buckets).items()}
+    buckets.scale_gradients(0.5)
+    assert all(torch.equal(gradient, before[name] * 0.5) for name, gradient in _gradients(buckets).items())
+    assert buckets.nonfinite() == []
+    _gradients(buckets)["second.bias"][3] = float("nan")
+    _gradients(buckets)["first.weight"][0, 0] = float("inf")
+    assert set(buckets.nonfinite()) == {"second.bias", "first.weight"}
+
+
+def _missing_group() -> None:
+    model = GPT(CONFIG, device_mesh=tensor_mesh())
+    initialize(model, 1)
+    with pytest.raises(ValueError, match=r"world_group is missing: gradients such as transformer.h.0.ln_1.bias's"):
+        GradientBuckets(model)
+
+
+def test_bad_input_is_refused() -> None:
+    pool(2).run(_missing_group)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        GradientBuckets(nn.Linear(2, 2).requires_grad_(False))
+    buckets = GradientBuckets(nn.Linear(2, 2))
+    buckets.start(last=True)
+    with pytest.raises(ValueError, match="finish"):
+        buckets.start(last=True)
+
+
+def _many_at_once() -> None:
+    model = _Toy()
+    group = group_of(tensor_mesh())
+    buckets = GradientBuckets(model, data_group=group, bucket_bytes=1)
+    x = normal(dist.get_rank(), 4, 9, dtype=torch.float64)
+    _run(model, buckets, [x, x])
+    plain = _Toy()
+    (2 * sum(plain(normal(r, 4, 9, dtype=torch.float64)).sum() for r in range(dist.get_world_size()))).backward()
+    for name, gradient in _gradients(buckets).items():
+        if "unused" not in name:
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_many_reductions_at_once(world: int) -> None:
+    pool(world).run(_many_at_once)

@@ -1,0 +1,52 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.layout import Slices
+from tpfuse.layers.parameter import empty_parameter
+from tpfuse.parallel.whole import anywhere, gather_whole, load_part_, load_whole_
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+
+def _round_trip() -> None:
+    for shape, dim in (((7, 5), 0), ((7, 5), 1), ((7, 5), None), ((2, 3), 0)):
+        whole, asked = integers(1, *shape, dtype=torch.float64), []
+
+        def read(slices: Slices, whole: torch.Tensor = whole, asked: list[Slices] = asked) -> torch.Tensor:
+            asked.append(slices)
+            return whole[tuple(slice(*bounds) for bounds in slices)]
+
+        parameter = empty_parameter(shape, dim, tensor_mesh(), None, torch.float32)
+        load_whole_(parameter, whole)
+        assert torch.equal(gather_whole(parameter), whole.float()) and not gather_whole(parameter).requires_grad
+        parameter.detach().zero_()
+        load_part_(parameter, read)
+        assert torch.equal(gather_whole(parameter), whole.float())
+        assert len(asked) == (1 if parameter.to_local().numel() else 0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_round_trip(world: int) -> None:
+    pool(world).run(_round_trip)
+
+
+def test_plain_tensors_and_wrong_shapes() -> None:
+    x = torch.zeros(2, 3)
+    load_whole_(x, torch.ones(2, 3))
+    assert torch.equal(gather_whole(x), torch.ones(2, 3))
+    with pytest.raises(ValueError, match="does not fit"):
+        load_whole_(x, torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"read a part of shape \(1, 3\) for one of \(2, 3\)"):
+        load_part_(x, lambda slices: torch.ones(1, 3))
+
+
+def _anywhere() -> tuple[bool, bool]:
+    return anywhere(dist.get_rank() == dist.get_world_size() - 1, tensor_mesh()), anywhere(False, tensor_mesh())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_anywhere(world: int) -> None:
+    assert pool(world).run(_anywhere) == [(True, False)] * world
+    assert anywhere(True, None) and not anywhere(False, None)
