@@ -80,7 +80,11 @@ def _die_with_parent() -> None:
 
 def _child(function: Callable[..., int], place: Place, arguments: tuple[Any, ...]) -> None:
     _die_with_parent()
-    sys.exit(function(place, *arguments))
+    try:
+        sys.exit(function(place, *arguments))
+    finally:
+        for number in STOP_SIGNALS:  # the interpreter puts the default actions back while it shuts down
+            signal.signal(number, signal.SIG_IGN)
 
 
 class _Parent:

@@ -38,7 +38,8 @@ def train_rank(place: Place, run: Run) -> int:
         keep_freed_memory()
     mesh = None
     if place.world > 1:
-        join(place, device)
+        if not dist.is_initialized():  # under torchrun the ranks have met before
+            join(place, device)
         mesh = build_mesh(device.type, dp=run.options.parallel.dp, tp=run.options.parallel.tp)
     training = Training(place, run, mesh, device, stop)
     try:
@@ -50,7 +51,7 @@ def train_rank(place: Place, run: Run) -> int:
     except RuntimeError as error:
         if place.world == 1 or not _peer_is_lost(error):
             raise
-        fail("train", f"rank {place.rank} lost another rank in step {training.trainer.step}: {_first_line(error)}")
+        fail("train", f"rank {place.rank} lost another rank in step {training.trainer.step}: {_reason(error)}")
         return 1
     finally:
         if place.world > 1:
@@ -58,8 +59,10 @@ def train_rank(place: Place, run: Run) -> int:
     return 0
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
+def _reason(error: BaseException) -> str:
+    """What Gloo says, without its source line and its advice."""
+    line = str(error).strip().splitlines()[0]
+    return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
 def _peer_is_lost(error: RuntimeError) -> bool:

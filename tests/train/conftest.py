@@ -1,0 +1,26 @@
+"""A small text and the flags of a run that takes moments."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 6,000 characters that can be learned."""
+    words = "the cat sat on a mat and saw that the dog was at the door of the house".split()  # noqa: SIM905
+    generator = random.Random(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(generator.choice(words) for _ in range(1800)))
+    return path
+
+
+@pytest.fixture
+def flags(text: Path) -> list[str]:
+    """Flags of a tiny run on that text; `--out` is left to the test."""
+    return (
+        f"--data.path {text} --model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16"
+        " --train.steps 12 --train.batch 8 --train.eval-every 6 --train.eval-batches 2 --train.log-every 3"
+        " --train.save-every 5"
+    ).split()

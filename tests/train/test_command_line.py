@@ -1,0 +1,275 @@
+"""The commands, in this process: what they print, write and return. Ranks of their own: test_launch."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tpfuse.train.checkpoint import newest_good
+from tpfuse.train.command_line import run
+from tpfuse.train.metrics import read_metrics
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_signals() -> object:
+    """A run in this process sets threads and signal handlers; put them back."""
+    import signal
+
+    threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A finished run with its folder left alone by the tests."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    flags = (
+        f"--data.path {text} --data.tokenizer chars --model.n-layer 2 --model.n-embd 32 --model.n-head 4"
+        " --model.n-positions 16 --train.steps 12 --train.batch 8 --train.eval-every 6 --train.eval-batches 2"
+        f" --train.log-every 3 --train.save-every 5 --out {out}"
+    ).split()
+    assert run(["train", *flags]) == 0
+    return out
+
+
+def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+    rows = read_metrics(trained / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
+    names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
+    assert all(set(row) == names for row in rows)
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]
+    assert all(0 < row["mfu"] < 1 and row["tokens_per_second"] > 0 and row["memory_bytes"] > 2**26 for row in rows[1:])
+    assert sorted(path.name for path in trained.glob("step-*")) == ["step-10", "step-12"], "keeps two"
+    assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
+    board = EventAccumulator(str(trained / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("loss")] == [3, 6, 9, 12]
+    assert (trained / "config.toml").read_text().count("[") == 5
+
+
+def test_the_last_lines(text: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "validation loss" in out
+    assert "unigram" in out
+    assert "\nsample\n" in out
+    assert f"files in {tmp_path / 'run'}/" in out
+    assert "step 12/12  loss" in out
+
+
+def test_resuming_finishes_bit_exactly(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    shutil.rmtree(copy / "step-12")
+    rows = read_metrics(copy / "metrics.jsonl")
+    assert run(["train", "--resume", "--out", str(copy)]) == 0
+    again = read_metrics(copy / "metrics.jsonl")
+    assert [row["step"] for row in again] == [row["step"] for row in rows], "no row is written twice"
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+    first, second = (newest_good(folder, warn=pytest.fail) for folder in (trained, copy))
+    assert first is not None
+    assert second is not None
+    assert first.manifest["files"] == second.manifest["files"], "to the last byte"
+
+
+def test_resuming_a_finished_run_trains_on_with_more_steps(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 0
+    assert (copy / "step-15").is_dir()
+
+
+def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for flags in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1"], ["--seed", "2"], ["--top-k", "1"]):
+        assert run(["sample", str(trained), "--prompt", "the c", "--tokens", "40", *flags]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("the c") and len(text) == 5 + 40 + 1 for text in texts)
+    assert texts[0] == texts[1] == texts[4]
+    assert texts[2] != texts[3]
+
+
+def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, flags: list[str]) -> None:
+    arguments = ["prepare", "--out", str(tmp_path / "data"), "--data.path", str(text), "--data.tokenizer", "chars"]
+    assert run(arguments) == 0
+    assert run(arguments) == 2, "never over an existing file"
+    description = json.loads((tmp_path / "data" / "tokens.json").read_text())
+    assert description["tokens"] == len(text.read_text())
+    file = tmp_path / "data" / "tokens.bin"
+    assert run(["train", *flags, "--data.path", str(file), "--out", str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "run" / "data").exists(), "a prepared file is mapped where it is"
+    assert run(["sample", str(tmp_path / "run"), "--prompt", "the", "--tokens", "5"]) == 0
+
+
+BAD = [
+    (["--train.stepz", "3"], "did you mean --train.steps"),
+    (["--parallel.tp", "3"], "tp 3 does not divide n_head 4"),
+    (["--model.n-embd", "30"], "n_embd 30 is not a multiple of n_head 4"),
+    (["--model.n-positions", "100000"], "a context of 100000 needs 100001"),
+    (["--data.val-fraction", "0.001"], "tokens for validation"),
+    (["--data.val-fraction", "1.5"], "--data.val-fraction 1.5"),
+    (["--data.path", "/nowhere/at/all.txt"], "/nowhere/at/all.txt does not exist"),
+    (["--data.path", "/nowhere/at/all.bin"], "cannot read /nowhere/at/all.bin"),
+    (["--data.tokenizer", "klingon"], "tokenizer 'klingon' is not known"),
+    (["--train.batch", "9", "--parallel.dp", "2"], "--train.batch 9 cannot be shared by 2"),
+    (["--train.micro-batch", "3"], "--train.micro-batch 3 does not divide the 8 sequences"),
+    (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
+    (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
+    (["--optim.lr", "nan"], "--optim.lr nan"),
+    (["--model.dropout", "1.0"], "dropout 1.0"),
+    (["--parallel.tp", "0"], "--parallel.tp 0"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD, ids=[" ".join(extra) for extra, _ in BAD])
+def test_bad_input_is_one_line_and_writes_nothing(
+    extra: list[str], message: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", *flags, "--out", str(tmp_path / "run"), *extra]) == 2
+    captured = capfd.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("tpfuse train: error: ")
+    assert captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def one_error(capfd: pytest.CaptureFixture[str]) -> str:
+    err = capfd.readouterr().err
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert len(errors) == 1, err
+    assert "Traceback" not in err
+    return errors[0]
+
+
+def test_gpt2_tokenizer_without_network(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object) -> None:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("socket.getaddrinfo", no_network)
+    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--data.tokenizer", "gpt2"]) == 2
+    assert "pass --data.tokenizer tokenizer.json" in one_error(capfd)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_needs_resume(trained: Path, flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    assert run(["train", *flags, "--out", str(trained)]) == 2
+    assert "add --resume" in one_error(capfd)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_resume_with_another_model(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    assert run(["train", "--resume", "--out", str(trained), "--model.n-layer", "3"]) == 2
+    assert "different model: n_layer 2 there and 3 here" in one_error(capfd)
+    assert run(["train", "--resume", "--out", str(trained), "--train.dtype", "float64"]) == 2
+    assert "trained in float32" in one_error(capfd)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_resume_with_other_data(trained: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.txt").write_text(text.read_text()[::-1])
+    flags = ["--data.path", str(tmp_path / "other.txt"), "--data.tokenizer", "chars"]
+    assert run(["prepare", "--out", str(tmp_path / "data"), *flags]) == 0
+    flags = ["--data.path", str(tmp_path / "data" / "tokens.bin")]
+    assert run(["train", "--resume", "--out", str(trained), *flags]) == 2
+    assert "different data" in one_error(capfd)
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_damaged_checkpoints(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    damage(copy / "step-12" / "rank-00000.safetensors")
+    assert run(["sample", str(copy), "--prompt", "the"]) == 0
+    warning = capfd.readouterr().err
+    assert "step-12/rank-00000.safetensors" in warning
+    assert "SHA-256" in warning
+    damage(copy / "step-10" / "rank-00000.safetensors")
+    for command in (["sample", str(copy)], ["train", "--resume", "--out", str(copy)]):
+        assert run(command) == 3
+        assert "only damaged ones" in one_error(capfd)
+
+
+def test_a_failed_save_warns_and_is_tried_again(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpfuse.train import durable
+
+    failures = iter([True] * 3)
+    real = durable.os.fsync
+
+    def full(descriptor: int) -> None:
+        if next(failures, False):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    assert run(["train", *flags, "--train.log-every", "1", "--out", str(tmp_path / "run")]) == 0
+    err = capfd.readouterr().err
+    assert err.count("No space left on device") == 3
+    assert "Traceback" not in err
+    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-10", "step-12"]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    explosion = ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0"]
+    assert run(["train", *flags, *explosion, "--out", str(tmp_path / "run")]) == 1
+    error = one_error(capfd)
+    assert "step 1: loss nan" in error
+    assert "transformer.h.0." in error or "transformer.wte" in error
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+    assert run(["--help"]) == 0
+    assert run(["fly"]) == 2
+    captured = capsys.readouterr()
+    assert "usage: tpfuse COMMAND" in captured.out
+    assert "no such command" in captured.err
+    with pytest.raises(SystemExit) as stop:
+        run(["train", "--help"])
+    assert stop.value.code == 0
+    assert "--parallel.tp" in capsys.readouterr().out
+
+
+def test_sample_bad_input(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "which run": [],
+        "holds no checkpoint": [str(tmp_path)],
+        "did you mean --temperature": [str(trained), "--temprature", "1"],
+        "--tokens 0": [str(trained), "--tokens", "0"],
+        "--temperature -1.0": [str(trained), "--temperature", "-1"],
+        "--top-k -1": [str(trained), "--top-k", "-1"],
+        "--prompt is empty": [str(trained), "--prompt", ""],
+        "is not among": [str(trained), "--prompt", "☃"],
+    }
+    for message, arguments in cases.items():
+        assert run(["sample", *arguments]) == 2
+        assert message in one_error(capfd)
+
+
+def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert read_metrics(tmp_path / "absent.jsonl") == []

@@ -1,0 +1,112 @@
+"""Where an option's value comes from, and what is said of one that nobody knows."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+import tpfuse.models
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.train.config import PRESETS, load_preset, overlaid, parse_prepare, parse_train, resolved
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import TrainCommand
+
+
+def test_flags_win_over_file_over_preset_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('[model]\npreset = "gpt2-350m"\nn-layer = 3\n[optim]\nlr = 1\n[train]\nseed = 7\n')
+    options = parse_train(["--config", str(file), "--train.seed", "8", "--model.no-bias"])
+    assert options.model.preset == "gpt2-350m"
+    assert (options.model.n_layer, options.model.n_embd, options.model.bias) == (3, 1024, False)
+    assert (options.optim.lr, options.optim.min_lr) == (1.0, 3e-5)
+    assert options.train.seed == 8
+    assert parse_train(["--config", str(file), "--model.preset", "tiny"]).model.n_embd == 128
+    assert parse_train([]).model.preset == "tiny"
+
+
+def test_what_is_resolved_gives_the_same_run_again(tmp_path: Path) -> None:
+    options = parse_train(["--model.n-embd", "64", "--data.path", "a/b.txt", "--optim.beta2", "0.5"])
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(resolved(options)))
+    again = parse_train(["--config", str(file)])
+    assert resolved(again) == resolved(options)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_complete_and_can_be_built(name: str) -> None:
+    options = overlaid(TrainCommand(), load_preset(name), name)
+    model = options.model
+    GPTConfig(256, model.n_positions, model.n_embd, model.n_layer, model.n_head).check()
+    assert set(load_preset(name)["model"]) == {"n_layer", "n_head", "n_embd", "n_positions", "bias", "dropout"}
+    assert options.train.batch % (options.train.micro_batch or 1) == 0
+
+
+def test_every_preset_file_has_its_name() -> None:
+    folder = Path(next(iter(tpfuse.models.__path__)))
+    assert {path.stem for path in folder.glob("*.toml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.stepz", "3"], r"unknown option --train.stepz of tpfuse train; did you mean --train.steps\?"),
+        (["--nonsense-beyond-recognition"], "unknown option"),
+        (["--model.no-biass"], "did you mean --model.no-bias"),
+        (["--train.steps", "three"], "--train.steps.*three"),
+        (["--train.steps"], "--train.steps"),
+        (["--train.dtype", "int8"], "int8.*float32"),
+        (["--model.preset", "gpt9"], "gpt9.*tiny"),
+        (["stray"], "stray"),
+        (["--config", "absent.toml"], "cannot read absent.toml"),
+        (["--resume"], "--resume needs --out"),
+        (["--resume", "--out", "absent"], "no run to resume in absent"),
+    ],
+)
+def test_bad_flags(arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_train(arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[train]\nstepz = 3", r"train.stepz is not known; did you mean steps\?"),
+        ("[trian]\nsteps = 3", r"trian is not known; did you mean train\?"),
+        ("resume = true", "resume is not known"),
+        ("[train]\nsteps = 'x'", "train.steps = 'x': expected int"),
+        ("[train]\nsteps = true", "expected int"),
+        ("[train]\ndtype = 'int8'", "expected one of float32, bfloat16"),
+        ("[data]\npath = 3", "expected a path"),
+        ("[model]\nbias = 1", "expected bool"),
+        ("[model]\npreset = 'gpt9'", "gpt9"),
+        ("train = 3", "expected a table"),
+        ("[train", "is not TOML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        parse_train(["--config", str(file)])
+
+
+def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
+    options = parse_train(["--model.n-layer", "2", "--train.steps", "77"])
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(resolved(options)))
+    again = parse_train(["--resume", "--out", str(tmp_path), "--train.steps", "99"])
+    assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, True)
+
+
+def test_prepare(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[data]\ntokenizer = 'chars'\n")
+    options = parse_prepare(["--out", str(tmp_path / "x"), "--config", str(file), "--data.path", "t.txt"])
+    assert (options.data.tokenizer, options.data.path, options.out) == ("chars", Path("t.txt"), tmp_path / "x")
+    with pytest.raises(UserError, match="--out"):
+        parse_prepare([])
+
+
+def test_resolved_is_plain_toml() -> None:
+    assert tomllib.loads(tomli_w.dumps(resolved(TrainCommand())))["optim"]["beta1"] == 0.9

@@ -1,0 +1,201 @@
+"""Runs as a person starts them: in processes of their own, with ranks that can be stopped and killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tpfuse.train.metrics import read_metrics
+
+pytestmark = pytest.mark.timeout(120)
+ENDLESS = ["--train.steps", "1000000", "--train.log-every", "1", "--train.eval-every", "0", "--train.save-every", "0"]
+
+
+class Started:
+    """A command under way. Every process that it starts carries its mark in the environment."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.mark = f"TPFUSE_TEST={uuid.uuid4()}"
+        key, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, key: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_for(self, word: str) -> None:
+        """Reads stdout until a line with `word` comes."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if word in line:
+                return
+        pytest.fail(f"ended without {word!r}: {self.process.communicate()[1]}")
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+    def left(self) -> list[int]:
+        """Processes with the mark that are still there."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """The processes that compute, which are those that torch has given several threads."""
+        return [
+            pid
+            for pid in self.left()
+            if pid != self.process.pid and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
+    def assert_nothing_is_left(self, seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.left():
+            assert time.monotonic() < deadline, "a process was left behind"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def start(flags: list[str]) -> Iterator[Callable[..., Started]]:
+    started: list[Started] = []
+
+    def begin(*extra: str, program: tuple[str, ...] = ("-m", "tpfuse", "train")) -> Started:
+        started.append(Started([*program, *flags, *extra]))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        for pid in command.left():
+            os.kill(pid, signal.SIGKILL)
+        command.process.communicate()
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl") if row["loss"] is not None]
+
+
+def test_ranks_of_its_own_and_of_torchrun_train_alike(start: Callable[..., Started], tmp_path: Path) -> None:
+    double = ("--train.dtype", "float64", "--model.dropout", "0.1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
+    commands = {
+        "tp 2": start(*double, "--parallel.tp", "2", "--out", str(tmp_path / "a")),
+        "torchrun": start(*double, "--out", str(tmp_path / "b"), program=torchrun),
+    }
+    for name, command in commands.items():
+        status, out, err = command.end()
+        assert status == 0, (name, err)
+        assert "validation loss" in out
+        command.assert_nothing_is_left()
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-9)
+    layouts = [json.loads((tmp_path / run / "step-12" / "manifest.json").read_text()) for run in "ab"]
+    assert '"tp": 2' in json.dumps(layouts[0])
+    assert '"dp": 2' in json.dumps(layouts[1])
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_stop_saves_and_can_be_resumed(
+    start: Callable[..., Started], tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    run = tmp_path / "run"
+    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(run))
+    command.wait_for("step 3/")
+    if to_all:  # what a terminal does at Ctrl-C
+        os.killpg(command.process.pid, number)
+    else:
+        command.process.send_signal(number)
+    status, out, err = command.end()
+    assert (status, err) == (0, "")
+    assert "stopped at step" in out
+    assert "tpfuse train --resume --out" in out
+    command.assert_nothing_is_left()
+    (saved,) = run.glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 1))
+    again = start("--parallel.tp", "2", "--resume", "--out", str(run), *ENDLESS, "--train.steps", str(step + 2))
+    assert again.end()[0] == 0
+    assert read_metrics(run / "metrics.jsonl")[-1]["step"] == step + 2
+
+
+def test_stop_during_the_start(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
+    while not command.ranks():
+        time.sleep(0.02)
+    command.process.send_signal(signal.SIGTERM)
+    status, _, err = command.end()
+    assert (status, err) == (0, "")
+    command.assert_nothing_is_left()
+
+
+def test_one_rank_of_torchrun_stops_all(start: Callable[..., Started], tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
+    command = start(*ENDLESS, "--out", str(tmp_path / "run"), program=torchrun)
+    command.wait_for("step 3/")
+    rank = next(pid for pid in command.left() if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes() + b"\0")
+    os.kill(rank, signal.SIGTERM)
+    status, out, err = command.end()
+    assert status == 0, err
+    assert "stopped at step" in out
+
+
+def test_a_killed_rank_ends_the_run(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
+    command.wait_for("step 3/")
+    os.kill(command.ranks()[1], signal.SIGKILL)
+    status, _, err = command.end()
+    assert status == 1
+    assert "was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert all(line.startswith("tpfuse train: error: ") for line in err.splitlines())
+    command.assert_nothing_is_left()
+
+
+def test_a_killed_parent_leaves_no_rank(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
+    command.wait_for("step 3/")
+    command.process.kill()
+    command.assert_nothing_is_left()
+    assert list((tmp_path / "run").glob("step-*")), "the ranks save before they go"
+
+
+def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Callable[..., Started], tmp_path: Path) -> None:
+    explosion = ("--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0", "--parallel.tp", "2")
+    command = start(*explosion, "--out", str(tmp_path / "run"))
+    status, _, err = command.end()
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "step 1: loss nan" in err
+    command.assert_nothing_is_left()
+
+
+def test_bad_input_under_torchrun_is_said_once(start: Callable[..., Started], tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
+    command = start("--parallel.tp", "4", "--out", str(tmp_path / "run"), program=torchrun)
+    status, _, err = command.end()
+    assert status != 0
+    assert err.count("tpfuse train: error: world size 2 is not tp 4 x dp 1") == 1
+    assert not (tmp_path / "run").exists()
+    command.assert_nothing_is_left()
+
+
+def test_bad_input_starts_no_rank(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start("--parallel.tp", "3", "--out", str(tmp_path / "run"))
+    status, out, err = command.end()
+    assert (status, out) == (2, "")
+    assert err == "tpfuse train: error: tp 3 does not divide n_head 4: it can be one of [1, 2, 4]\n"
+    command.assert_nothing_is_left()

@@ -1,0 +1,105 @@
+"""From one seed, every layout trains to the same losses and the same weights."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.ranks import pool
+from tpfuse.train.batches import Windows
+from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.trainer import Trainer
+
+# 61 tokens: no tp divides the vocabulary; 36 sequences: dp 1, 2, 3 with 1, 2, 3 micro-batches; 7 positions: the
+# tokens of a micro-batch are not always a multiple of tp.
+CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
+STEPS, BATCH = 20, 36
+
+
+def options_for(tp: int, dp: int, accumulation: int, **train: Any) -> TrainCommand:
+    return TrainCommand(
+        train=TrainOptions(
+            steps=STEPS, batch=BATCH, micro_batch=BATCH // dp // accumulation, seed=5, **{"dtype": "float64", **train}
+        ),
+        optim=OptimOptions(lr=1e-2, warmup=4, clip=0.5),
+        parallel=ParallelOptions(tp=tp, dp=dp),
+    )
+
+
+def trainer_for(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trainer, Windows]:
+    """A trainer in the group that all running ranks form, and batches of a sequence that can be learned."""
+    mesh = None
+    if dist.get_world_size() > 1:
+        mesh = build_mesh("cpu", dp=options.parallel.dp, tp=options.parallel.tp)
+    count = np.arange(1000)
+    tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
+    windows = Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
+    return Trainer(options, config, mesh, torch.device("cpu")), windows
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in trainer.model.named_parameters()
+    }
+
+
+def train(tp: int, dp: int, accumulation: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    trainer, windows = trainer_for(options_for(tp, dp, accumulation))
+    results = [trainer.train_step(windows, lambda: False) for _ in range(STEPS)]
+    return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
+
+
+@functools.cache
+def on_one_rank() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    result: tuple[list[float], list[float], dict[str, torch.Tensor]] = pool(1).run(train, 1, 1, 1)[0]
+    return result
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3)])
+def test_every_layout_gives_the_same_losses_and_weights(tp: int, dp: int, accumulation: int) -> None:
+    losses, norms, weights = on_one_rank()
+    assert losses[-1] < losses[0] - 0.1
+    for other_losses, other_norms, other_weights in pool(tp * dp).run(train, tp, dp, accumulation):
+        np.testing.assert_allclose(other_losses, losses, rtol=1e-9)
+        np.testing.assert_allclose(other_norms, norms, rtol=1e-9)
+        for name, weight in weights.items():
+            error = (other_weights[name] - weight).abs().max() / weight.abs().max()
+            assert error < 1e-9, (name, error)
+
+
+def clipped_norms(tp: int, clip: float) -> list[float]:
+    options = options_for(tp, 1, 1)
+    trainer, windows = trainer_for(replace(options, optim=replace(options.optim, clip=clip)))
+    return [trainer.train_step(windows, lambda: False).grad_norm for _ in range(3)]
+
+
+def test_clipping_changes_training_and_counts_every_parameter_once() -> None:
+    clipped, free = pool(1).run(clipped_norms, 1, 1e-3)[0], pool(1).run(clipped_norms, 1, 0.0)[0]
+    assert clipped[0] == free[0]
+    for sharded in pool(4).run(clipped_norms, 4, 0.0):
+        np.testing.assert_allclose(sharded, free, rtol=1e-9)
+
+
+def trained_twice(dtype: str) -> tuple[bool, float, float]:
+    runs = []
+    for _ in range(2):
+        trainer, windows = trainer_for(options_for(2, 1, 2, dtype=dtype))
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
+        runs.append((losses, whole_weights(trainer)))
+    same = runs[0][0] == runs[1][0] and all(torch.equal(runs[0][1][k], runs[1][1][k]) for k in runs[0][1])
+    return same, runs[0][0][0], runs[0][0][-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(dtype: str) -> None:
+    for same, first, last in pool(2).run(trained_twice, dtype):
+        assert same
+        assert last < first - 0.1

@@ -1,0 +1,104 @@
+"""A run that is saved and resumed is the run that was never interrupted."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.ranks import pool
+from tpfuse.train.batches import Windows
+from tpfuse.train.checkpoint import newest_good, save
+from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.trainer import Trainer
+
+CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
+
+
+@functools.cache
+def built(tp: int, dp: int, dtype: str) -> tuple[TrainCommand, Any]:
+    options = TrainCommand(
+        train=TrainOptions(steps=12, batch=12, seed=5, dtype=dtype),  # type: ignore[arg-type]
+        optim=OptimOptions(lr=1e-2, warmup=4, clip=0.5),
+        parallel=ParallelOptions(tp=tp, dp=dp),
+    )
+    mesh = build_mesh("cpu", dp=dp, tp=tp) if dist.get_world_size() > 1 else None
+    return options, mesh
+
+
+def fresh(tp: int, dp: int, dtype: str) -> tuple[Trainer, Windows]:
+    options, mesh = built(tp, dp, dtype)
+    tokens = (np.arange(1000) * 7 % CONFIG.vocab_size).astype(np.uint16)
+    windows = Windows(tokens, CONFIG.n_positions, 5, "train", 12)
+    return Trainer(options, CONFIG, mesh, torch.device("cpu")), windows
+
+
+def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole."""
+    state = {}
+    for name, p in trainer.model.named_parameters():
+        state[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+    return state
+
+
+def saved_run(folder: str, tp: int, dp: int, dtype: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Six steps, a checkpoint, six more."""
+    trainer, windows = fresh(tp, dp, dtype)
+    losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
+    saved = save(Path(folder), 6, trainer.parts(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail)
+    assert saved is not None
+    losses += [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
+    return losses, state_of(trainer)
+
+
+def resumed_run(folder: str, tp: int, dp: int, dtype: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """The last six steps from the checkpoint. The seed's initial weights are destroyed first."""
+    trainer, windows = fresh(tp, dp, dtype)
+    for bucket in trainer.buckets.buckets:
+        bucket.values.fill_(float("nan"))
+    found = newest_good(Path(folder), warn=pytest.fail)
+    assert found is not None
+    found.load(trainer.parts())
+    trainer.restore(found.state)
+    losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
+    return losses, state_of(trainer), trainer.optimizer.updates
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (2, 2)])
+def test_resuming_in_the_same_layout_is_bit_exact(tmp_path: Path, tp: int, dp: int, dtype: str) -> None:
+    whole = pool(tp * dp).run(saved_run, str(tmp_path), tp, dp, dtype)
+    again = pool(tp * dp).run(resumed_run, str(tmp_path), tp, dp, dtype)
+    for (losses, weights), (resumed_losses, resumed_weights, updates) in zip(whole, again, strict=True):
+        assert resumed_losses == losses[6:]
+        assert updates == 12
+        assert all(torch.equal(resumed_weights[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "resumed_at"), [((2, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 2), (1, 1)), ((1, 1), (4, 1))]
+)
+def test_resuming_in_another_layout(tmp_path: Path, saved_at: tuple[int, int], resumed_at: tuple[int, int]) -> None:
+    losses, weights = pool(saved_at[0] * saved_at[1]).run(saved_run, str(tmp_path), *saved_at, "float64")[0]
+    for found, found_weights, _ in pool(resumed_at[0] * resumed_at[1]).run(
+        resumed_run, str(tmp_path), *resumed_at, "float64"
+    ):
+        np.testing.assert_allclose(found, losses[6:], rtol=1e-9)
+        for name, weight in weights.items():
+            assert (found_weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name
+
+
+def test_each_tensor_is_written_once(tmp_path: Path) -> None:
+    pool(4).run(saved_run, str(tmp_path), 2, 2, "float32")
+    found = newest_good(tmp_path, warn=pytest.fail)
+    assert found is not None
+    for name, entry in found.manifest["tensors"].items():
+        size = int(np.prod(entry["shape"]))
+        written = sum(int(np.prod([b - a for a, b in piece["ranges"]])) for piece in entry["slices"])
+        assert written == size, name
+    assert len(found.manifest["files"]) == 4, "all ranks share the writing"
