@@ -71,10 +71,13 @@ def _serve(rank: int, world: int, store: str, timeout: float, deterministic: boo
 
 
 class RankPool:
-    """`world` processes that form a Gloo group and wait for work; `timeout` in seconds for one `run`."""
+    """`world` processes that form a Gloo group and wait for work.
 
-    def __init__(self, world: int, timeout: float = 120.0) -> None:
-        self.world, self.timeout = world, timeout
+    timeout: seconds for one `run`; grace: seconds that the others have to fail by themselves once one has.
+    """
+
+    def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0) -> None:
+        self.world, self.timeout, self.grace = world, timeout, grace
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: str | None = None
@@ -127,8 +130,7 @@ class RankPool:
         deadline = monotonic() + self.timeout
         while len(results) + len(failures) < self.world:
             open_ranks = [r for r in range(self.world) if r not in results and r not in failures]
-            # Once one rank has failed the others get a moment to fail by themselves, not the whole time.
-            limit = min(deadline, monotonic() + 5.0) if failures else deadline
+            limit = min(deadline, monotonic() + self.grace) if failures else deadline
             ready = wait([self._connections[r] for r in open_ranks], max(0.0, limit - monotonic()))
             if not ready:
                 failures |= dict.fromkeys(open_ranks, "no answer in time")

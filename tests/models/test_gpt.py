@@ -1,0 +1,200 @@
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.models.gpt import GPT, GPTConfig, KeyValueCache
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
+
+
+def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, sharded: bool = False) -> GPT:
+    model = GPT(config, device_mesh=tensor_mesh() if sharded else None, dtype=dtype)
+    initialize(model, 1)
+    with torch.no_grad():  # biases start at zero, where a forgotten one would not be seen
+        for seed, (name, parameter) in enumerate(model.named_parameters()):
+            if name.endswith("bias"):
+                part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+                local_tensor(parameter).copy_(normal(seed, *parameter.shape)[part] / 4)
+    return model
+
+
+def _batch(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    ids = integers(1, batch, length, low=0, high=vocabulary - 1, dtype=torch.int64)
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -1
+    return ids, targets
+
+
+def _losses_and_gradients(config: GPTConfig, batch: int, length: int) -> None:
+    plain, model = _model(config), _model(config, sharded=True)
+    ids, targets = _batch(batch, length, config.vocab_size)
+    weights = normal(2, batch, length, dtype=torch.float64)
+    for dropout_at in (None, (3, 4)):
+        expected, actual = (m(ids, targets, dropout_at=dropout_at) for m in (plain, model))
+        assert torch.count_nonzero(actual[:, -1]) == 0
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+        (expected * weights).sum().backward()
+        (actual * weights).sum().backward()
+        for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+            part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+            assert parameter.grad is not None and wanted.grad is not None, name
+            torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-10, atol=1e-12)
+    logits = model(ids)
+    assert logits.shape == (batch, length, config.vocab_size), "exactly the vocabulary: nothing padded"
+    torch.testing.assert_close(logits, plain(ids), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("batch", "length"), [(3, 13), (1, 1), (2, 16)])
+def test_losses_and_gradients_are_those_of_one_rank(world: int, batch: int, length: int) -> None:
+    pool(world).run(_losses_and_gradients, CONFIG, batch, length)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
+    pool(world).run(_losses_and_gradients, GPTConfig(2, 16, 24, 1, 12, dropout=0.1), 2, 5)
+    pool(world).run(_losses_and_gradients, GPTConfig(5, 16, 24, 1, 12, bias=False), 2, 5)
+
+
+def _training_dtypes(dtype: torch.dtype) -> None:
+    config = GPTConfig(101, 16, 48, 2, 12)
+    plain, model = _model(config, dtype), _model(config, dtype, sharded=True)
+    ids, targets = _batch(3, 13, 101)
+    inputs = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+    def whole(**parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(plain, parameters, (ids, targets))
+
+    grad = normal(2, 3, 13, dtype=dtype)
+    yardstick = Yardstick(whole, inputs, grad)
+    losses = model(ids, targets)
+    losses.backward(grad.to(losses.dtype))
+    yardstick.check("out", losses)
+    for name, parameter in model.named_parameters():
+        part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+        yardstick.check(name, local_tensor(parameter.grad), part)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_those_of_one_rank_in_the_same_dtype(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_training_dtypes, dtype)
+
+
+def test_dropout_follows_the_sequence_not_its_place() -> None:
+    model = _model()
+    ids, targets = _batch(4, 13, 101)
+    whole = model(ids, targets, dropout_at=(3, 4))
+    rows = torch.tensor([2, 0])
+    part = model(ids[rows], targets[rows], dropout_at=(3, 4), sequences_B=rows)
+    torch.testing.assert_close(part, whole[rows], rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(model(ids, targets, dropout_at=(3, 5)), whole)
+    assert not torch.allclose(model(ids, targets, dropout_at=(4, 4)), whole)
+
+
+def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    monkeypatch.setattr("tpfuse.layers.dropout.dropout_key", lambda *k: keys.append(k) or len(keys))
+    ids, targets = _batch(1, 5, 101)
+    _model()(ids, targets, dropout_at=(3, 4))
+    assert len(keys) == len(set(keys)) == 1 + 3 * CONFIG.n_layer
+    assert all(key[:2] == (3, 4) for key in keys)
+
+
+def _incremental() -> None:
+    model = _model(sharded=True)
+    ids, _ = _batch(2, 16, 101)
+    with torch.no_grad():
+        whole = model(ids)
+        weight = model.transformer.wte.weight
+        cache = KeyValueCache(model.config, 2, model.tp, weight.device, weight.dtype)
+        cuts = [0, 5, 6, 7, 10, 16]
+        pieces = [model(ids[:, start:stop], cache=cache) for start, stop in itertools.pairwise(cuts)]
+    assert cache.length == 16
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="17 tokens do not fit a context of 16"):
+        model(ids[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_logits_with_a_cache_are_those_without(world: int) -> None:
+    pool(world).run(_incremental)
+
+
+def test_the_future_is_not_seen() -> None:
+    model = _model()
+    ids, _ = _batch(2, 13, 101)
+    before = model(ids)
+    ids[:, 7:] = 5
+    torch.testing.assert_close(model(ids)[:, :7], before[:, :7], rtol=1e-13, atol=1e-13)
+
+
+def _clip() -> None:
+    plain, model = _model(), _model(sharded=True)
+    ids, targets = _batch(3, 13, 101)
+    for m in (plain, model):
+        m(ids, targets).mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+    for wanted, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None and wanted.grad is not None
+        part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+        torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_torch_clips_by_the_norm_of_one_rank(world: int) -> None:
+    pool(world).run(_clip)
+
+
+def test_work_per_token() -> None:
+    config = GPTConfig(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
+    model = GPT(config, device="meta")
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "bias" not in name)
+    assert model.flops_per_token() == 6 * (matrices - 1024 * 768) + 12 * 12 * 1024 * 768
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808  # GPT-2's
+
+
+def _does_not_divide() -> None:
+    with pytest.raises(ValueError, match=r"tp 2 does not divide n_head 3: it can be one of \[1, 3\]"):
+        GPT(GPTConfig(101, 16, 48, 2, 3), device_mesh=tensor_mesh())
+
+
+def test_bad_input_is_refused() -> None:
+    pool(2).run(_does_not_divide)
+    with pytest.raises(ValueError, match="n_layer 0: expected at least 1"):
+        GPTConfig(n_layer=0).check()
+    with pytest.raises(ValueError, match="n_embd 100 is not a multiple of n_head 12"):
+        GPTConfig(n_embd=100).check()
+    with pytest.raises(ValueError, match="dropout 1"):
+        GPTConfig(dropout=1.0).check()
+    model = _model()
+    with pytest.raises(ValueError, match="17 tokens do not fit a context of 16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expected at least one token"):
+        model(torch.zeros(1, 0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="do not fit a table of 101 rows"):
+        model(torch.tensor([[101]]))
+    with pytest.raises(ValueError, match="targets from 0 to 101"):
+        model(torch.tensor([[0, 1]]), torch.tensor([[0, 101]]))
+
+
+def _ranks_hold_a_share() -> int:
+    assert dist.is_initialized()
+    return sum(local_tensor(p).numel() for p in _model(sharded=True).parameters())
+
+
+def test_ranks_hold_a_share_of_the_parameters() -> None:
+    whole = sum(p.numel() for p in _model().parameters())
+    assert all(0.25 * whole < count < 0.3 * whole for count in pool(4).run(_ranks_hold_a_share))

@@ -1,0 +1,42 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+
+
+def _yardstick(dtype: torch.dtype) -> tuple[Yardstick, torch.Tensor]:
+    inputs = {"x": normal(1, 63, 100, dtype=dtype), "weight": normal(2, 9, 100, dtype=dtype)}
+    yardstick = Yardstick(lambda x, weight: F.linear(x, weight), inputs, torch.ones(63, 9, dtype=dtype))
+    return yardstick, F.linear(inputs["x"], inputs["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_error_of_the_dtype_passes_and_more_does_not(dtype: torch.dtype) -> None:
+    yardstick, out = _yardstick(dtype)
+    yardstick.check("out", out)
+    yardstick.check("out", out[7:9], slice(7, 9))
+    out[5, 3] += 300 * torch.finfo(dtype).eps * out.abs().max()
+    with pytest.raises(AssertionError, match=r"out\[5, 3\] is .*, expected .*: error .*, allowed"):
+        yardstick.check("out", out)
+    out[5, 3] = float("nan")
+    with pytest.raises(AssertionError, match=r"out\[5, 3\] is nan"):
+        yardstick.check("out", out)
+
+
+def test_shape_dtype_and_presence_are_checked() -> None:
+    yardstick, out = _yardstick(torch.float32)
+    with pytest.raises(AssertionError, match=r"shape \(62, 9\), expected \(63, 9\)"):
+        yardstick.check("out", out[1:])
+    with pytest.raises(AssertionError, match=r"torch.float64, expected torch.float32"):
+        yardstick.check("out", out.double())
+    with pytest.raises(AssertionError, match="there is no gradient"):
+        yardstick.check("x", None)
+
+
+def test_inputs_follow_the_seed() -> None:
+    assert torch.equal(normal(1, 5, dtype=torch.float64).float(), normal(1, 5))
+    assert not torch.equal(normal(1, 5), normal(2, 5))
+    x = integers(1, 1000, low=-2, high=3, dtype=torch.bfloat16)
+    assert x.dtype == torch.bfloat16 and set(x.tolist()) == set(range(-2, 4))

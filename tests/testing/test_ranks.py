@@ -1,0 +1,75 @@
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.testing.ranks import RankError, RankPool, pool
+
+
+def _sum(value: int) -> tuple[int, int, int]:
+    x = torch.tensor([value + dist.get_rank()])
+    dist.all_reduce(x)
+    return dist.get_rank(), dist.get_world_size(), int(x)
+
+
+def _process() -> int:
+    assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
+    return os.getpid()
+
+
+def test_results_come_in_rank_order_and_processes_stay() -> None:
+    ranks = pool(3)
+    assert ranks.run(_sum, 10) == [(0, 3, 33), (1, 3, 33), (2, 3, 33)]
+    assert ranks.run(_process) == ranks.run(_process)
+    assert pool(3) is ranks
+
+
+def _raise(guilty: int) -> None:
+    if dist.get_rank() == guilty:
+        raise KeyError("a message of its own")
+    dist.barrier()
+
+
+def _die(guilty: int) -> None:
+    if dist.get_rank() == guilty:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def _hang(guilty: int) -> None:
+    while dist.get_rank() == guilty:
+        time.sleep(0.1)
+
+
+def _unpicklable() -> object:
+    return lambda: None
+
+
+def test_what_goes_wrong_is_reported_and_the_next_run_works() -> None:
+    ranks = RankPool(2, timeout=20.0, grace=0.5)
+    try:
+        with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*KeyError: 'a message of its own'"):
+            ranks.run(_raise, 1)
+        assert ranks.run(_sum, 1)[1] == (1, 2, 3)
+        with pytest.raises(RankError, match="rank 0: died with exit code -9"):
+            ranks.run(_die, 0)
+        with pytest.raises(RankError, match="rank 0: Traceback"):
+            ranks.run(_unpicklable)
+        ranks.run(_sum, 1)
+        ranks.timeout = 1.0
+        with pytest.raises(RankError, match="rank 1: no answer in time"):
+            ranks.run(_hang, 1)
+        ranks.timeout = 20.0
+        assert ranks.run(_sum, 1)[0] == (0, 2, 3)
+        processes, folder = ranks.run(_process), Path(str(ranks._folder))
+        assert folder.is_dir()
+    finally:
+        ranks.close()
+    assert not folder.exists()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
