@@ -151,7 +151,7 @@ def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, 
     report: dict[str, object] = {"log": disk.log, "saved": saved is not None, "said": said}
     if mode in FAILURES:
         if rank == 0:
-            report |= {"loads": what_loads(run), "left": sorted(os.listdir(run))}
+            report |= {"loads": what_loads(run), "left": [path.name for path in run.iterdir()]}
         later: list[str] = []
         report["next"] = save(run, 11, group, later.append) is not None and all(map(is_planted, later))
     return report

@@ -125,6 +125,11 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
     parts["transposed"] = part(transposed, ((0, 100), (0, 63)))
     parts["strided"] = part(expected["cube"][:, ::2, 1:4], ((0, 3), (0, 2), (0, 3)))
     folder = checkpoint.save(tmp_path, 1, parts, {}, keep=0, group=None, warn=silent)
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        assert entry["data_offsets"][0] % parts[name].tensor.element_size() == 0, f"{name} is not aligned"
     loaded = load_file(folder / "rank-00000.safetensors")
     assert loaded.keys() == parts.keys() - {"empty"}
     for name, tensor in loaded.items():
@@ -133,7 +138,7 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_resharding_from_and_to_random_grids(tmp_path, world):
-    for seed in range(8):
+    for seed in range(5):
         folder = tmp_path / f"{seed}" / "step-1"
         assert pool(world).run(save_grid, folder.parent, seed) == [str(folder)] * world
         assert pool(world % 4 + 1).run(load_grid, folder, seed) == [True] * (world % 4 + 1)
@@ -210,6 +215,8 @@ def save_wrong(run: Path, what: str) -> str:
     rows = {"gap": (rank * 5, rank * 5 + 4), "overlap": (0, 10), "shape": (rank * 5, rank * 5 + 5)}
     start, stop = rows.get(what, (rank * 5, rank * 5 + 5))
     wrong = Part((10 + (what == "shape") * rank, 2), ((start, stop), (0, 2)), torch.ones(stop - start, 2), True)
+    if what == "scalar":
+        wrong = Part((), (), torch.ones(()), True)
     if what == "raise" and rank == 1:
         wrong.tensor = None  # type: ignore[assignment]
     state = {"x": object()} if what == "state" else {}
@@ -227,6 +234,7 @@ def save_wrong(run: Path, what: str) -> str:
     [
         ("gap", "ValueError: w cannot be saved: no slice holds 4", "ValueError: w cannot be saved: no slice holds 4"),
         ("overlap", "ValueError: w cannot be saved: the slice", "ValueError: w cannot be saved: the slice"),
+        ("scalar", "ValueError: w cannot be saved: the slice ()", "ValueError: w cannot be saved: the slice ()"),
         ("shape", "ValueError: w is F32 (11, 2) on rank 1", "ValueError: w is F32 (11, 2) on rank 1"),
         ("raise", "RuntimeError: stopped by an error on rank 1: AttributeError", "AttributeError"),
         ("state", "TypeError", "RuntimeError: stopped by an error on rank 0: TypeError"),
@@ -269,12 +277,17 @@ def flip(file: Path, index: int, bit: int = 0) -> None:
     file.write_bytes(content)
 
 
-def test_a_good_step_is_never_written_over(tmp_path):
+def test_a_good_step_is_never_written_over(tmp_path, monkeypatch):
     folder = save_whole(tmp_path, 1)
     before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
     assert checkpoint.save(tmp_path, 1, whole_parts(99), {}, keep=1, group=None, warn=silent) == folder
     assert {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
     assert names(tmp_path) == ["step-1"]
+    # The save that made it may have failed after its rename.
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync_folder", synced.append)
+    checkpoint.save(tmp_path, 1, whole_parts(99), {}, keep=1, group=None, warn=silent)
+    assert synced == [tmp_path]
 
 
 def test_a_damaged_step_is_replaced(tmp_path):

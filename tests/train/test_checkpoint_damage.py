@@ -45,9 +45,8 @@ def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
     assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == to
     assert len(said) == 3 - to
     assert "\n" not in said[0]
-    assert re.search(
-        rf"damaged checkpoint: {re.escape(str(run))}/step-3/{re.escape(file)}: expected .+, found .", said[0]
-    )
+    damaged = re.escape(str(run / "step-3" / file))
+    assert re.search(rf"damaged checkpoint: {damaged}: expected .+, found .", said[0])
     return said[0]
 
 
@@ -103,11 +102,10 @@ def test_an_older_one_if_need_be_and_an_error_if_there_is_none(run):
     assert_falls_back(run, DATA, to=1)
     shutil.rmtree(run / "step-1")
     said: list[str] = []
-    with pytest.raises(
-        CheckpointError, match=rf"{run}: expected a good checkpoint, found only damaged ones \(2\)"
-    ) as all_bad:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.newest_good(run, warn=said.append)
-    assert len(said) == 2 and f"step-3/{DATA}: expected" in str(all_bad.value)
+    assert f"{run}: expected a good checkpoint, found only damaged ones (2)" in str(caught.value)
+    assert len(said) == 2 and f"step-3/{DATA}: expected" in str(caught.value)
 
 
 def test_the_folder_of_another_step(run):

@@ -38,15 +38,15 @@ def test_errors_name_the_file(tmp_path, monkeypatch, call):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, call, full)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="No space left on device: '.*/a'"), DurableFile(tmp_path / "a") as file:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a'"), DurableFile(tmp_path / "a") as file:
         file.write(b"x")
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_a_system_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda *_: 0)
-    with pytest.raises(OSError, match="wrote 0 bytes: '.*/a'"), DurableFile(tmp_path / "a") as file:
+    with pytest.raises(OSError, match=r"wrote 0 bytes: '.*/a'"), DurableFile(tmp_path / "a") as file:
         file.write(b"x")
 
 
@@ -71,7 +71,7 @@ def calls(monkeypatch):
         def call(first, *rest, **options):
             result = function(first, *rest, **options)
             if name == "open":
-                paths[result] = Path(os.readlink(f"/proc/self/fd/{result}"))
+                paths[result] = Path(f"/proc/self/fd/{result}").readlink()
                 if rest[0] & os.O_CREAT:
                     record.append(("create", paths[result]))
             elif name in ("write", "fsync"):
