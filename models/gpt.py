@@ -232,27 +232,25 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Losses [B, T] in nats where targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
-        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. dropout_at: (seed, step)
-        where dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default
-        0 … B-1. cache: holds the positions before these, and these afterwards. Raises ValueError where there
-        is no token or the context is too short.
+        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. dropout_at: (seed, step) where
+        dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default 0 … B-1. cache:
+        holds the positions before these, and these afterwards. Raises ValueError where there is no token, the
+        context is too short, or an id is not in the vocabulary.
         """
         batch, length = ids_BT.shape
-        if not batch * length:
+        tokens = batch * length
+        if not tokens:
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
         past = 0 if cache is None else cache.length
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
-        tokens = batch * length
-        padded = -(-tokens // self.tp) * self.tp
-        share = padded // self.tp
-        ids_M = F.pad(ids_BT.reshape(-1), (0, padded - tokens))
+        share = -(-tokens // self.tp)
+        padding = share * self.tp - tokens
+        ids_M = F.pad(ids_BT.reshape(-1), (0, padding))
         rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
-        state = None
-        if dropout_at is not None and self.config.dropout:
-            if sequences_B is None:
-                sequences_B = torch.arange(batch, device=ids_BT.device)
-            state = self._dropout_state(dropout_at, sequences_B, rows_m, length)
+        if sequences_B is None:
+            sequences_B = torch.arange(batch, device=ids_BT.device)
+        state = self._dropout_state(dropout_at, sequences_B, rows_m, length)
         x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(rows_m % length + past)
         x_mC = self.transformer.drop(x_mC, state)
         for block in self.transformer.h:
@@ -263,15 +261,17 @@ class GPT(nn.Module):
         if targets_BT is None:
             logits_MV = self.transformer.wte.project(x_mC, gather_output=True)
             return logits_MV[:tokens].view(batch, length, -1)
-        logits_MV = self.transformer.wte.project(x_mC)
-        targets_M = F.pad(targets_BT.reshape(-1), (0, padded - tokens), value=IGNORE)
-        losses_M = cross_entropy(logits_MV, targets_M, self.config.vocab_size, self.transformer.wte.group)
+        targets_M = F.pad(targets_BT.reshape(-1), (0, padding), value=IGNORE)
+        wte = self.transformer.wte
+        losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
         return losses_M[:tokens].view(batch, length)
 
     def _dropout_state(
-        self, dropout_at: tuple[int, int], sequences_B: Tensor, rows_m: Tensor, length: int
-    ) -> DropoutState:
+        self, dropout_at: tuple[int, int] | None, sequences_B: Tensor, rows_m: Tensor, length: int
+    ) -> DropoutState | None:
         """Numbers this rank's rows and heads as the unsharded batch does."""
+        if dropout_at is None or self.config.dropout == 0.0:
+            return None
         seed, step = dropout_at
         sequence_m = sequences_B[(rows_m // length).clamp(max=len(sequences_B) - 1)]
         heads = self.config.n_head // self.tp

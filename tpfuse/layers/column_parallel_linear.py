@@ -71,8 +71,7 @@ class ColumnParallelLinear(nn.Linear):
         self.activation, self.gather_output = activation, gather_output
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.device_mesh = device_mesh
-        rows: tuple[int, ...] = (out_features,) if parts == 1 else (parts, height)
-        shard_dim = len(rows) - 1
+        rows, shard_dim = ((out_features,), 0) if parts == 1 else ((parts, height), 1)
         self.weight = empty_parameter((*rows, in_features), shard_dim, device_mesh, device, dtype)
         self.register_parameter("bias", empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None)
         if not self.weight.is_meta:
