@@ -212,10 +212,15 @@ def check_failed(run: Path, victim: int, mode: str, reports) -> int:
     return loads
 
 
-def check(run: Path, world: int, victim: int, mode: str, k: int) -> int:
-    """One save that is struck at the victim's k-th call; the step that loads. Raises AssertionError."""
+def check(run: Path, world: int, victim: int, mode: str, k: int, *, durable: bool) -> int:
+    """One save that is struck at the victim's k-th call; the step that loads. Raises AssertionError.
+
+    durable: whether step 10 is on the disk by then.
+    """
     reports = ranks(run, world, victim, mode, k)
     loads = check_failed(run, victim, mode, reports) if mode in FAILURES else check_killed(run, victim, reports)
+    assert not durable or loads == 10, "step 10 was durable and does not load"
+    assert not durable or mode not in FAILURES or reports[0]["saved"], "step 10 is durable and was reported as failed"
     assert loads in (9, 10), f"step {loads} loads"
     assert what_loads(run) == 11, "step 11 does not load"
     left = {path.name for path in run.iterdir()}
@@ -243,6 +248,9 @@ def sweep(kind: str, world: int, damaged: bool, folder: Path) -> dict[str, objec
     prepare(template, damaged)
     shutil.copytree(template, folder / "untouched")
     logs = [report["log"] for report in ranks(folder / "untouched", world, 0, "kill before", 0)]
+    # The last rename but one is that of step 10 (the last: that of step 8, which goes); an fsync makes it durable.
+    durable = [call for call, name in enumerate(logs[0], 1) if name == "rename"][-2] + 1
+    assert logs[0][durable - 1] == "fsync"
     outcomes, problems, cases = collections.Counter(), [], 0
     for mode in FAILURES if kind == "fail" else ("kill before", "kill after"):
         for victim in range(world):
@@ -251,7 +259,7 @@ def sweep(kind: str, world: int, damaged: bool, folder: Path) -> dict[str, objec
                 cases += 1
                 shutil.copytree(template, run)
                 try:
-                    outcomes[check(run, world, victim, mode, k)] += 1
+                    outcomes[check(run, world, victim, mode, k, durable=victim == 0 and k > durable)] += 1
                 except (AssertionError, checkpoint.CheckpointError) as error:
                     problems.append(f"{mode}, rank {victim}, call {k} ({logs[victim][k - 1]}): {error}")
                 shutil.rmtree(run)
