@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """About 6,000 characters that can be learned."""
-    words = "the cat sat on a mat and saw that the dog was at the door of the house".split()  # noqa: SIM905
+    words = "the cat sat on a mat and saw that the dog was at the door of the house".split()
     generator = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(" ".join(generator.choice(words) for _ in range(1800)))

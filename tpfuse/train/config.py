@@ -72,7 +72,8 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(kind, args=list(arguments), prog=f"tpfuse {command}", **options)
+            parsed: T = tyro.cli(kind, args=list(arguments), prog=f"tpfuse {command}", **options)
+            return parsed
     except SystemExit as stop:
         if stop.code in (0, None):
             raise

@@ -49,20 +49,19 @@ def memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> bool:
     """Tells glibc to keep freed memory instead of giving it back to the kernel after every step.
 
-    A training step frees all its activations. Above M_MMAP_THRESHOLD (at most 32 MiB, mallopt(3)) each is a
-    mapping of its own, and the top of the heap is trimmed; the next step then faults every page in again. On
-    other C libraries this does nothing.
+    A training step frees all its activations. By default glibc returns most of them at once and the next step
+    faults every page in again. Blocks up to 32 MiB (the largest threshold there is, mallopt(3)) then come from
+    the heap, and the heap is not trimmed. Returns whether that worked; on other C libraries it does not.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
         m_trim_threshold, m_mmap_threshold = -1, -3
-        libc.mallopt(m_mmap_threshold, 1 << 30)
-        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        return bool(libc.mallopt(m_mmap_threshold, 1 << 25)) and bool(libc.mallopt(m_trim_threshold, (1 << 31) - 1))
     except (OSError, AttributeError):
-        return
+        return False
 
 
 def set_threads(ranks_on_this_host: int) -> None:

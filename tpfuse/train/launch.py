@@ -66,7 +66,7 @@ def join(place: Place, device: torch.device) -> None:
     if place.store is not None:
         if device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        options["store"] = dist.FileStore(place.store, place.world)
+        options["init_method"] = f"file://{place.store}"
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
 
 

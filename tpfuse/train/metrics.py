@@ -75,7 +75,7 @@ class Reporter:
         self.steps = steps
         forget_after(self.path, start)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
@@ -92,7 +92,7 @@ class Reporter:
         self._file.flush()
         for name, value in values.items():
             if value is not None and name != "step":
-                self._board.add_scalar(name, value, row.step)  # type: ignore[no-untyped-call]
+                self._board.add_scalar(name, value, row.step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
         else:
@@ -104,7 +104,7 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
-        self._board.close()  # type: ignore[no-untyped-call]
+        self._board.close()
 
 
 def draw_losses(folder: Path, unigram: float | None) -> Path:

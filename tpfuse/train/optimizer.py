@@ -31,7 +31,7 @@ class FlatAdamW:
         self._moments: dict[int, dict[str, Tensor]] = {}
         self._steps: list[Tensor] = []
         groups: dict[bool, list[Parameter]] = {True: [], False: []}
-        state: dict[Parameter, dict[str, Tensor]] = {}
+        state: dict[Tensor, dict[str, Tensor]] = {}
         for bucket in buckets.buckets:
             whole = {name: torch.zeros_like(bucket.master) for name in MOMENTS}
             self._moments[id(bucket)] = whole

@@ -1,0 +1,116 @@
+"""nanoGPT's CPU recipe, in nanoGPT and in tpfuse: does ours train as well, and how fast is a step?
+
+The recipe (nanoGPT's README, "I only have a macbook"): 4 layers, 4 heads, 128 wide, context 64, batch 12, 2000
+steps, learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, clip 1, no dropout, no bias,
+characters, 90/10 split. nanoGPT itself runs, unchanged, from a checkout; neither side compiles.
+
+    python -m benchmarks.bench_nanogpt --nanogpt PATH_TO_CHECKOUT --text input.txt
+
+Speed: both train by turns for some hundred steps, several times; the figure is the ratio of the medians of all
+step times (each program's own clock, everything in the loop included, a line of log for every step). Loss: both
+train 2000 steps and evaluate 200 batches.
+"""
+
+import argparse
+import json
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import keep, percentiles
+
+TOKENS = 12 * 64
+PEER = (
+    "--dataset=text --device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4"
+    " --n_head=4 --n_embd=128 --lr_decay_iters=2000 --dropout=0.0 --eval_iters=200"
+).split()
+OURS = (
+    "--data.tokenizer chars --data.val-fraction 0.1 --model.n-positions 64 --model.n-layer 4 --model.n-head 4"
+    " --model.n-embd 128 --model.no-bias --model.dropout 0.0 --train.batch 12 --optim.decay-steps 2000"
+    " --optim.lr 1e-3 --optim.min-lr 1e-4 --optim.warmup 100 --optim.beta2 0.99 --optim.weight-decay 0.1"
+    " --optim.clip 1.0 --train.eval-batches 200 --train.log-every 1 --train.save-every 0"
+).split()
+WARM_UP = 20  # steps at the start of each turn that are not counted
+
+
+def lay_out_peer(checkout: Path, text: Path, folder: Path) -> None:
+    """A working folder for nanoGPT: links to its files, and its data format made from the text."""
+    for name in ("model.py", "train.py", "configurator.py", "config"):
+        (folder / name).symlink_to((checkout / name).resolve())
+    data = folder / "data" / "text"
+    data.mkdir(parents=True)
+    characters = text.read_text(encoding="utf-8")
+    vocabulary = sorted(set(characters))
+    numbers = {c: i for i, c in enumerate(vocabulary)}
+    tokens = np.array([numbers[c] for c in characters], dtype=np.uint16)
+    border = int(len(characters) * 0.9)
+    tokens[:border].tofile(data / "train.bin")
+    tokens[border:].tofile(data / "val.bin")
+    meta = {"vocab_size": len(vocabulary), "stoi": numbers, "itos": dict(enumerate(vocabulary))}
+    (data / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
+    """(seconds of each step, last validation loss) of nanoGPT."""
+    flags = [*PEER, f"--max_iters={steps}", f"--eval_interval={steps if evaluate else 10**9}"]
+    if not evaluate:
+        flags.append("--eval_iters=1")
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags]
+    out = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    times = [float(t) / 1e3 for t in re.findall(r"^iter \d+: .*time ([\d.]+)ms", out, re.M)]
+    losses = [float(x) for x in re.findall(r"val loss ([\d.]+)", out)]
+    return times, losses[-1] if losses else float("nan")
+
+
+def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
+    """(seconds of each step, last validation loss) of tpfuse."""
+    flags = [*OURS, "--train.steps", str(steps), "--train.eval-every", str(steps if evaluate else 0)]
+    command = [sys.executable, "-m", "tpfuse", "train", "--data.path", str(text), "--out", str(out), *flags]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    times = [TOKENS / row["tokens_per_second"] for row in rows if row["tokens_per_second"]]
+    losses = [row["val_loss"] for row in rows if row["val_loss"] is not None]
+    return times, losses[-1] if losses else float("nan")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
+    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or any other text")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each side for the speed")
+    parser.add_argument("--turn", type=int, default=220, help="steps of a turn")
+    parser.add_argument("--steps", type=int, default=2000, help="steps for the loss; 0: leave it out")
+    arguments = parser.parse_args()
+    peer: list[float] = []
+    ours: list[float] = []
+    figures: dict[str, object] = {"text": arguments.text.name}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "peer").mkdir()
+        lay_out_peer(arguments.nanogpt, arguments.text, folder / "peer")
+        for turn in range(arguments.rounds):
+            peer += run_peer(folder / "peer", arguments.turn, evaluate=False)[0][WARM_UP:]
+            ours += run_ours(arguments.text, folder / f"turn-{turn}", arguments.turn, evaluate=False)[0][WARM_UP:]
+        for label, times in (("nanogpt_ms", peer), ("tpfuse_ms", ours)):
+            figures[label] = {key: round(value * 1e3, 2) for key, value in percentiles(times).items()}
+        speedup = percentiles(peer)["median"] / percentiles(ours)["median"]
+        figures["speedup"] = round(speedup, 3)
+        print(
+            f"step of {TOKENS} tokens: nanoGPT {figures['nanogpt_ms']}, tpfuse {figures['tpfuse_ms']}: {speedup:.2f}x"
+        )
+        if arguments.steps:
+            figures["steps"] = arguments.steps
+            figures["nanogpt_val_loss"] = run_peer(folder / "peer", arguments.steps, evaluate=True)[1]
+            ours_loss = run_ours(arguments.text, folder / "whole", arguments.steps, evaluate=True)[1]
+            figures["tpfuse_val_loss"] = round(ours_loss, 4)
+            print(f"validation loss: nanoGPT {figures['nanogpt_val_loss']}, tpfuse {figures['tpfuse_val_loss']}")
+    print(f"kept in {keep('nanogpt', figures)}")
+
+
+if __name__ == "__main__":
+    main()
