@@ -123,6 +123,16 @@ def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient() -> None
     assert torch.equal(_gradients(buckets)["unused.weight"], x.sum(0).expand(5, 9))
 
 
+def test_a_parameter_unused_in_the_next_step_has_gradient_zero() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    x = integers(1, 4, 9, dtype=torch.float64)
+    _run(model.unused, buckets, [x])
+    assert torch.count_nonzero(_gradients(buckets)["unused.weight"])
+    _run(model, buckets, [x])
+    assert torch.count_nonzero(_gradients(buckets)["unused.weight"]) == 0
+
+
 def test_tied_weights_are_one_parameter() -> None:
     model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
     model[1].weight = model[0].weight
