@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
@@ -132,3 +133,24 @@ def test_bad_input_is_refused() -> None:
     pool(2).run(_errors)
     with pytest.raises(ValueError, match="sequence_parallel needs input_is_parallel"):
         RowParallelLinear(8, 4, sequence_parallel=True, input_is_parallel=False)
+
+
+def _autocast_pair() -> None:
+    """A sequence-parallel pair under autocast: bfloat16 products, float32 gradients for float32 parameters."""
+    column = ColumnParallelLinear(WIDTH, WIDTH, sequence_parallel=True, device_mesh=tensor_mesh())
+    row = RowParallelLinear(WIDTH, 63, sequence_parallel=True, device_mesh=tensor_mesh())
+    x = normal(1, 5, WIDTH, dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = row(column(x))
+    assert out.dtype is torch.bfloat16
+    out.float().sum().backward()
+    weights = [layer.weight.full_tensor().detach().bfloat16().float() for layer in (column, row)]
+    expected = torch.ones(5, 63) @ weights[1] @ weights[0]
+    for gradient in (x.grad, column.weight.grad, row.weight.grad, row.bias.grad):
+        assert gradient is not None and gradient.dtype is torch.float32
+    torch.testing.assert_close(x.grad, expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_autocast(world: int) -> None:
+    pool(world).run(_autocast_pair)

@@ -29,7 +29,21 @@ def empty_parameter(
 
 def local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with, inside autograd."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
+    return parameter.to_local() if leaf is None else leaf
+
+
+def offer_leaf(parameter: DTensor) -> Tensor:
+    """Makes `local(parameter)` a leaf of its own, on the same memory, whose gradient the caller collects.
+
+    For an engine that keeps gradients in buffers of its own (`tpfuse.parallel.gradient_buckets`): the way
+    through DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
+    """
+    leaf = parameter.detach().to_local().requires_grad_()
+    parameter.local_leaf = leaf  # type: ignore[attr-defined]
+    return leaf
 
 
 def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:

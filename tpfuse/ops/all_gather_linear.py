@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import apply, once_differentiable
+from tpfuse.ops.autograd import apply, autocast, once_differentiable
 
 
 class _AllGatherLinear(Function):
@@ -63,4 +63,4 @@ def all_gather_linear(
     """
     if group is None:
         return apply_activation(F.linear(x, weight, bias), activation)
-    return apply_activation(apply(_AllGatherLinear, x, weight, bias, group), activation)
+    return apply_activation(apply(_AllGatherLinear, *autocast(x, weight, bias), group), activation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm import collectives
-from tpfuse.ops.autograd import apply, once_differentiable
+from tpfuse.ops.autograd import apply, autocast, once_differentiable
 
 
 class _LinearReduceScatter(Function):
@@ -53,5 +53,6 @@ def linear_reduce_scatter(
     [N], equal on all ranks; residual: [n, ..., N], this rank's shard. Returns [n, ..., N]. Raises ValueError
     where the world does not divide the rows.
     """
-    out = F.linear(x, weight, bias) if group is None else apply(_LinearReduceScatter, x, weight, bias, group)
+    own = (x, weight, bias)
+    out = F.linear(*own) if group is None else apply(_LinearReduceScatter, *autocast(*own), group)
     return out if residual is None else out + residual

@@ -24,10 +24,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import from_local, is_sharded, local_tensor
+from tpfuse.layers.parameter import offer_leaf
 
 _ALIGNMENT = 16  # elements: every parameter starts on a cache line
 
@@ -153,7 +155,11 @@ class GradientBuckets:
             replacement = _rebuilt(member.parameter, bucket.view(values, segment))
             for module, attribute in member.owners:
                 module.register_parameter(attribute, replacement)
-            replacement.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
+            leaves: list[Tensor] = [replacement]
+            if isinstance(replacement, DTensor):
+                leaves.append(offer_leaf(replacement))
+            for leaf in leaves:
+                leaf.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
         self.buckets.append(bucket)
 
     def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
