@@ -64,6 +64,7 @@ def _serve(rank: int, world: int, store: str, timeout: float, deterministic: boo
             file, name, args = connection.recv()
         except EOFError:
             return
+        torch.manual_seed(0)  # what a run draws does not depend on the runs before it
         try:
             connection.send((True, _find(file, name)(*args)))
         except BaseException:
