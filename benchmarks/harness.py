@@ -40,6 +40,11 @@ def _commit() -> str:
     return (found.stdout.strip() or "unknown") + ("+changes" if changed.stdout.strip() else "")
 
 
+def _portable(argument: str) -> str:
+    """An argument without the folders of this machine."""
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def keep(name: str, figures: dict[str, Any]) -> Path:
     """Appends a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
     row = {
@@ -48,7 +53,7 @@ def keep(name: str, figures: dict[str, Any]) -> Path:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
-        "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_portable, sys.argv[1:])]),
         **figures,
     }
     path = RESULTS / f"{name}.jsonl"

@@ -2,13 +2,18 @@
 
 import json
 import os
+import socket
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,33 @@ def described(row: Row, steps: int) -> str:
     return "  ".join(parts)
 
 
+class Board:
+    """Scalars for TensorBoard, one event for each row; what earlier starts wrote beyond `start` is superseded."""
+
+    def __init__(self, folder: Path, start: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._writer = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        if start:
+            self._write(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
+        self._file.flush()
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Writes the values of one step."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 class Reporter:
     """Writes rows to the run folder and shows them; for the first rank alone.
 
@@ -68,14 +100,11 @@ class Reporter:
     """
 
     def __init__(self, folder: Path, steps: int, start: int) -> None:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # silences TensorBoard's optional TensorFlow
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = folder / "metrics.jsonl"
         self.steps = steps
         forget_after(self.path, start)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        self._board = Board(folder / "tensorboard", start)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         if sys.stdout.isatty():
@@ -90,9 +119,9 @@ class Reporter:
         values = asdict(row)
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            if value is not None and name != "step":
-                self._board.add_scalar(name, value, row.step)
+        self._board.add(
+            row.step, {name: value for name, value in values.items() if value is not None and name != "step"}
+        )
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
         else:
