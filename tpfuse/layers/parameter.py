@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tpfuse.comm.layout import from_local
+from tpfuse.comm.layout import from_local, local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 
 
@@ -41,7 +41,7 @@ def offer_leaf(parameter: DTensor) -> Tensor:
     For an engine that keeps gradients in buffers of its own (`tpfuse.parallel.gradient_buckets`): the way
     through DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
     """
-    leaf = parameter.detach().to_local().requires_grad_()
+    leaf = local_tensor(parameter).requires_grad_()
     parameter.local_leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
