@@ -2,11 +2,18 @@
 
 import os
 import sys
+from pathlib import Path
 
 
 def warn(message: str) -> None:
     """One line that does not end the command."""
     print(f"tpfuse: warning: {message}", file=sys.stderr, flush=True)
+
+
+def program() -> str:
+    """How this command was called, for lines that tell people what to call next."""
+    name = Path(sys.argv[0])
+    return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
 
 
 def fail(command: str, message: str) -> None:

@@ -19,7 +19,7 @@ from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.errors import RunError
 from tpfuse.train.hardware import keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
-from tpfuse.train.messages import fail, warn
+from tpfuse.train.messages import fail, program, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.setup import Run
 from tpfuse.train.stop import StopRequest
@@ -114,7 +114,7 @@ class Training:
                 draw_losses(self.run.folder, None)
                 print(
                     f"stopped at step {self.trainer.step} of {steps}; go on with:"
-                    f" tpfuse train --resume --out {self.run.folder}"
+                    f" {program()} train --resume --out {self.run.folder}"
                 )
             return
         self._conclude(seconds)
@@ -244,7 +244,8 @@ class Training:
         print(
             f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, step-{self.saved_step}/"
         )
-        print(f"more text: tpfuse sample {self.run.folder} --prompt 'def '")
+        prompt = " --prompt 'def '" if self.options.data.path is None else ""
+        print(f"more text: {program()} sample {self.run.folder}{prompt}")
         sys.stdout.flush()
 
 
