@@ -1,7 +1,10 @@
 """The commands, in this process: what they print, write and return. Ranks of their own: test_launch."""
 
+import io
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,14 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import run
-from tpfuse.train.metrics import read_metrics
+from tpfuse.train.metrics import Reporter, Row, read_metrics
+from tpfuse.train.stop import StopRequest
 
 
 @pytest.fixture(autouse=True)
 def _threads_and_signals() -> object:
     """A run in this process sets threads and signal handlers; put them back."""
-    import signal
-
     threads = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
@@ -227,6 +229,60 @@ def test_a_failed_save_warns_and_is_tried_again(
     assert err.count("No space left on device") == 3
     assert "Traceback" not in err
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-10", "step-12"]
+
+
+def test_a_full_disk_at_the_end_is_said(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpfuse.train import durable
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "fsync", full)
+    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
+    captured = capfd.readouterr()
+    assert "no checkpoint" in captured.out
+    assert "the checkpoint of step 12 could not be written; there is none" in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def __init__(self, file: io.RawIOBase) -> None:
+            self.file, self.broken = file, False
+
+        def write(self, data: bytes) -> int | None:
+            if self.broken:
+                self.file.write(data[:20])
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+        def close(self) -> None:
+            self.file.close()
+
+    reporter = Reporter(tmp_path, 5, 0)
+    file = Full(reporter._file)  # type: ignore[arg-type]
+    reporter._file = file  # type: ignore[assignment]
+    for step in range(1, 6):
+        file.broken = step in (2, 3)
+        reporter.add(Row(step, 1.0, None, 0.1, 0.5, 100.0, 0.1, 1000, float(step)), None)
+    reporter.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
+    assert capfd.readouterr().err.count("cannot write metrics of step 2: No space left on device") == 1
+
+
+def test_a_second_signal_ends_a_single_rank_at_once() -> None:
+    stop = StopRequest(insistent=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop()
+    with pytest.raises(SystemExit) as ended:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+    patient = StopRequest(insistent=False)
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert patient()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(

@@ -1,19 +1,23 @@
 """What a run tells: metrics.jsonl is the truth; the console, TensorBoard and loss.png are drawn from it."""
 
+import contextlib
 import json
+import logging
 import os
 import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
+
+from tpfuse.train.messages import warn
 
 
 @dataclass(frozen=True)
@@ -33,15 +37,16 @@ class Row:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; none where there is no file."""
+    """The complete lines of a metrics.jsonl; none where there is no file.
+
+    A line may be cut where the run was killed or the disk was full.
+    """
     if not path.exists():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break  # the line that was being written when the run was killed
     return rows
 
 
@@ -72,7 +77,7 @@ class Board:
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("wb")
+        self._file = (folder / name).open("wb", buffering=0)
         self._writer = RecordWriter(self._file)
         self._write(Event(file_version="brain.Event:2"))
         if start:
@@ -81,7 +86,6 @@ class Board:
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
         self._writer.write(event.SerializeToString())
-        self._file.flush()
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Writes the values of one step."""
@@ -103,7 +107,9 @@ class Reporter:
         self.path = folder / "metrics.jsonl"
         self.steps = steps
         forget_after(self.path, start)
-        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        # Unbuffered: what a full disk refuses is lost, and not tried again when the file is closed.
+        self._file = self.path.open("ab", buffering=0)
+        self._failed = False
         self._board = Board(folder / "tensorboard", start)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -117,11 +123,16 @@ class Reporter:
     def add(self, row: Row, left: float | None) -> None:
         """Records a row; `left`: seconds that the run will still take, where known."""
         values = asdict(row)
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        self._board.add(
-            row.step, {name: value for name, value in values.items() if value is not None and name != "step"}
-        )
+        try:
+            # Written at once, and on a line of its own also where the last one was cut.
+            self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())
+            del values["step"]
+            self._board.add(row.step, {name: value for name, value in values.items() if value is not None})
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                warn(f"cannot write metrics of step {row.step}: {error.strerror}; training goes on")
+            self._failed = True
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
         else:
@@ -136,10 +147,14 @@ class Reporter:
         self._board.close()
 
 
-def draw_losses(folder: Path, unigram: float | None) -> Path:
-    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale."""
+def draw_losses(folder: Path, unigram: float | None) -> None:
+    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale.
+
+    A disk that is full costs a warning.
+    """
     import matplotlib
 
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it announces its font cache
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -156,7 +171,8 @@ def draw_losses(folder: Path, unigram: float | None) -> Path:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    path = folder / "loss.png"
-    figure.savefig(path)
+    try:
+        figure.savefig(folder / "loss.png")
+    except OSError as error:
+        warn(f"cannot write {folder / 'loss.png'}: {error.strerror}")
     plt.close(figure)
-    return path

@@ -31,7 +31,7 @@ _SAMPLE_TOKENS = 200
 
 def train_rank(place: Place, run: Run) -> int:
     """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
-    stop = StopRequest()
+    stop = StopRequest(insistent=place.world == 1)
     device = device_of(place)
     if device.type == "cpu":
         set_threads(place.local_world)
@@ -116,8 +116,11 @@ class Training:
                     f"stopped at step {self.trainer.step} of {steps}; go on with:"
                     f" {program()} train --resume --out {self.run.folder}"
                 )
-            return
-        self._conclude(seconds)
+        else:
+            self._conclude(seconds)
+        if self.saved_step != self.trainer.step:
+            newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
+            raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
 
     def _introduce(self) -> None:
         if not self.first:
@@ -241,12 +244,13 @@ class Training:
                 f"validation loss {self.val_loss:.4f} nats per token (a unigram model of the same text: {unigram:.4f})"
             )
         print(f"trained {self.trainer.step} steps, {seconds:.0f} s")
-        print(
-            f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, step-{self.saved_step}/"
-        )
+        print(f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._newest()}")
         prompt = " --prompt 'def '" if self.options.data.path is None else ""
         print(f"more text: {program()} sample {self.run.folder}{prompt}")
         sys.stdout.flush()
+
+    def _newest(self) -> str:
+        return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
 
 
 def _plain(tree: Any) -> Any:

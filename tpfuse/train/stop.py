@@ -1,20 +1,26 @@
 """Ctrl-C and SIGTERM: remembered, and acted on between two steps by all ranks together."""
 
 import signal
+import sys
 from types import FrameType
 
 from tpfuse.train.launch import STOP_SIGNALS
 
 
 class StopRequest:
-    """Whether this process was asked to stop. Installs its handlers when made, on the main thread."""
+    """Whether this process was asked to stop. Installs its handlers when made, on the main thread.
 
-    def __init__(self) -> None:
-        self._wanted = False
+    insistent: a second signal ends the process at once, for a rank without a parent that would do so.
+    """
+
+    def __init__(self, *, insistent: bool) -> None:
+        self._wanted, self._insistent = False, insistent
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted and self._insistent:
+            sys.exit(128 + number)
         self._wanted = True
 
     def __call__(self) -> bool:
