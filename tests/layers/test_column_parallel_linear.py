@@ -139,6 +139,11 @@ def _from_linear(dtype: torch.dtype) -> None:
         assert layer.weight.dtype == dtype and torch.equal(layer.weight.full_tensor(), linear.weight)
         x = integers(3, 4, 9, dtype=dtype)
         assert torch.equal(layer(x), linear(x))
+    packed = nn.Linear(9, 3 * HEIGHT, bias=False).to(dtype)
+    with torch.no_grad():
+        packed.weight.copy_(integers(4, 3 * HEIGHT, 9))
+    layer = ColumnParallelLinear.from_linear(packed, parts=3, gather_output=True, device_mesh=tensor_mesh())
+    assert torch.equal(layer(x), packed(x)), "each part is sharded by itself"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -5,7 +5,6 @@ arXiv:1909.08053). With sequence parallelism X arrives as a shard of the sequenc
 (arXiv:2205.05198).
 """
 
-import math
 from typing import Self
 
 import torch
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import copy_whole_
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.layers.parameter import empty_parameter, local, reset_linear_, take_linear_
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.all_gather_linear import all_gather_linear
@@ -86,31 +84,24 @@ class ColumnParallelLinear(nn.Linear):
         gather_output: bool = False,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
+        parts: int = 1,
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
-        """A layer with this rank's rows of `linear`, which every rank holds whole, on its device and dtype."""
-        weight, bias = linear.weight.detach(), linear.bias
+        """A layer with this rank's rows of `linear`, which every rank holds whole, on its device and dtype.
+
+        parts: how many matrices linear's weight holds behind each other; the rest as in the constructor.
+        """
         layer = cls(
-            linear.in_features, linear.out_features, bias is not None, activation=activation,
+            linear.in_features, linear.out_features, linear.bias is not None, activation=activation,
             gather_output=gather_output, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
-            device_mesh=device_mesh, device="meta", dtype=weight.dtype,
+            parts=parts, device_mesh=device_mesh, device="meta", dtype=linear.weight.dtype,
         )  # fmt: skip
-        layer.to_empty(device=weight.device)
-        copy_whole_(layer.weight, weight)
-        if layer.bias is not None and bias is not None:
-            copy_whole_(layer.bias, bias.detach())
+        take_linear_(layer, linear)
         return layer
 
     def reset_parameters(self) -> None:
         """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
-        generator = shared_generator(self.device_mesh)
-        whole = torch.empty(self.out_features, self.in_features, device="cpu")
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        copy_whole_(self.weight, whole.view(self.weight.shape))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            whole = torch.empty(self.out_features, device="cpu").uniform_(-bound, bound, generator=generator)
-            copy_whole_(self.bias, whole.view(self.bias.shape))
+        reset_linear_(self, self.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features], whole or (sequence_parallel) a shard -> [..., this rank's output features]."""

@@ -1,13 +1,15 @@
 """Parameters that are shards: DTensors on the user's mesh, or plain tensors where there is no mesh."""
 
+import math
+
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tpfuse.comm.layout import from_local, local_tensor
+from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 
 
@@ -58,3 +60,23 @@ def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
         dist.broadcast(on_device, group=group, group_src=0)
         seed = on_device.cpu()
     return torch.Generator("cpu").manual_seed(int(seed))
+
+
+def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
+    """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+    generator = shared_generator(device_mesh)
+    weight = torch.empty(layer.out_features, layer.in_features, device="cpu")
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
+    copy_whole_(layer.weight, weight.view(layer.weight.shape))
+    if layer.bias is not None:
+        bound = 1 / math.sqrt(layer.in_features) if layer.in_features else 0.0
+        bias = torch.empty(layer.out_features, device="cpu").uniform_(-bound, bound, generator=generator)
+        copy_whole_(layer.bias, bias.view(layer.bias.shape))
+
+
+def take_linear_(layer: nn.Linear, linear: nn.Linear) -> None:
+    """Puts `layer`, made on the meta device, on linear's device with this rank's shard of its weight and bias."""
+    layer.to_empty(device=linear.weight.device)
+    copy_whole_(layer.weight, linear.weight.detach().reshape(layer.weight.shape))
+    if layer.bias is not None:
+        copy_whole_(layer.bias, linear.bias.detach().reshape(layer.bias.shape))

@@ -5,16 +5,14 @@ products are summed over ranks (Megatron-LM, arXiv:1909.08053), whole or (sequen
 arXiv:2205.05198) scattered along the sequence.
 """
 
-import math
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import copy_whole_
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.layers.parameter import empty_parameter, local, reset_linear_, take_linear_
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
@@ -76,29 +74,17 @@ class RowParallelLinear(nn.Linear):
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
         """A layer with this rank's columns of `linear`, which every rank holds whole, on its device and dtype."""
-        weight, bias = linear.weight.detach(), linear.bias
         layer = cls(
-            linear.in_features, linear.out_features, bias is not None, input_is_parallel=input_is_parallel,
+            linear.in_features, linear.out_features, linear.bias is not None, input_is_parallel=input_is_parallel,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,
-            device="meta", dtype=weight.dtype,
+            device="meta", dtype=linear.weight.dtype,
         )  # fmt: skip
-        layer.to_empty(device=weight.device)
-        copy_whole_(layer.weight, weight)
-        if layer.bias is not None and bias is not None:
-            copy_whole_(layer.bias, bias.detach())
+        take_linear_(layer, linear)
         return layer
 
     def reset_parameters(self) -> None:
         """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
-        generator = shared_generator(self.device_mesh)
-        whole = torch.empty(self.out_features, self.in_features, device="cpu")
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        copy_whole_(self.weight, whole)
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-            copy_whole_(
-                self.bias, torch.empty(self.out_features, device="cpu").uniform_(-bound, bound, generator=generator)
-            )
+        reset_linear_(self, self.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence."""
