@@ -128,7 +128,8 @@ def test_stop_saves_and_can_be_resumed(
     step = int(saved.name.removeprefix("step-"))
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 1))
     again = start("--parallel.tp", "2", "--resume", "--out", str(run), *ENDLESS, "--train.steps", str(step + 2))
-    assert again.end()[0] == 0
+    status, _, err = again.end()
+    assert (status, err) == (0, "")
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == step + 2
 
 

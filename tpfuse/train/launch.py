@@ -12,9 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from time import monotonic, sleep
 from types import FrameType
@@ -66,7 +68,9 @@ def join(place: Place, device: torch.device) -> None:
     if place.store is not None:
         if device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        options["init_method"] = f"file://{place.store}"
+        # Without the number of ranks: a store that knows it has its last rank remove the file while another may be
+        # opening it, which ends that rank with an uncaught exception. `start_ranks` removes the folder.
+        options["store"] = dist.FileStore(place.store)  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
 
 
@@ -80,11 +84,15 @@ def _die_with_parent() -> None:
 
 def _child(function: Callable[..., int], place: Place, arguments: tuple[Any, ...]) -> None:
     _die_with_parent()
+    status = 1
     try:
-        sys.exit(function(place, *arguments))
-    finally:
-        for number in STOP_SIGNALS:  # the interpreter puts the default actions back while it shuts down
-            signal.signal(number, signal.SIG_IGN)
+        status = function(place, *arguments)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is written and the group is left: nothing that the C++ libraries do while they unload may change the status.
+    os._exit(status)
 
 
 class _Parent:
@@ -99,17 +107,17 @@ class _Parent:
         self.asked += 1
 
     def start(self, process: Any) -> None:
-        """Starts a rank, which ignores both signals until it is ready to remember them (`StopRequest`)."""
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+        """Starts a rank in which both signals are held back until it is ready for them (`StopRequest`)."""
+        resource_tracker.ensure_running()  # otherwise `start` does, and lets the signals through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank inherits this
         try:
             process.start()
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self.processes.append(process)
 
     def pass_on(self) -> None:
-        """Called every now and then: a rank that was still starting has not heard of the signal yet."""
+        """Called every now and then: a rank may have started after the signal came."""
         for process in self.processes:
             if self.asked == 1:
                 process.terminate()

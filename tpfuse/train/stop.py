@@ -17,11 +17,15 @@ class StopRequest:
         self._wanted, self._insistent = False, insistent
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # held back while this rank was starting
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self._wanted and self._insistent:
             sys.exit(128 + number)
         self._wanted = True
+        if not self._insistent:  # the parent repeats itself; a signal more would interrupt calls inside a collective
+            for each in STOP_SIGNALS:
+                signal.signal(each, signal.SIG_IGN)
 
     def __call__(self) -> bool:
         return self._wanted
