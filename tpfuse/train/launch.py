@@ -154,15 +154,19 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any) -> in
 
 def _wait(parent: _Parent) -> int:
     status, deadline = 0, float("inf")
+    named: set[int] = set()
     while True:
         codes = [process.exitcode for process in parent.processes]
         for rank, code in enumerate(codes):
-            if code and not status:
+            if not code:
+                continue
+            if code < 0 and rank not in named and parent.asked < 2 and monotonic() < deadline:
+                named.add(rank)
+                name = signal.Signals(-code).name
+                print(f"tpfuse train: error: rank {rank} was killed by {name}; ending the others", file=sys.stderr)
+            if not status:
                 status = code if code > 0 else 1
                 deadline = monotonic() + _GRACE
-                if code < 0 and parent.asked < 2:
-                    name = signal.Signals(-code).name
-                    print(f"tpfuse train: error: rank {rank} was killed by {name}; ending the others", file=sys.stderr)
         if all(code is not None for code in codes):
             return status
         parent.pass_on()
