@@ -3,7 +3,10 @@
 One thread: the tensors are small, and the ranks of the pools need the other cores.
 """
 
+import os
+
 import torch
 
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; the ranks of the pools inherit it
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)

@@ -1,0 +1,37 @@
+"""What launchers refuse: one line that names the argument, what was received and what is accepted."""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_shape(operator: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless x has exactly this shape."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {shape}")
+
+
+def check_floats(operator: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError unless all are of one dtype of FLOATS on one device; None is skipped."""
+    present = {name: x for name, x in tensors.items() if x is not None}
+    first_name, first = next(iter(present.items()))
+    for name, x in present.items():
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32, float16 or bfloat16")
+        if x.dtype != first.dtype:
+            raise ValueError(f"{operator}: {name} is {x.dtype}, {first_name} is {first.dtype}: expected one dtype")
+        check_device(operator, first_name, first, name, x)
+
+
+def check_device(operator: str, first_name: str, first: Tensor, name: str, x: Tensor) -> None:
+    """Raises ValueError unless both are on one device."""
+    if x.device != first.device:
+        raise ValueError(f"{operator}: {name} is on {x.device}, {first_name} on {first.device}: expected one device")
+
+
+def check_integers(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raises ValueError unless x has one of these dtypes."""
+    if x.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{operator}: {name} is {x.dtype}: expected {expected}")

@@ -1,0 +1,49 @@
+"""Device functions that every kernel shares: products and roundings that are right when interpreted too.
+
+Triton's interpreter multiplies bfloat16 as raw bits and truncates where it converts to it, so that operands are upcast
+and results rounded to the nearest even number by hand there; compiled, the same functions are one instruction.
+"""
+
+import triton
+import triton.language as tl
+
+from tpfuse.kernels.launch import INTERPRETED as _INTERPRETED
+
+INTERPRETED: tl.constexpr = tl.constexpr(_INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a b in float32; float32 operands as three tf32 products, which keeps float32's accuracy."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 x in `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, nearest, bits)
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(pid_m, pid_n) of the `tile`-th tile in an order that walks GROUP_M rows of tiles column by column.
+
+    Neighbouring programs then share operands in the L2 cache.
+    """
+    group_size = GROUP_M * tiles_n
+    first_m = tile // group_size * GROUP_M
+    height = min(tiles_m - first_m, GROUP_M)
+    pid_m = first_m + tile % group_size % height
+    pid_n = tile % group_size // height
+    return pid_m, pid_n

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpfuse.kernels import configurations
+from tpfuse.kernels.configurations import choose, read_table
+from tpfuse.kernels.launch import recording
+
+TEXT = """
+[[toy.sm_90]]
+bits = 16
+at_most = {M = 64}
+blocks = {BLOCK_M = 16}
+num_warps = 4
+num_stages = 3
+measured = "never"
+[[toy.sm_90]]
+bits = 16
+blocks = {BLOCK_M = 128}
+num_warps = 8
+num_stages = 4
+measured = "never"
+"""
+
+
+def test_the_first_row_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT)
+    monkeypatch.setattr(configurations, "TABLE", path)
+    with recording("sm_90"):
+        meta = torch.device("meta")
+        assert choose("toy", meta, torch.bfloat16, M=64).blocks == {"BLOCK_M": 16}
+        assert choose("toy", meta, torch.bfloat16, M=65).num_warps == 8
+        with pytest.raises(AssertionError, match="no row of toy for sm_90, 32 bits"):
+            choose("toy", meta, torch.float32, M=1)
+
+
+def test_a_row_with_a_key_too_many_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT + "colour = 3\n")
+    with pytest.raises(ValueError, match=r"row 2 of toy.sm_90.*colour"):
+        read_table(path)
+
+
+def test_every_row_of_the_table_can_be_chosen() -> None:
+    rows = read_table(configurations.TABLE)
+    last = {(row.operator, row.family, row.bits): row for row in rows}
+    for row in rows:
+        assert row.measured, row
+        unlimited = not row.at_most
+        assert unlimited == (last[row.operator, row.family, row.bits] is row), (
+            f"{row}: the last row alone has no limits"
+        )

@@ -1,0 +1,46 @@
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tpfuse.kernels import launch as launching
+from tpfuse.kernels.launch import family, launch, multiprocessors, recording
+
+
+@triton.jit
+def _add_one_kernel(x_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) + 1, mask=offs < n)
+
+
+def _add_one(x: torch.Tensor) -> None:
+    launch(_add_one_kernel, (triton.cdiv(len(x), 16),), num_warps=4, num_stages=1, x_ptr=x, n=len(x), BLOCK=16)
+
+
+@pytest.mark.parametrize("n", [0, 1, 16, 63])
+def test_a_kernel_runs_interpreted(n: int) -> None:
+    x = torch.arange(n)
+    _add_one(x)
+    assert torch.equal(x, torch.arange(n) + 1)
+
+
+def test_recorded_launches_run_nothing_and_know_their_family() -> None:
+    x = torch.empty(40, device="meta")
+    with recording("sm_90") as record:
+        _add_one(x)
+        assert family(x.device) == "sm_90" and multiprocessors(x.device) == 132
+    (seen,) = record.launches
+    assert seen.grid == (3,) and seen.arguments["x_ptr"] is x and seen.arguments["BLOCK"] == 16
+    assert (seen.num_warps, seen.num_stages) == (4, 1)
+
+
+def test_families() -> None:
+    assert family(torch.device("cpu")) == "interpreted"
+    with pytest.raises(ValueError, match="meta.*CUDA"):
+        family(torch.device("meta"))
+
+
+def test_cpu_tensors_without_interpretation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        family(torch.device("cpu"))

@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from tpfuse import kernel_choice
+from tpfuse.kernel_choice import kernels, set_kernels, use_triton
+
+
+def test_cpu_tensors_take_torch_unless_triton_is_asked_for() -> None:
+    x = torch.ones(2)
+    assert not use_triton(x)
+    with kernels("triton"):
+        assert use_triton(x)
+        assert not use_triton(x.double())
+        with kernels("torch"):
+            assert not use_triton(x)
+        assert use_triton(x)
+    assert not use_triton(x)
+
+
+def test_cuda_tensors_take_triton() -> None:
+    x = torch.empty(2, device="cuda") if torch.cuda.is_available() else _FakeCuda()
+    assert use_triton(x)  # type: ignore[arg-type]
+    with kernels("torch"):
+        assert not use_triton(x)  # type: ignore[arg-type]
+
+
+class _FakeCuda:
+    dtype, device = torch.float32, torch.device("cuda")
+
+
+def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'cuda': expected one of auto, triton, torch"):
+        set_kernels("cuda")  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
+    with kernels("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        use_triton(torch.ones(2))

@@ -1,0 +1,58 @@
+"""Which kernels compute: one switch for the whole library, per process.
+
+| name   | CUDA tensors | CPU tensors                                      |
+|--------|--------------|--------------------------------------------------|
+| auto   | Triton       | torch                                            |
+| triton | Triton       | Triton, interpreted (TRITON_INTERPRET=1)         |
+| torch  | torch        | torch                                            |
+
+float64 is always torch's. `tpfuse train --kernels` sets it; in your own program call `set_kernels`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels.launch import INTERPRETED
+
+Kernels = Literal["auto", "triton", "torch"]
+
+_chosen: Kernels = "auto"
+
+
+def set_kernels(name: Kernels) -> None:
+    """Chooses for this process. Raises ValueError for another name."""
+    global _chosen
+    if name not in get_args(Kernels):
+        raise ValueError(f"kernels {name!r}: expected one of {', '.join(get_args(Kernels))}")
+    _chosen = name
+
+
+@contextlib.contextmanager
+def kernels(name: Kernels) -> Iterator[None]:
+    """`set_kernels(name)` within a with block."""
+    before = _chosen
+    set_kernels(name)
+    try:
+        yield
+    finally:
+        set_kernels(before)
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether an operator on x runs as a Triton kernel.
+
+    Raises ValueError where Triton was chosen but x is a CPU tensor and this process does not interpret.
+    """
+    if _chosen == "torch" or x.dtype == torch.float64 or x.device.type not in ("cuda", "cpu"):
+        return False
+    if x.device.type == "cuda":
+        return True
+    if _chosen == "auto":
+        return False
+    if not INTERPRETED:
+        raise ValueError("kernels triton on CPU tensors: set TRITON_INTERPRET=1 before the program starts")
+    return True
