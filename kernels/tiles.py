@@ -1,7 +1,7 @@
 """Device functions that every kernel shares: products and roundings that are right when interpreted too.
 
-Triton's interpreter multiplies bfloat16 as raw bits and truncates where it converts to it, so that operands are upcast
-and results rounded to the nearest even number by hand there; compiled, the same functions are one instruction.
+Triton's interpreter multiplies bfloat16 as raw bits, truncates where it converts to it and makes a denormal of 0, so that
+operands are upcast and results rounded to the nearest even number by hand there; compiled, it is one instruction.
 """
 
 import triton
@@ -30,7 +30,7 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
-        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # its conversion makes 0 a denormal
     else:
         return x.to(dtype)
 

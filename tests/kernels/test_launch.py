@@ -36,7 +36,7 @@ def test_recorded_launches_run_nothing_and_know_their_family() -> None:
 
 def test_families() -> None:
     assert family(torch.device("cpu")) == "interpreted"
-    with pytest.raises(ValueError, match="meta.*CUDA"):
+    with pytest.raises(ValueError, match=r"meta.*CUDA"):
         family(torch.device("meta"))
 
 
