@@ -1,7 +1,7 @@
 """Device functions that every kernel shares: products and roundings that are right when interpreted too.
 
-Triton's interpreter multiplies bfloat16 as raw bits, truncates where it converts to it and makes a denormal of 0, so that
-operands are upcast and results rounded to the nearest even number by hand there; compiled, it is one instruction.
+Triton's interpreter multiplies bfloat16 as raw bits, truncates where it converts to it and makes a denormal of 0, so
+that operands are upcast and results rounded to the nearest even number by hand there; compiled, it is one instruction.
 """
 
 import triton
