@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tpfuse import kernel_choice
-from tpfuse.kernel_choice import kernels, set_kernels, use_triton
+from tpfuse.kernel_choice import implementation, kernels, set_kernels, use_triton
 
 
 def test_cpu_tensors_take_torch_unless_triton_is_asked_for() -> None:
@@ -34,3 +34,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
     with kernels("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         use_triton(torch.ones(2))
+
+
+def test_what_computes_is_told_by_device() -> None:
+    assert [implementation(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]

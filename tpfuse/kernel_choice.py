@@ -42,17 +42,18 @@ def kernels(name: Kernels) -> Iterator[None]:
         set_kernels(before)
 
 
-def use_triton(x: Tensor) -> bool:
-    """Whether an operator on x runs as a Triton kernel.
+def implementation(device_type: str) -> Literal["triton", "torch"]:
+    """What computes on "cuda" or "cpu" tensors now; other devices are torch's.
 
-    Raises ValueError where Triton was chosen but x is a CPU tensor and this process does not interpret.
+    Raises ValueError where Triton was chosen, and the tensors are the CPU's, and this process does not interpret.
     """
-    if _chosen == "torch" or x.dtype == torch.float64 or x.device.type not in ("cuda", "cpu"):
-        return False
-    if x.device.type == "cuda":
-        return True
-    if _chosen == "auto":
-        return False
-    if not INTERPRETED:
-        raise ValueError("kernels triton on CPU tensors: set TRITON_INTERPRET=1 before the program starts")
-    return True
+    if _chosen == "torch" or device_type not in ("cuda", "cpu") or (_chosen == "auto" and device_type == "cpu"):
+        return "torch"
+    if device_type == "cpu" and not INTERPRETED:
+        raise ValueError("kernels triton on a CPU are interpreted: set TRITON_INTERPRET=1 before the program starts")
+    return "triton"
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether an operator on x runs as a Triton kernel. Raises ValueError as `implementation` does."""
+    return x.dtype != torch.float64 and implementation(x.device.type) == "triton"

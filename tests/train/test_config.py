@@ -108,5 +108,12 @@ def test_prepare(tmp_path: Path) -> None:
         parse_prepare([])
 
 
+def test_the_switch_of_the_kernels_is_kept() -> None:
+    options = parse_train(["--kernels", "torch"])
+    assert resolved(options)["kernels"] == "torch"
+    with pytest.raises(UserError, match="kernels"):
+        parse_train(["--kernels", "cuda"])
+
+
 def test_resolved_is_plain_toml() -> None:
     assert tomllib.loads(tomli_w.dumps(resolved(TrainCommand())))["optim"]["beta1"] == 0.9

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpfuse.comm.mesh import rank_and_size, shard_range
 from tpfuse.ops.collectives import all_reduce, reduce_scatter
+from tpfuse.ops.values import check_range
 
 
 def embedding(
@@ -23,10 +24,9 @@ def embedding(
     or with `scatter` this rank's shard along dimension 0. An id outside the table raises ValueError on CPU
     (on CUDA that check would stop the stream).
     """
-    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_embeddings:
-        raise ValueError(
-            f"ids between {int(ids.min())} and {int(ids.max())} do not fit a table of {num_embeddings} rows"
-        )
+    check_range(
+        ids, 0, num_embeddings - 1, f"ids between {{low}} and {{high}} do not fit a table of {num_embeddings} rows"
+    )
     if group is None:
         return F.embedding(ids, weight)
     start, stop = shard_range(num_embeddings, *rank_and_size(group))

@@ -185,13 +185,13 @@ def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
 
 
 def resolved(options: TrainCommand) -> dict[str, Any]:
-    """The options as TOML tables that give the same run again, without the run's own folder."""
-    tables = asdict(options)
+    """The options as a TOML document that gives the same run again, without the run's own folder."""
+    document = asdict(options)
     for name in ("out", "resume", "config"):
-        del tables[name]
-    return {
-        name: {
-            key: str(value) if isinstance(value, Path) else value for key, value in table.items() if value is not None
-        }
-        for name, table in tables.items()
-    }
+        del document[name]
+    return {name: _written(entry) if isinstance(entry, dict) else entry for name, entry in document.items()}
+
+
+def _written(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table as TOML can say it: paths are strings, what is not set is left out."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in table.items() if value is not None}

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tpfuse.kernel_choice import Kernels
+
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 
@@ -107,6 +109,8 @@ class TrainCommand:
     train: TrainOptions = field(default_factory=TrainOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    kernels: Kernels = "auto"
+    """What computes: auto (Triton on GPUs, torch on CPU), triton (on CPU interpreted, which is slow), or torch."""
     out: Path | None = None
     """Run folder, which must not exist. Default: runs/DATE-TIME."""
     resume: bool = False

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.kernel_choice import implementation, set_kernels
 from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.batches import Windows, unigram_loss
@@ -32,6 +33,7 @@ _SAMPLE_TOKENS = 200
 def train_rank(place: Place, run: Run) -> int:
     """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
     stop = StopRequest(insistent=place.world == 1)
+    set_kernels(run.options.kernels)
     device = device_of(place)
     if device.type == "cpu":
         set_threads(place.local_world)
@@ -131,7 +133,9 @@ class Training:
         print(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
         print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
-        print(f"ranks    tp {trainer.tp} x dp {trainer.dp} on {self.device.type}{threads}, {train.dtype}")
+        print(
+            f"ranks    tp {trainer.tp} x dp {trainer.dp} on {self.device.type}{threads}, {train.dtype}, {self._kernels()}"
+        )
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
         peak = self.peak * self.place.world
@@ -142,6 +146,12 @@ class Training:
             f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""),
             flush=True,
         )
+
+    def _kernels(self) -> str:
+        """What computes, in words."""
+        kind = "torch" if self.trainer.dtype is torch.float64 else implementation(self.device.type)
+        interpreted = kind == "triton" and self.device.type == "cpu"
+        return {"torch": "torch's kernels", "triton": "Triton kernels"}[kind] + (", interpreted" if interpreted else "")
 
     def _loop(self, reporter: Reporter | None, started: float) -> bool:
         """Steps, evaluations, checkpoints; True where the run was stopped before its end."""

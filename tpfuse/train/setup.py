@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli_w
 
+from tpfuse.kernel_choice import implementation, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import resolved
@@ -77,6 +78,14 @@ def _check_numbers(options: TrainCommand) -> None:
         )
 
 
+def _check_kernels(options: TrainCommand) -> None:
+    try:
+        with kernels(options.kernels):
+            implementation("cuda" if device_count() else "cpu")
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+
+
 def _check_lengths(options: TrainCommand, tokens: Tokens | TokenFile) -> None:
     count = len(tokens.tokens) if isinstance(tokens, TokenFile) else len(tokens)
     fraction, context = options.data.val_fraction, options.model.n_positions
@@ -125,6 +134,7 @@ def prepare_run(options: TrainCommand) -> Run:
     are damaged.
     """
     _check_numbers(options)
+    _check_kernels(options)
     folder = _run_folder(options)
     mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
     if mapped is None and options.resume:
