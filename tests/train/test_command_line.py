@@ -11,6 +11,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tpfuse import kernel_choice
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import run
 from tpfuse.train.metrics import Reporter, Row, read_metrics
@@ -140,6 +141,15 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("tpfuse train: error: ")
     assert captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
+    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--kernels", "triton"]) == 2
+    assert "--kernels triton on a CPU are interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
     assert not list(tmp_path.iterdir())
 
 

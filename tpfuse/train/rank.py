@@ -133,9 +133,8 @@ class Training:
         print(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
         print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
-        print(
-            f"ranks    tp {trainer.tp} x dp {trainer.dp} on {self.device.type}{threads}, {train.dtype}, {self._kernels()}"
-        )
+        layout = f"tp {trainer.tp} x dp {trainer.dp} on {self.device.type}"
+        print(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
         peak = self.peak * self.place.world
