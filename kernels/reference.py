@@ -3,7 +3,8 @@
     linear            y = act(x Wᵀ + b)
     layer_norm        y = (x - mean) / sqrt(var + eps) * weight + bias
     cross_entropy     loss = log Σ exp(logit) - logit[target]
-    causal_attention  y = softmax(mask(q kᵀ / sqrt(D))) v
+    attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
+    attention_merge   y = y_a exp(lse_a - lse) + y_b exp(lse_b - lse), lse = log(exp lse_a + exp lse_b)
 
 Each runs in the dtype of its inputs: float64 gives the truth, a half type the error that plain PyTorch makes.
 Only torch's own operators, so that autograd gives every gradient; nothing here is fast.
@@ -54,16 +55,46 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return torch.where(target < 0, 0, logits.logsumexp(dim=1) - picked)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
-    """q: [B, H, Tq, D], the last Tq of Tk positions; k, v: [B, H, Tk, D] -> [B, H, Tq, D].
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    dropout_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], head h of q using head h // (H / Hk) -> [B, H, Tq, D] and the
+    log-sum-exp [B, H, Tq] of the scores. A query that sees no key has 0 and -inf.
 
-    dropout_mask: [B, H, Tq, Tk], what the probabilities are multiplied with: 0 or 1 / (1 - p).
+    Query i has position q_offset + i, key j has k_offset + j. causal: no key behind the query's position is seen;
+    window: none at a distance of window or more. dropout_mask: [B, H, Tq, Tk], what the probabilities are multiplied
+    with, 0 or 1 / (1 - p). Documents of different lengths: one call for each.
     """
-    tq, tk = q.shape[2], k.shape[2]
-    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
-    query = torch.arange(tk - tq, tk, device=q.device).unsqueeze(1)
-    future = torch.arange(tk, device=q.device) > query
-    probabilities = scores.masked_fill(future, -torch.inf).softmax(dim=3)
+    k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    query = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + q_offset
+    distance = query - torch.arange(k.shape[2], device=q.device) - k_offset
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (distance.abs() >= window)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    probabilities = scores.softmax(dim=3).masked_fill(hidden.all(dim=1, keepdim=True), 0)
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask
-    return torch.matmul(probabilities, v)
+    return torch.matmul(probabilities, v), scores.logsumexp(dim=3)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
+    """The output of causal `attention` for q [B, H, Tq, D], the last Tq of the Tk positions of k and v."""
+    return attention(q, k, v, q_offset=k.shape[2] - q.shape[2], dropout_mask=dropout_mask)[0]
+
+
+def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two disjoint sets of keys as one: outs [..., D], log-sum-exps [...] of each -> of both together."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    share_a, share_b = ((x - lse).exp().masked_fill(x == -torch.inf, 0).unsqueeze(-1) for x in (lse_a, lse_b))
+    return share_a * out_a + share_b * out_b, lse

@@ -1,0 +1,211 @@
+"""What attention's kernels share: which scores count, and which probabilities dropout keeps.
+
+Query i has position q_offset + i, key j position k_offset + j, within the document for variable lengths. The query at
+position p sees the keys from p - behind to p + ahead; causal is ahead = 0, a window w is behind = w - 1, and ahead =
+w - 1 too where not causal. One pair of bounds serves every mask, and turned around (ahead for behind) it tells which
+queries see a key, so that forward and backward skip whole blocks by the same function.
+
+Dropout is the mask of `tpfuse.ops.dropout`: splitmix64's output function (Steele, Lea and Flood 2014) of the counter
+row * width + column, times the golden ratio, plus the key, with row = head_row * width + query position and column =
+key position. Modulo 2^64 the product splits into a part of the row and one of the column, which leaves one addition
+and two products for each element.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+
+_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
+    """Whether the query at q_pos sees the key at k_pos (they broadcast); k_stop: the position behind the last key."""
+    seen = (k_pos < k_stop) & (q_pos == q_pos)
+    if HAS_AHEAD:
+        seen &= k_pos - q_pos <= ahead
+    if HAS_BEHIND:
+        seen &= q_pos - k_pos <= behind
+    return seen
+
+
+@triton.jit
+def key_range(
+    q_first, q_last, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Indices (start, full_start, full_stop, stop) of the keys that queries at q_first to q_last (both included) see.
+
+    Keys outside start to stop are seen by none of them; the blocks of BLOCK keys from full_start to full_stop are seen
+    whole by all, so that only those before and behind are masked. start, full_start and full_stop are multiples of
+    BLOCK, except where full_start is stop. For the queries that see a range of keys, swap the sides: key positions,
+    q_offset, tq, behind as ahead and ahead as behind.
+    """
+    start = tl.full((), 0, tl.int32)
+    full_start = tl.full((), 0, tl.int32)
+    stop = tk
+    full_stop = tk
+    if HAS_BEHIND:
+        start = max(q_first - behind - k_offset, 0) // BLOCK * BLOCK
+        full_start = (max(q_last - behind - k_offset, 0) + BLOCK - 1) // BLOCK * BLOCK
+    if HAS_AHEAD:
+        stop = max(min(q_last + ahead - k_offset + 1, tk), 0)
+        full_stop = max(min(q_first + ahead - k_offset + 1, tk), 0)
+    stop = max(stop, start)
+    full_start = min(full_start, stop)
+    full_stop = min(max(full_stop // BLOCK * BLOCK, full_start), stop)
+    return start, full_start, full_stop, stop
+
+
+@triton.jit
+def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
+    """(first row, int64, and length) of document `index`; 0 and `length` without variable lengths."""
+    if VARLEN:
+        first = tl.load(cu_seqlens_ptr + index)
+        return first.to(tl.int64), tl.load(cu_seqlens_ptr + index + 1) - first
+    else:
+        return tl.full((), 0, tl.int64), length
+
+
+@triton.jit
+def dropout_rows(head_row, q_pos, width, key):
+    """uint64, the rows' part of the hash of `kept`; head_row: int64, q_pos: any shape, key: 64 bits."""
+    row = head_row * width + q_pos
+    return (row * width).to(tl.uint64) * _GOLDEN + key.to(tl.uint64)
+
+
+@triton.jit
+def kept(rows, k_pos, threshold):
+    """Whether dropout keeps each element; rows: of `dropout_rows`, k_pos: the columns (they broadcast)."""
+    x = rows + k_pos.to(tl.uint64) * _GOLDEN
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    x = x ^ (x >> 31)
+    return x.to(tl.int64, bitcast=True) >= threshold
+
+
+def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
+    """(ahead, behind): how far a query sees to both sides; None without limit."""
+    if window is None:
+        return (0 if causal else None), None
+    return (0 if causal else window - 1), window - 1
+
+
+def dropout_threshold(p: float) -> int:
+    """An element is kept where its hash, read as int64, is at least this (as in `tpfuse.ops.dropout`)."""
+    return round(p * 2.0**64) - 2**63
+
+
+def score_arguments(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    q_offset: int,
+    k_offset: int,
+    scale: float | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    dropout_p: float,
+    dropout_key: int,
+    head_rows: Tensor | None,
+    dropout_width: int | None,
+) -> dict[str, Any]:
+    """Checks the arguments that forward and backward share; returns what their kernels take of them, by keyword.
+
+    Raises ValueError that names the argument, what was received and what is accepted.
+    """
+    sequences = check_heads(operator, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_scores(operator, q, sequences, window, scale, dropout_p, head_rows)
+    ahead, behind = bounds(causal, window)
+    return {
+        "cu_seqlens_q_ptr": cu_seqlens_q,
+        "cu_seqlens_k_ptr": cu_seqlens_k,
+        "head_rows_ptr": None if head_rows is None or dropout_p == 0.0 else head_rows.contiguous(),
+        "heads": q.shape[1],
+        "group": q.shape[1] // max(k.shape[1], 1),
+        "tq": q.shape[2],
+        "tk": k.shape[2],
+        "q_offset": q_offset,
+        "k_offset": k_offset,
+        "ahead": ahead or 0,
+        "behind": behind or 0,
+        "scale": q.shape[3] ** -0.5 if scale is None else scale,
+        "dropout_width": k.shape[2] if dropout_width is None else dropout_width,
+        "dropout_key": dropout_key,
+        "dropout_threshold": dropout_threshold(dropout_p),
+        "HEAD_SIZE": q.shape[3],
+        "BLOCK_D": triton.next_power_of_2(q.shape[3]),
+        "HAS_AHEAD": ahead is not None,
+        "HAS_BEHIND": behind is not None,
+        "VARLEN": cu_seqlens_q is not None,
+        "DROPOUT": dropout_p > 0.0,
+    }
+
+
+def check_heads(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> int:
+    """Raises ValueError unless q [B, H, Tq, D], k and v [B, Hk, Tk, D] fit; returns the number of sequences."""
+    check_floats(operator, q=q, k=k, v=v)
+    if q.dim() != 4:
+        raise ValueError(f"{operator}: q has shape {tuple(q.shape)}: expected [B, H, Tq, D]")
+    batch, heads, _, size = q.shape
+    if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, size):
+        raise ValueError(f"{operator}: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
+    check_shape(operator, "v", v, tuple(k.shape))
+    if not 16 <= size <= 256 or size % 8:
+        raise ValueError(f"{operator}: q has head size {size}: expected a multiple of 8 from 16 to 256")
+    if heads % k.shape[1] if k.shape[1] else heads:
+        raise ValueError(f"{operator}: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return batch
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
+    if batch != 1:
+        raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens, documents one by one")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_integers(operator, name, x, (torch.int32,))
+        check_device(operator, "q", q, name, x)
+        if x.dim() != 1 or not len(x) or not x.is_contiguous():
+            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected contiguous [S + 1]")
+    check_shape(operator, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+    return len(cu_seqlens_q) - 1
+
+
+def check_scores(
+    operator: str,
+    q: Tensor,
+    sequences: int,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    head_rows: Tensor | None,
+) -> None:
+    """Raises ValueError for a window, a scale or a dropout that means nothing."""
+    if window is not None and window < 1:
+        raise ValueError(f"{operator}: window {window}: expected at least 1, or None")
+    if scale is not None and not 0.0 < scale < math.inf:
+        raise ValueError(f"{operator}: scale {scale}: expected a positive number, or None for 1 / sqrt(D)")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{operator}: dropout_p {dropout_p}: expected 0 <= dropout_p < 1")
+    if dropout_p == 0.0:
+        return
+    if head_rows is None:
+        raise ValueError(
+            f"{operator}: head_rows is None: expected the number of each sequence and head, which dropout needs"
+        )
+    check_integers(operator, "head_rows", head_rows, (torch.int64,))
+    check_device(operator, "q", q, "head_rows", head_rows)
+    check_shape(operator, "head_rows", head_rows, (sequences, q.shape[1]))
