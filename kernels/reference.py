@@ -1,6 +1,6 @@
 """What each operator means, in plain PyTorch on one rank: the yardstick of tests and benchmarks.
 
-    linear            y = act(x Wᵀ + b)
+    linear            y = act(x Wᵀ + b) + residual
     layer_norm        y = (x - mean) / sqrt(var + eps) * weight + bias
     cross_entropy     loss = log Σ exp(logit) - logit[target]
     attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
@@ -39,9 +39,16 @@ def activation(x: Tensor, name: str | None) -> Tensor:
     raise ValueError(f"activation {name!r} is not known")
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation_name: str | None = None) -> Tensor:
-    """x: [..., K]; weight: [N, K]; bias: [N] -> [..., N], or N / 2 for a gated activation."""
-    return activation(F.linear(x, weight, bias), activation_name)
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation_name: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """x: [..., K]; weight: [N, K]; bias: [N]; residual like the result -> [..., N], or N / 2 for a gated activation."""
+    y = activation(F.linear(x, weight, bias), activation_name)
+    return y if residual is None else y + residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

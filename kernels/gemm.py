@@ -1,0 +1,162 @@
+"""gemm: act(x Wᵀ + bias) + residual, one persistent program per multiprocessor.
+
+Each program takes tile after tile in the grouped order of `tiles.grouped_tile` and applies bias, activation and
+residual to the float32 accumulator while it is in registers: the pre-activation reaches memory only where backward
+will want it. A gated pair keeps two accumulators, of the gate and of the up projection, which share the tile of x.
+Tiles come by TMA where the configuration asks for it and base and strides are aligned, by masked pointers otherwise.
+
+Thin shapes have fewer tiles than there are multiprocessors: there the reduction is split, and `sum_partials` adds the
+parts in order (`gemm_split_k`), so that results do not depend on which program was first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.activations import GATED, check_activation
+from tpfuse.kernels.checks import check_floats, check_shape
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, new_partials, source, store_result, store_tile
+from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.tiles import dot, grouped_tile
+
+
+@triton.jit
+def gemm_forward_kernel(
+    x,  # [M, K] bf16, read: a pointer, or with TMA a descriptor
+    weight,  # [N, K] bf16, read: a pointer, or with TMA a descriptor
+    weight_up,  # [N, K] bf16, read: the second half of a gated pair, or None
+    bias_ptr,  # [N] bf16, [2 N] gated, read; or None
+    residual_ptr,  # [M, N] bf16, read; or None
+    preactivation_ptr,  # [M, N] bf16, [M, 2 N] gated, written; or None
+    out_ptr,  # [M, N] bf16, written
+    partials_ptr,  # [splits, M, N] float32, [splits, M, 2 N] gated, written instead of the others; or None
+    M,
+    N,
+    K,
+    splits,
+    split_size,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    stride_bias,
+    stride_rm,
+    stride_rn,
+    ACTIVATION: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
+        pid_m, pid_n = grouped_tile(index % tiles, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        split = index // tiles
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(split * split_size, min(split * split_size + split_size, K), BLOCK_K):
+            a = load_tile(x, first_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
+            b = load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
+            acc = dot(a, b.T, acc)
+            if weight_up is not None:
+                b_up = load_tile(weight_up, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
+                up = dot(a, b_up.T, up)
+        if partials_ptr is None:
+            store_result(
+                acc, up, bias_ptr, residual_ptr, preactivation_ptr, out_ptr, first_m, first_n, M, N,
+                stride_bias, stride_rm, stride_rn, N, 1, ACTIVATION, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            width = N if weight_up is None else 2 * N
+            part_ptr = partials_ptr + split.to(tl.int64) * M * width
+            store_tile(acc, part_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
+            if weight_up is not None:
+                store_tile(up, part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
+
+
+def gemm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    keep_preactivation: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """act(x Wᵀ + bias) + residual, accumulated in float32, and on request x Wᵀ + bias.
+
+    x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], for a gated activation [M, N / 2] (its weight and bias are
+    [gate | up]); all of one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Returns (out,
+    pre-activation [M, N] or None), contiguous, in that dtype; out is computed from the accumulator, not from the
+    rounded pre-activation. Raises ValueError for other shapes, dtypes, devices or names of activations.
+    """
+    operator = "gemm_forward"
+    m, k, n = _check_forward(operator, x, weight, bias, residual, activation)
+    width = n // 2 if activation in GATED else n
+    gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
+    out = torch.empty(m, width, dtype=x.dtype, device=x.device)
+    preactivation = torch.empty(m, n, dtype=x.dtype, device=x.device) if keep_preactivation else None
+
+    aligned = allows_tma(x, gate, up)
+    row = choose("gemm", x.device, x.dtype, M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned))
+    tma = aligned and bool(row.blocks["TMA"])
+    block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    tiles = triton.cdiv(m, block_m) * triton.cdiv(width, block_n)
+    splits, split_size = split_reduction(tiles, k, block_k, x.device)
+    partials = new_partials(splits, m, n, x.device)
+    launch(
+        gemm_forward_kernel,
+        (min(tiles * splits, multiprocessors(x.device)),),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        x=source(x, tma, block_m, block_k),
+        weight=source(gate, tma, block_n, block_k),
+        weight_up=source(up, tma, block_n, block_k),
+        bias_ptr=bias,
+        residual_ptr=residual,
+        preactivation_ptr=preactivation,
+        out_ptr=out,
+        partials_ptr=partials,
+        M=m,
+        N=width,
+        K=k,
+        splits=splits,
+        split_size=split_size,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        stride_wn=weight.stride(0),
+        stride_wk=weight.stride(1),
+        stride_bias=bias.stride(0) if bias is not None else 0,
+        stride_rm=residual.stride(0) if residual is not None else 0,
+        stride_rn=residual.stride(1) if residual is not None else 0,
+        ACTIVATION=activation or "none",
+        **row.blocks | {"TMA": tma},
+    )
+    if partials is not None:
+        sum_partials(partials, out, bias=bias, residual=residual, preactivation=preactivation, activation=activation)
+    return out, preactivation
+
+
+def _check_forward(
+    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None
+) -> tuple[int, int, int]:
+    check_activation(operator, activation)
+    check_floats(operator, x=x, weight=weight, bias=bias, residual=residual)
+    if x.ndim != 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
+    (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
+    check_shape(operator, "weight", weight, (n, k))
+    if activation in GATED and n % 2:
+        raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
+    if bias is not None:
+        check_shape(operator, "bias", bias, (n,))
+    if residual is not None:
+        check_shape(operator, "residual", residual, (m, n // 2 if activation in GATED else n))
+    return m, k, n

@@ -1,0 +1,121 @@
+"""What the products share: tiles of a matrix by pointers or by TMA descriptors, and what is done to a finished tile."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tpfuse.kernels.activations import activate
+from tpfuse.kernels.tiles import rounded
+
+
+def allows_tma(*matrices: Tensor | None) -> bool:
+    """Whether TMA can read them: not empty, rows of adjacent elements, base and rows aligned to 16 bytes."""
+    return all(_allows_tma(x) for x in matrices if x is not None)
+
+
+def _allows_tma(x: Tensor) -> bool:
+    rows, columns = x.shape
+    if rows == 0 or columns == 0 or x.stride(1) != 1 or x.stride(0) < columns:
+        return False
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def source(x: Tensor | None, tma: bool, *block: int) -> Tensor | TensorDescriptor | None:
+    """What `load_tile` reads from: x itself, or a descriptor of its tiles."""
+    return TensorDescriptor.from_tensor(x, list(block)) if tma and x is not None else x
+
+
+@triton.jit
+def load_tile(
+    source,  # [rows, columns] any dtype, read: a pointer, or a descriptor of such tiles
+    first_row,
+    first_column,
+    rows,
+    columns,
+    stride_row,
+    stride_column,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The tile that starts at (first_row, first_column), 0 outside the matrix."""
+    if TMA:
+        return source.load([first_row, first_column])
+    else:
+        offs_row = first_row + tl.arange(0, BLOCK_ROWS)
+        offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
+        offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
+        mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+        return tl.load(source + offs, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    tile,
+    out_ptr,  # [rows, columns] any dtype, written
+    first_row,
+    first_column,
+    rows,
+    columns,
+    stride_row,
+    stride_column,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Stores what of the tile is inside the matrix, rounded to its dtype."""
+    offs_row = first_row + tl.arange(0, BLOCK_ROWS)
+    offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
+    mask = (offs_row < rows)[:, None] & (offs_column < columns)[None, :]
+    tl.store(out_ptr + offs, rounded(tile, out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_result(
+    acc,
+    up,  # the second accumulator of a gated pair; not used otherwise
+    bias_ptr,
+    residual_ptr,
+    preactivation_ptr,
+    out_ptr,
+    first_m,
+    first_n,
+    M,
+    N,
+    stride_bias,
+    stride_rm,
+    stride_rn,
+    stride_om,
+    stride_on,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out = act(acc + bias) + residual of one tile, computed in float32; the pre-activation is kept where asked for.
+
+    Gated: bias is [2 N], pre-activation [M, 2 N].
+    """
+    GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    if bias_ptr is not None:
+        acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
+        if GATED:
+            up += load_tile(bias_ptr, 0, N + first_n, 1, 2 * N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
+    if preactivation_ptr is not None:
+        width = 2 * N if GATED else N
+        store_tile(acc, preactivation_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
+        if GATED:
+            store_tile(up, preactivation_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
+    out = activate(acc, ACTIVATION)
+    if GATED:
+        out *= up
+    if residual_ptr is not None:
+        residual = load_tile(residual_ptr, first_m, first_n, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N, False)
+        out += residual.to(tl.float32)
+    store_tile(out, out_ptr, first_m, first_n, M, N, stride_om, stride_on, BLOCK_M, BLOCK_N)
+
+
+def new_partials(splits: int, rows: int, columns: int, device: torch.device) -> Tensor | None:
+    """The float32 workspace of a product whose reduction is split; None where it is not."""
+    return None if splits == 1 else torch.empty(splits, rows, columns, dtype=torch.float32, device=device)
