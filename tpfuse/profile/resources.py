@@ -4,22 +4,24 @@ The tools that print both, cuobjdump and nvdisasm, come with Triton; neither nee
 """
 
 import functools
+import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import triton.backends.nvidia
+import triton
 
-_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A multiprocessor of a family: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+    """A multiprocessor: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 
     Registers are given out 256 at a time to a warp; each program takes 1 KiB of shared memory on top of its own.
     """
@@ -52,17 +54,65 @@ def occupancy(family: str, registers: int, shared: int, num_warps: int, tensor_m
     return min(fits)
 
 
-def _run(tool: str, *arguments: str) -> str:
-    done = subprocess.run([str(_TOOLS / tool), *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+@dataclass(frozen=True)
+class Compilation:
+    """What came of compiling one kernel for one family. Where `error` is set, the figures are empty."""
+
+    operator: str
+    family: str
+    dtype: str
+    kernel: str
+    constants: dict[str, Any]
+    num_warps: int  # those of specialised roles included
+    num_stages: int
+    registers: int = 0  # of a thread
+    spilled: int = 0  # bytes of a thread's local memory
+    shared: int = 0  # bytes of a program
+    programs: int = 0  # that fit on a multiprocessor
+    dot: bool = False
+    tensor_cores: list[str] = field(default_factory=list)  # "HMMA", "wgmma", "tcgen05"
+    loads: dict[int, int] = field(default_factory=dict)  # bytes of a thread -> how many such instructions
+    stores: dict[int, int] = field(default_factory=dict)
+    bulk: bool = False  # whether tiles are moved by TMA
+    specialized: bool = False  # whether warps have roles of their own
+    serialized: bool = False  # whether ptxas made each wgmma wait for the one before
+    error: str = ""
+
+
+def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
+    """What Triton's CompiledKernel takes and consists of. identity: the first fields of the result."""
+    registers, spilled = registers_and_stack(kernel.asm["cubin"])
+    counts = instructions(disassembly(kernel.asm["cubin"]))
+    metadata = kernel.metadata
+    tensor_memory = getattr(metadata, "tmem_size", None) or 0
+    return Compilation(
+        **identity | {"num_warps": metadata.num_warps},
+        registers=registers,
+        spilled=spilled,
+        shared=metadata.shared,
+        programs=occupancy(identity["family"], registers, metadata.shared, metadata.num_warps, tensor_memory),
+        dot="tt.dot" in kernel.asm["ttir"],
+        tensor_cores=tensor_cores(counts),
+        loads=access_widths(counts, "LDG", "LDGSTS"),
+        stores=access_widths(counts, "STG"),
+        bulk=any(name.startswith("UTMA") for name in counts),
+        specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
+        serialized="wgmma.mma_async" in kernel.asm["ptx"] and serializes(kernel.asm["ptx"]),
+    )
+
+
+def _run(tool: str, *flags: str, on: bytes) -> str:
+    """What a tool prints about a file with these contents."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(on)
+        file.flush()
+        done = subprocess.run([str(_TOOLS / tool), *flags, file.name], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes of local memory that it has for those that did not fit."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = _run("cuobjdump", "-res-usage", file.name)
+    text = _run("cuobjdump", "-res-usage", on=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2]) + int(found[3])
@@ -70,10 +120,12 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 def disassembly(cubin: bytes) -> str:
     """SASS."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return _run("nvdisasm", "-c", file.name)
+    return _run("nvdisasm", "-c", on=cubin)
+
+
+def serializes(ptx: str) -> bool:
+    """Whether ptxas says of a program for sm_90 that its wgmma instructions are serialized."""
+    return "serialized" in _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
 
 
 def instructions(sass: str) -> Counter[str]:

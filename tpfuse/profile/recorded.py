@@ -1,0 +1,96 @@
+"""What the operators would launch on a GPU of each family, found out without one: the compiler's work list.
+
+The launchers run on meta tensors (`tpfuse.kernels.launch.recording`), and Triton's own binder turns the arguments of
+each launch into a signature, as it would at run time: None and 1 become constants, what 16 divides is marked.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tpfuse.kernels import launch
+from tpfuse.kernels.configurations import Configuration
+from tpfuse.kernels.launch import Launch
+from tpfuse.profile import cases
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel to compile. dtype: of the launches that it was first met in."""
+
+    operator: str
+    family: str
+    dtype: str
+    source: Any  # Triton's ASTSource
+    num_warps: int
+    num_stages: int
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The kernel's constexpr parameters, and None for pointers that are not given."""
+        named = {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
+        declared = {parameter.name for parameter in self.source.fn.params if parameter.is_constexpr}
+        return {name: value for name, value in named.items() if name in declared or value is None}
+
+
+def target(family: str) -> GPUTarget:
+    """Triton's name of a family."""
+    return GPUTarget("cuda", int(family.removeprefix("sm_")), 32)
+
+
+def source_of(recorded: Launch, family: str) -> Any:
+    """The ASTSource of a launch, specialised for its arguments."""
+    kernel = recorded.kernel
+    backend = make_backend(target(family))
+    options = {"num_warps": recorded.num_warps, "num_stages": recorded.num_stages}
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, rest = bind(**recorded.arguments, **options)
+    _, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, rest)
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+@contextlib.contextmanager
+def _chosen_rows() -> Iterator[dict[int, Configuration]]:
+    """Collects the rows that `configurations.choose` gives, by identity."""
+    rows: dict[int, Configuration] = {}
+    fits = Configuration.fits
+
+    def watched(row: Configuration, *arguments: Any) -> bool:
+        fitting: bool = fits(row, *arguments)
+        if fitting:
+            rows[id(row)] = row
+        return fitting
+
+    with mock.patch.object(Configuration, "fits", watched):
+        yield rows
+
+
+def record(
+    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]
+) -> tuple[list[Job], list[Configuration]]:
+    """What the operators would launch, each kernel once, and the rows of configurations.toml that they chose.
+
+    The kernels must not be interpreted in this process.
+    """
+    assert not launch.INTERPRETED, "kernels are interpreted in this process"
+    jobs: dict[tuple[object, ...], Job] = {}
+    with _chosen_rows() as rows:
+        for operator in operators:
+            module = cases.load(operator)
+            for family in families:
+                for dtype in dtypes:
+                    with launch.recording(family) as recording:
+                        module.launches(DTYPES[dtype])
+                    for x in recording.launches:
+                        job = Job(operator, family, dtype, source_of(x, family), x.num_warps, x.num_stages)
+                        jobs.setdefault((family, job.source.hash(), x.num_warps, x.num_stages), job)
+    return list(jobs.values()), list(rows.values())
