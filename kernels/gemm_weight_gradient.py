@@ -1,12 +1,10 @@
-"""The gradients of gemm: with P = grad ⊙ act'(pre-activation), dX = P W and dW = Pᵀ x, db = Σ P over rows.
+"""gemm's gradients of weight and bias: dW = Pᵀ x and db = Σ P over rows, with P = grad ⊙ act'(pre-activation).
 
-P is computed tile by tile in front of the products and never stored; it is rounded to the element type, as torch's own
-backward rounds it. Gated pairs have two halves of P, from the same tiles of grad, gate and up: dX adds both products to
-one accumulator, dW keeps an accumulator for each half.
+Both may be added to float32 buffers, which makes the accumulation of gradients over micro-batches free. A gated pair
+keeps an accumulator for each half of P; they share the tile of x.
 
-The bias gradient is one more column of dW's product, Pᵀ 1, in the programs of the first tile column: it costs no second
-pass over grad, and its order of summation is that of the product. With a split reduction partial sums of dW and db are
-added in order by `sum_partials`.
+The bias gradient is one more column of the product, Pᵀ 1, in the programs of the first tile column: it costs no second
+pass over grad, and its order of summation is the product's.
 """
 
 import torch
@@ -14,156 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.activations import GATED, activate, activation_gradient, check_activation
+from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
 from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, new_partials, source, store_tile
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile, rounded
-
-
-@triton.jit
-def load_preactivation_gradient(
-    grad,
-    gate,  # the pre-activation, of a gated pair its first half; None without an activation
-    up,  # the second half of a gated pair, or None
-    first_m,
-    first_n,
-    M,
-    N,
-    stride_gm,
-    stride_gn,
-    stride_pm,
-    stride_pn,
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """A tile of P = grad ⊙ act'(pre-activation) and, of a gated pair, of its second half, in grad's dtype."""
-    dy = load_tile(grad, first_m, first_n, M, N, stride_gm, stride_gn, BLOCK_M, BLOCK_N, TMA)
-    if ACTIVATION == "none":
-        return dy, dy
-    else:
-        dy_32 = dy.to(tl.float32)
-        g = load_tile(gate, first_m, first_n, M, N, stride_pm, stride_pn, BLOCK_M, BLOCK_N, TMA).to(tl.float32)
-        if up is None:
-            p = rounded(activation_gradient(dy_32, g, ACTIVATION), dy.dtype)
-            return p, p
-        else:
-            u = load_tile(up, first_m, first_n, M, N, stride_pm, stride_pn, BLOCK_M, BLOCK_N, TMA).to(tl.float32)
-            p = rounded(activation_gradient(dy_32 * u, g, ACTIVATION), dy.dtype)
-            return p, rounded(dy_32 * activate(g, ACTIVATION), dy.dtype)
-
-
-@triton.jit
-def gemm_input_gradient_kernel(
-    grad,  # [M, N] bf16, read: a pointer, or with TMA a descriptor, like the next four
-    gate,  # [M, N] bf16, read: the pre-activation, or None
-    up,  # [M, N] bf16, read: its second half of a gated pair, or None
-    weight,  # [N, K] bf16, read
-    weight_up,  # [N, K] bf16, read: the second half of a gated pair, or None
-    out_ptr,  # [M, K] bf16, written; with more than one split [splits, M, K] float32
-    M,
-    N,
-    K,
-    splits,
-    split_size,
-    stride_gm,
-    stride_gn,
-    stride_pm,
-    stride_pn,
-    stride_wn,
-    stride_wk,
-    ACTIVATION: tl.constexpr,
-    TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    # A tile of the result is BLOCK_M rows of M by BLOCK_N columns of K; the reduction runs over N in blocks of BLOCK_K.
-    tiles_m, tiles_k = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_N)
-    tiles = tiles_m * tiles_k
-    for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
-        pid_m, pid_k = grouped_tile(index % tiles, tiles_m, tiles_k, GROUP_M)
-        first_m, first_k = pid_m * BLOCK_M, pid_k * BLOCK_N
-        split = index // tiles
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for n in range(split * split_size, min(split * split_size + split_size, N), BLOCK_K):
-            p, p_up = load_preactivation_gradient(
-                grad, gate, up, first_m, n, M, N, stride_gm, stride_gn, stride_pm, stride_pn,
-                ACTIVATION, BLOCK_M, BLOCK_K, TMA,
-            )  # fmt: skip
-            w = load_tile(weight, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
-            acc = dot(p, w, acc)
-            if weight_up is not None:
-                w_up = load_tile(weight_up, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
-                acc = dot(p_up, w_up, acc)
-        store_tile(acc, out_ptr + split.to(tl.int64) * M * K, first_m, first_k, M, K, K, 1, BLOCK_M, BLOCK_N)
-
-
-def gemm_input_gradient(
-    grad: Tensor, weight: Tensor, preactivation: Tensor | None = None, *, activation: str | None = None
-) -> Tensor:
-    """dX = (grad ⊙ act'(pre-activation)) W.
-
-    grad: [M, N], for a gated activation [M, N / 2]; weight: [N, K]; preactivation: [M, N], needed with an activation,
-    unused without; one dtype of float32, float16, bfloat16, any strides. Returns [M, K], contiguous, in that dtype.
-    Raises ValueError for other shapes, dtypes, devices or names of activations.
-    """
-    operator = "gemm_input_gradient"
-    preactivation = _check_preactivation(operator, grad, preactivation, activation)
-    check_floats(operator, grad=grad, weight=weight, preactivation=preactivation)
-    (m, n), halves = grad.shape, 2 if activation in GATED else 1
-    if weight.ndim != 2:
-        raise ValueError(f"{operator}: weight has shape {tuple(weight.shape)}: expected [N, K]")
-    k = weight.shape[1]
-    check_shape(operator, "weight", weight, (halves * n, k))
-    out = torch.empty(m, k, dtype=grad.dtype, device=grad.device)
-
-    gate, up = _halves(preactivation, activation, 1)
-    weight_gate, weight_up = _halves(weight, activation, 0)
-    aligned = allows_tma(grad, gate, up, weight_gate, weight_up)
-    row = choose(
-        "gemm_input_gradient", grad.device, grad.dtype,
-        M=m, N=k, K=n, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
-    )  # fmt: skip
-    tma = aligned and bool(row.blocks["TMA"])
-    block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(k, block_n)
-    splits, split_size = split_reduction(tiles, n, block_k, grad.device)
-    partials = new_partials(splits, m, k, grad.device)
-    launch(
-        gemm_input_gradient_kernel,
-        (min(tiles * splits, multiprocessors(grad.device)),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
-        grad=source(grad, tma, block_m, block_k),
-        gate=source(gate, tma, block_m, block_k),
-        up=source(up, tma, block_m, block_k),
-        weight=source(weight_gate, tma, block_k, block_n),
-        weight_up=source(weight_up, tma, block_k, block_n),
-        out_ptr=out if partials is None else partials,
-        M=m,
-        N=n,
-        K=k,
-        splits=splits,
-        split_size=split_size,
-        stride_gm=grad.stride(0),
-        stride_gn=grad.stride(1),
-        stride_pm=preactivation.stride(0) if preactivation is not None else 0,
-        stride_pn=preactivation.stride(1) if preactivation is not None else 0,
-        stride_wn=weight.stride(0),
-        stride_wk=weight.stride(1),
-        ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma},
-    )
-    if partials is not None:
-        sum_partials(partials, out)
-    return out
 
 
 @triton.jit
@@ -288,7 +144,7 @@ def gemm_weight_gradient(
     ValueError for other shapes, dtypes, devices or names of activations, and for a bias buffer without with_bias.
     """
     operator = "gemm_weight_gradient"
-    preactivation = _check_preactivation(operator, grad, preactivation, activation)
+    preactivation = check_preactivation(operator, grad, preactivation, activation)
     check_floats(operator, grad=grad, x=x, preactivation=preactivation)
     (m, n), halves = grad.shape, 2 if activation in GATED else 1
     if x.ndim != 2:
@@ -300,7 +156,7 @@ def gemm_weight_gradient(
     out = _buffer(operator, "accumulate_into", accumulate_into, grad, halves * n, k)
     bias = _buffer(operator, "accumulate_bias_into", accumulate_bias_into, grad, halves * n) if with_bias else None
 
-    gate, up = _halves(preactivation, activation, 1)
+    gate, up = halves_of(preactivation, activation, 1)
     aligned = allows_tma(grad, gate, up, x)
     row = choose(
         "gemm_weight_gradient", grad.device, grad.dtype,
@@ -348,30 +204,6 @@ def gemm_weight_gradient(
         added = accumulate_bias_into[:, None] if accumulate_bias_into is not None else None
         sum_partials(bias_partials, bias[:, None], residual=added)
     return out, bias
-
-
-def _check_preactivation(
-    operator: str, grad: Tensor, preactivation: Tensor | None, activation: str | None
-) -> Tensor | None:
-    """The pre-activation where it is used."""
-    check_activation(operator, activation)
-    if grad.ndim != 2:
-        raise ValueError(f"{operator}: grad has shape {tuple(grad.shape)}: expected [M, N]")
-    if activation is None:
-        return None
-    if preactivation is None:
-        raise ValueError(f"{operator}: preactivation is None: activation {activation} expects it")
-    m, n = grad.shape
-    check_shape(operator, "preactivation", preactivation, (m, 2 * n if activation in GATED else n))
-    return preactivation
-
-
-def _halves(x: Tensor | None, activation: str | None, dimension: int) -> tuple[Tensor | None, Tensor | None]:
-    """(gate, up) of a gated pair, (x, None) otherwise."""
-    if x is None or activation not in GATED:
-        return x, None
-    gate, up = x.tensor_split(2, dim=dimension)
-    return gate, up
 
 
 def _buffer(operator: str, name: str, given: Tensor | None, grad: Tensor, *shape: int) -> Tensor:

@@ -1,0 +1,230 @@
+"""gemm: act(x Wᵀ + bias) + residual, differentiable; and its products by themselves.
+
+On CUDA one Triton kernel forward and two backward (`tpfuse.kernels.gemm`), which keep the pre-activation between them;
+with the torch path F.linear, the activation and an addition. The products by themselves are what the autograd Functions
+of the tensor-parallel operators are made of: they choose as gemm does, and know nothing of gradients.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import custom_op
+
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
+from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
+from tpfuse.ops.activation import GATED, check_activation
+from tpfuse.ops.activation import activation as apply_activation
+from tpfuse.ops.autograd import autocast
+
+
+def gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """act(x Wᵀ + bias) + residual.
+
+    x: [..., K]; weight: [N, K]; bias: [N]; of one float dtype, on one device, any strides. residual: like the result,
+    [..., N], or [..., N / 2] for a gated activation, whose weight and bias are [gate | up]. Returns x's dtype; under
+    torch.autocast its dtype; with a residual of another dtype what torch's addition returns. Raises ValueError for
+    shapes, dtypes or devices that do not match and for an activation that is not known.
+    """
+    _check(x, weight, bias, activation, residual)
+    if not use_triton(x):
+        out = apply_activation(F.linear(x, weight, bias), activation)
+        return out if residual is None else out + residual
+    x_, weight_, bias_ = autocast(x, weight, bias)
+    assert x_ is not None and weight_ is not None
+    shape = _result_shape(x, weight, activation)
+    fused = residual if residual is not None and residual.dtype == x_.dtype else None
+    keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
+    rows = None if fused is None else fused.reshape(_flat(shape))
+    out, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)
+    out = out.reshape(shape)
+    return out + residual if residual is not None and fused is None else out
+
+
+def product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(act(x Wᵀ + bias), pre-activation [..., N]); the latter only where there is an activation and `keep` is set.
+
+    x: [..., K]; weight: [N, K]; bias: [N]; one dtype. Not differentiable, like all that follow.
+    """
+    if not use_triton(x):
+        preactivation = F.linear(x, weight, bias)
+        return apply_activation(preactivation, activation), preactivation if keep and activation is not None else None
+    keep = keep and activation is not None
+    out, kept = gemm_forward(x.reshape(_flat(x.shape)), weight, bias, activation=activation, keep_preactivation=keep)
+    shape = x.shape[:-1]
+    return out.reshape(*shape, out.shape[1]), None if kept is None else kept.reshape(*shape, kept.shape[1])
+
+
+def input_gradient(
+    grad: Tensor, weight: Tensor, preactivation: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """(grad ⊙ act'(pre-activation)) W, [..., K].
+
+    grad: [..., N], or [..., N / 2] for a gated activation; weight: [N, K]; preactivation: [..., N], needed with an
+    activation.
+    """
+    if not use_triton(grad):
+        return torch.matmul(_preactivation_gradient(grad, preactivation, activation), weight)
+    rows = None if preactivation is None else preactivation.reshape(_flat(preactivation.shape))
+    out = gemm_input_gradient(grad.reshape(_flat(grad.shape)), weight, rows, activation=activation)
+    return out.reshape(*grad.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(
+    grad: Tensor,
+    x: Tensor,
+    preactivation: Tensor | None = None,
+    activation: str | None = None,
+    with_bias: bool = False,
+    accumulate_into: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """((grad ⊙ act'(pre-activation))ᵀ x, [N, K], and with_bias the left factor's sum over rows, [N], or None.
+
+    grad: [..., N], or [..., N / 2] for a gated activation; x: [..., K]; preactivation: [..., N], needed with an
+    activation. accumulate_into: [N, K] float32, to which the weight gradient is added and which is returned for it.
+    """
+    grad, x = grad.reshape(_flat(grad.shape)), x.reshape(_flat(x.shape))
+    rows = None if preactivation is None else preactivation.reshape(_flat(preactivation.shape))
+    if use_triton(grad):
+        return gemm_weight_gradient(
+            grad, x, rows, activation=activation, with_bias=with_bias, accumulate_into=accumulate_into
+        )
+    left = _preactivation_gradient(grad, rows, activation)
+    out = left.t() @ x
+    if accumulate_into is not None:
+        out = accumulate_into.add_(out)
+    return out, left.sum(0) if with_bias else None
+
+
+def _preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> Tensor:
+    """grad ⊙ act'(x) by torch."""
+    if name is None:
+        return grad
+    assert x is not None, "preactivation is None"
+    aten = torch.ops.aten
+    match name:
+        case "gelu":
+            return aten.gelu_backward(grad, x)  # type: ignore[no-any-return]
+        case "gelu_tanh":
+            return aten.gelu_backward(grad, x, approximate="tanh")  # type: ignore[no-any-return]
+        case "relu":
+            return aten.threshold_backward(grad, x, 0)  # type: ignore[no-any-return]
+        case "relu2":
+            return aten.threshold_backward(2 * grad * x, x, 0)  # type: ignore[no-any-return]
+        case "silu":
+            return aten.silu_backward(grad, x)  # type: ignore[no-any-return]
+    inner = {"swiglu": "silu", "geglu": "gelu"}[name]
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat([_preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)], dim=-1)
+
+
+def _flat(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """[..., K] as [M, K]; -1 would be ambiguous in an empty tensor."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[int, ...]:
+    return (*x.shape[:-1], weight.shape[0] // (2 if activation in GATED else 1))
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> None:
+    check_activation(activation)
+    if not x.is_floating_point():
+        raise ValueError(f"gemm: x is {x.dtype}: expected a float dtype")
+    if x.ndim == 0:
+        raise ValueError("gemm: x has shape (): expected [..., K]")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"gemm: weight has shape {tuple(weight.shape)}: expected [N, {x.shape[-1]}]")
+    if activation in GATED and weight.shape[0] % 2:
+        raise ValueError(f"gemm: weight has {weight.shape[0]} rows: {activation} expects an even number, [gate | up]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"gemm: bias has shape {tuple(bias.shape)}: expected {tuple(weight.shape[:1])}")
+    if residual is not None and residual.shape != _result_shape(x, weight, activation):
+        expected = _result_shape(x, weight, activation)
+        raise ValueError(f"gemm: residual has shape {tuple(residual.shape)}: expected {expected}")
+    mixed = torch.is_autocast_enabled(x.device.type)
+    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"gemm: {name} is on {other.device}, x on {x.device}: expected one device")
+        if other is not None and name != "residual" and not mixed and other.dtype != x.dtype:
+            raise ValueError(f"gemm: {name} is {other.dtype}, x is {x.dtype}: expected one dtype")
+
+
+@custom_op("tpfuse::gemm_forward", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    out, preactivation = gemm_forward(x, weight, bias, residual, activation=activation, keep_preactivation=keep)
+    return out, x.new_empty(0) if preactivation is None else preactivation
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    shape = _result_shape(x, weight, activation)
+    return x.new_empty(shape), x.new_empty(x.shape[0], weight.shape[0]) if keep else x.new_empty(0)
+
+
+@custom_op("tpfuse::gemm_input_gradient", mutates_args=())
+def _input_gradient(grad: Tensor, weight: Tensor, preactivation: Tensor | None, activation: str | None) -> Tensor:
+    return gemm_input_gradient(grad, weight, preactivation, activation=activation)
+
+
+@_input_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, preactivation: Tensor | None, activation: str | None) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[1])
+
+
+@custom_op("tpfuse::gemm_weight_gradient", mutates_args=())
+def _weight_gradient(
+    grad: Tensor, x: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    out, bias = gemm_weight_gradient(grad, x, preactivation, activation=activation, with_bias=with_bias)
+    return out, grad.new_empty(0) if bias is None else bias
+
+
+@_weight_gradient.register_fake
+def _(
+    grad: Tensor, x: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    n = grad.shape[1] * (2 if activation in GATED else 1)
+    return grad.new_empty(n, x.shape[1]), grad.new_empty(n if with_bias else 0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, _, activation, keep = inputs
+    ctx.activation = activation
+    ctx.save_for_backward(x, weight, output[1] if keep else None)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, preactivation = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, needs_residual, *_none = ctx.needs_input_grad
+    grad_x = grad_weight = grad_bias = None
+    if needs_x:
+        grad_x = _input_gradient(grad, weight, preactivation, ctx.activation)
+    if needs_weight or needs_bias:
+        grad_weight, grad_bias = _weight_gradient(grad, x, preactivation, ctx.activation, needs_bias)
+    return grad_x, grad_weight, grad_bias if needs_bias else None, grad if needs_residual else None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
