@@ -1,0 +1,57 @@
+"""The gate: every kernel in every configuration that can be chosen at run time, compiled for every family.
+
+`make compiled` writes the table that is compared here; `make compiled-matrix` runs this file under other Tritons.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpfuse.kernels.configurations import TABLE, Configuration, read_table
+from tpfuse.kernels.launch import FAMILIES
+from tpfuse.profile import cases, gate
+from tpfuse.profile.compilation import Report, compile_in_subprocess
+from tpfuse.profile.gate import complaints, table, version_of
+from tpfuse.profile.recorded import DTYPES
+
+COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "compiled.md"
+
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all compilations
+
+
+@pytest.fixture(scope="session")
+def report() -> Report:
+    report = compile_in_subprocess(cases.names(), FAMILIES, list(DTYPES))
+    print(table(report.compilations, report.triton))
+    return report
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("operator", cases.names())
+def test_every_kernel_is_as_it_should_be(report: Report, operator: str, family: str) -> None:
+    results = [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
+    assert results, "nothing was recorded"
+    wrong = [line for result in results for line in complaints(result)]
+    assert not wrong, "\n".join(wrong)
+
+
+def rows() -> Iterator[Configuration]:
+    yield from (row for row in read_table(TABLE) if row.family in FAMILIES)
+
+
+def test_every_row_of_the_configurations_is_compiled(report: Report) -> None:
+    missing = [row for row in rows() if row not in report.rows]
+    assert not missing, "\n".join(f"{row.operator}.{row.family}: {row}" for row in missing)
+
+
+def test_every_exception_is_needed(report: Report) -> None:
+    old = [result for result in report.compilations if result.dot and gate.NEWEST[result.family] not in result.tensor_cores]
+    assert {gate.exception(result) for result in old if not result.error} == gate.EXCEPTIONS.keys()
+
+
+def test_the_committed_table_is_current(report: Report) -> None:
+    committed = COMMITTED.read_text()
+    if version_of(committed) != report.triton:
+        pytest.skip(f"the table is of Triton {version_of(committed)}, this is {report.triton}")
+    assert table(report.compilations, report.triton) == committed, "make compiled"
