@@ -80,6 +80,17 @@ class KeyValueCache:
         return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
 
 
+def _onto(
+    residual_mC: Tensor, projection: RowParallelLinear, y_MN: Tensor, dropout: Dropout, state: DropoutState | None
+) -> Tensor:
+    """residual + dropout(projection(y)); where nothing is dropped the projection's last pass adds."""
+    if state is None or dropout.p == 0.0:
+        out_mC: Tensor = projection(y_MN, residual_mC)
+        return out_mC
+    dropped_mC: Tensor = dropout(projection(y_MN), state)
+    return residual_mC + dropped_mC
+
+
 class Attention(nn.Module):
     """Causal self-attention; each rank computes its heads."""
 
@@ -97,8 +108,14 @@ class Attention(nn.Module):
         self.resid_dropout = Dropout(config.dropout, site=4 * layer + 2)
 
     def forward(
-        self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
+        self,
+        x_mC: Tensor,
+        residual_mC: Tensor,
+        shape: tuple[int, int],
+        state: DropoutState | None,
+        cache: KeyValueCache | None,
     ) -> Tensor:
+        """residual + attention(x); shape: (sequences, positions) of the whole batch."""
         batch, length = shape
         tokens = batch * length
         qkv_MN = self.c_attn(x_mC)
@@ -117,8 +134,7 @@ class Attention(nn.Module):
         y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
         if len(qkv_MN) > tokens:
             y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - tokens))
-        y_mC: Tensor = self.resid_dropout(self.c_proj(y_MC), state)
-        return y_mC
+        return _onto(residual_mC, self.c_proj, y_MC, self.resid_dropout, state)
 
 
 class MLP(nn.Module):
@@ -133,9 +149,9 @@ class MLP(nn.Module):
         self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
         self.dropout = Dropout(config.dropout, site=4 * layer + 3)
 
-    def forward(self, x_mC: Tensor, state: DropoutState | None) -> Tensor:
-        y_mC: Tensor = self.dropout(self.c_proj(self.c_fc(x_mC)), state)
-        return y_mC
+    def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
+        """residual + MLP(x)."""
+        return _onto(residual_mC, self.c_proj, self.c_fc(x_mC), self.dropout, state)
 
 
 class Block(nn.Module):
@@ -159,10 +175,9 @@ class Block(nn.Module):
     def forward(
         self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
     ) -> Tensor:
-        y_mC: Tensor = self.attn(self.ln_1(x_mC), shape, state, cache)
-        x_mC = x_mC + y_mC
-        z_mC: Tensor = self.mlp(self.ln_2(x_mC), state)
-        return x_mC + z_mC
+        x_mC = self.attn(self.ln_1(x_mC), x_mC, shape, state, cache)
+        z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
+        return z_mC
 
 
 class Transformer(nn.Module):

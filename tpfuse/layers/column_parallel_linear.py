@@ -8,16 +8,15 @@ arXiv:1909.08053). With sequence parallelism X arrives as a shard of the sequenc
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.layers.parameter import empty_parameter, local, reset_linear_, take_linear_
 from tpfuse.ops.activation import GATED, check_activation
-from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import gather_last, replicate
+from tpfuse.ops.gemm import gemm
 
 
 class ColumnParallelLinear(nn.Linear):
@@ -115,8 +114,7 @@ class ColumnParallelLinear(nn.Linear):
             out = all_gather_linear(x, weight, bias, self.group, activation=self.activation)
             out = out.movedim(0, self.sequence_dim)
         else:
-            out = F.linear(replicate(x, self.group), weight, bias)
-            out = apply_activation(out, self.activation)
+            out = gemm(replicate(x, self.group), weight, bias, activation=self.activation)
         if self.gather_output and self.group is not None:
             out = gather_last(out, self.group)
             if self.parts > 1:  # [.., rank, part, feature] -> [.., part, rank, feature]

@@ -86,16 +86,22 @@ class RowParallelLinear(nn.Linear):
         """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
         reset_linear_(self, self.device_mesh)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence.
+
+        residual: of the output's shape, added to it (in the product's last pass where that is a Triton kernel).
+        """
         weight = local(self.weight)
         bias = None if self.bias is None else local(self.bias)
         if not self.input_is_parallel:
             x = split_last(x, self.group)
         if self.sequence_parallel and self.group is not None:
-            out = linear_reduce_scatter(x.movedim(self.sequence_dim, 0), weight, bias, self.group)
+            if residual is not None:
+                residual = residual.movedim(self.sequence_dim, 0)
+            x = x.movedim(self.sequence_dim, 0)
+            out = linear_reduce_scatter(x, weight, bias, self.group, residual=residual)
             return out.movedim(0, self.sequence_dim)
-        return linear_all_reduce(x, weight, bias, self.group)
+        return linear_all_reduce(x, weight, bias, self.group, residual=residual)
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""

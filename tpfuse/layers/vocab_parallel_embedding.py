@@ -11,6 +11,7 @@ from tpfuse.layers.parameter import empty_parameter, local, shared_generator
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import gather_last, replicate
 from tpfuse.ops.embedding import embedding
+from tpfuse.ops.gemm import gemm
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -57,7 +58,7 @@ class VocabParallelEmbedding(nn.Embedding):
         if self.sequence_parallel:
             logits = all_gather_linear(x, weight, None, self.group)
         else:
-            logits = F.linear(replicate(x, self.group), weight)
+            logits = gemm(replicate(x, self.group), weight)
         if not gather_output or self.group is None:
             return logits
         widest = -(-self.num_embeddings // self.group.size())

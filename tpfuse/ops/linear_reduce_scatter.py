@@ -7,23 +7,22 @@ gradient, so it is whole on every rank without another communication.
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
 
 
 class _LinearReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        ctx.has_bias = bias is not None
         ctx.save_for_backward(x, weight)
-        out = collectives.reduce_scatter(F.linear(x, weight), group)
+        partial, _ = product(x, weight, None, None, keep=False)
+        out = collectives.reduce_scatter(partial, group)
         return out if bias is None else out.add_(bias)
 
     @staticmethod
@@ -32,10 +31,12 @@ class _LinearReduceScatter(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gathered = collectives.all_gather(grad, ctx.group)
-        rows = gathered.flatten(0, -2)
-        grad_x = gathered @ weight if needs_x else None
-        grad_weight = torch.mm(rows.t(), x.flatten(0, -2)) if needs_weight else None
-        grad_bias = rows.sum(0) if needs_bias and ctx.has_bias else None
+        grad_x = input_gradient(gathered, weight) if needs_x else None
+        grad_weight = grad_bias = None
+        if needs_weight:
+            grad_weight, grad_bias = weight_gradient(gathered, x, with_bias=needs_bias)
+        elif needs_bias:
+            grad_bias = gathered.flatten(0, -2).sum(0)
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -54,5 +55,7 @@ def linear_reduce_scatter(
     where the world does not divide the rows.
     """
     own = (x, weight, bias)
-    out = F.linear(*own) if group is None else apply(_LinearReduceScatter, *autocast(*own), group)
+    if group is None:
+        return gemm(*own, residual=residual)
+    out = apply(_LinearReduceScatter, *autocast(*own), group)
     return out if residual is None else out + residual
