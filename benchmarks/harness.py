@@ -1,18 +1,32 @@
-"""What every benchmark shares: percentiles, and rows that say where, when and with what they were measured."""
+"""What every benchmark shares: cases, rows that say where, when and with what they were measured, and a table of them."""
 
+import argparse
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import triton
+from torch import Tensor
+
+from benchmarks import timing
+from benchmarks.timing import Ceilings, Clock, Contender, DeviceClock, HostClock, Timing
+from tpfuse.kernel_choice import kernels
 
 RESULTS = Path(__file__).parent / "results"
+OURS = "tpfuse"
+Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, which shows that a benchmark works and no more
+Row = dict[str, Any]
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
@@ -33,11 +47,23 @@ def machine() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
+def _said_by(*command: str) -> str:
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
 def _commit() -> str:
-    root = Path(__file__).parent
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True)
-    return (found.stdout.strip() or "unknown") + ("+changes" if changed.stdout.strip() else "")
+    changed = "+changes" if _said_by("git", "status", "--porcelain", "-uno") else ""
+    return (_said_by("git", "rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def _sources() -> str:
+    """A fingerprint of the kernels and operators, which says what was measured where there is no commit to name."""
+    root = Path(__file__).parent.parent
+    files = sorted([*root.glob("kernels/*.py"), *root.glob("kernels/*.toml"), *root.glob("tpfuse/ops/*.py")])
+    return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _portable(argument: str) -> str:
@@ -45,19 +71,188 @@ def _portable(argument: str) -> str:
     return Path(argument).name if argument.startswith("/") else argument
 
 
-def keep(name: str, figures: dict[str, Any]) -> Path:
-    """Appends a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
-    row = {
+def provenance() -> Row:
+    """Where, when and with what: machine, driver, versions, commit and command."""
+    found: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_portable, sys.argv[1:])]),
-        **figures,
     }
+    if torch.cuda.is_available():
+        driver = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        found |= {"driver": driver[0] if driver else "unknown", "cuda": torch.version.cuda}
+    return found
+
+
+def keep(name: str, figures: Row) -> Path:
+    """Appends a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
     path = RESULTS / f"{name}.jsonl"
     RESULTS.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(provenance() | figures) + "\n")
     return path
+
+
+def kernel_provenance() -> Row:
+    """`provenance` with what matters to kernels."""
+    return provenance() | {"triton": triton.__version__, "sources": _sources()}
+
+
+@dataclass
+class Stage:
+    """The device that cases run on, and what they draw their inputs from."""
+
+    device: torch.device
+    interpreted: bool
+    clock: Clock
+    ceilings: Ceilings
+    generator: torch.Generator
+    seconds: float = 0.6  # timed rounds of all contenders of one `Work`
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Fresh normal numbers."""
+        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+        return x.mul_(scale).to(dtype)
+
+    def whole(self, high: int, *shape: int) -> Tensor:
+        """Fresh whole numbers from 0 to high - 1, int64."""
+        return torch.randint(high, shape, generator=self.generator, device=self.device)
+
+
+def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Stage:
+    """The stage of this machine; ceilings are measured where they are not given."""
+    device = torch.device("cpu" if interpreted else "cuda")
+    clock: Clock = HostClock() if interpreted else DeviceClock(device)
+    ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
+    generator = torch.Generator(device).manual_seed(seed)
+    return Stage(device, interpreted, clock, ceilings, generator, 0.0 if interpreted else 0.6)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is timed by turns. mode: "forward", "backward", … flops, moved: the least operations and bytes of device
+    memory that it takes, for the bound. memory: measure the peak too."""
+
+    mode: str
+    flops: float
+    moved: float
+    contenders: tuple[Contender, ...]
+    memory: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator at a shape. asked: whether a figure that is to be reached is drawn from it, so that it comes first.
+
+    build: draws inputs and returns the check (verdict by contender, "" where it is right) and what is to be timed.
+    """
+
+    operator: str
+    name: str
+    build: Callable[[Stage], tuple[Callable[[], dict[str, str]], list[Work]]]
+    asked: bool = False
+
+
+def measure(case: Case, stage: Stage) -> Iterator[Row]:
+    """A row per mode and contender. Ours is not timed where it is wrong; what fails has the error in its row."""
+    identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
+    try:
+        with kernels("triton"):
+            check, works = case.build(stage)
+            verdicts = check()
+            for work in works:
+                for row in _rows(work, verdicts, stage):
+                    yield identity | row
+    except Exception as error:
+        yield identity | {"mode": "", "contender": OURS, "error": timing.one_line(error)}
+    finally:
+        if stage.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _rows(work: Work, verdicts: dict[str, str], stage: Stage) -> Iterator[Row]:
+    rounds = {"least": 1, "most": 1} if stage.interpreted else {}
+    fit = [x for x in work.contenders if x.name not in verdicts or _may_run(x.name, verdicts[x.name])]
+    timings = timing.alternate(fit, stage.clock, stage.seconds, **rounds)
+    bound = stage.ceilings.bound(work.flops, work.moved) * 1e6
+    for contender in work.contenders:
+        name = contender.name
+        row: Row = {"mode": work.mode, "contender": name, "flops": work.flops, "bytes": work.moved, "bound_us": bound}
+        row["check"] = verdicts.get(name, "not compared") or "within the bound"
+        result = timings.get(name, verdicts.get(name, ""))
+        if isinstance(result, Timing):
+            row |= {f"{key}_us": value * 1e6 for key, value in percentiles(result.seconds).items()}
+            row |= {"rounds": len(result.seconds), "host_us": result.host * 1e6}
+            row["times_bound"] = row["median_us"] / bound
+            if work.memory:
+                row["peak_bytes"] = timing.peak_bytes(contender, stage.device)
+        else:
+            row["error"] = result
+        yield row
+
+
+def _may_run(name: str, verdict: str) -> bool:
+    """What is right; and a peer that ran, but is less exact than plain torch: its row says so."""
+    return not verdict or (name != OURS and verdict.startswith("AssertionError"))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned columns, errors in place of times."""
+    head = ("operator", "case", "mode", "contender", "median us", "p20", "p80", "x bound", "peak MiB")
+    lines = [head]
+    for row in rows:
+        left = tuple(str(row[key]) for key in ("operator", "case", "mode", "contender"))
+        if "median_us" not in row:
+            lines.append((*left, row.get("error", "not measured yet"), "", "", "", ""))
+            continue
+        peak = "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 2**20:.0f}"
+        times = tuple(f"{row[key]:.1f}" for key in ("median_us", "p20_us", "p80_us"))
+        lines.append((*left, *times, f"{row['times_bound']:.2f}", peak))
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of text as wide as their widest cell; one that is followed by empty cells may be longer."""
+    columns = range(len(lines[0]))
+    widths = [max(len(x[i]) for x in lines if i + 1 == len(x) or x[i + 1] or not x[i]) for i in columns]
+    return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
+    """What `python -m benchmarks.bench_OPERATOR` does; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{operator}")
+    parser.add_argument("--quick", action="store_true", help="only the shapes that matter most")
+    parser.add_argument("--interpreted", action="store_true", help="tiny shapes on the CPU, to see that it works")
+    parser.add_argument("--minutes", type=float, default=5.0, help="no case is started after this long")
+    parser.add_argument("--seed", type=int, default=int(torch.seed() % 2**31), help="of the inputs; default: a new one")
+    arguments = parser.parse_args()
+    complaint = unable(f"benchmarks.bench_{operator}", arguments.interpreted)
+    if complaint:
+        print(complaint, file=sys.stderr)
+        return 2
+    stage = new_stage(arguments.seed, interpreted=arguments.interpreted)
+    scale: Scale = "tiny" if arguments.interpreted else "quick" if arguments.quick else "all"
+    deadline = monotonic() + 60 * arguments.minutes
+    rows, document = [], kernel_provenance() | {"seed": arguments.seed, "ceilings": asdict(stage.ceilings)}
+    for case in sorted(cases(scale), key=lambda case: not case.asked):
+        if monotonic() < deadline:
+            rows += list(measure(case, stage))
+        else:
+            print(f"no time left for {case.name}", file=sys.stderr)
+    print(table(rows))
+    print(json.dumps(document))
+    return int(any("median_us" not in row for row in rows if row["contender"] == OURS))
+
+
+def unable(program: str, interpreted: bool) -> str | None:
+    """The one line that says why nothing can be measured here; None where it can."""
+    if interpreted and not triton.knobs.runtime.interpret:
+        return f"{program}: error: --interpreted needs TRITON_INTERPRET=1 set before the start"
+    if not interpreted and not torch.cuda.is_available():
+        return f"{program}: error: there is no CUDA GPU here, and times of anything else say nothing about kernels"
+    if not interpreted and triton.knobs.runtime.interpret:
+        return f"{program}: error: TRITON_INTERPRET=1 is set: kernels would be interpreted, not run"
+    return None

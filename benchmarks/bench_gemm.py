@@ -1,0 +1,106 @@
+"""gemm beside cuBLASLt through torch, eager and compiled: products of the models' layers with bias and activation.
+
+    python -m benchmarks.bench_gemm --quick
+
+The peers compute the same expression: `F.linear` and the activation as torch runs them one after the other,
+`torch._addmm_activation` (cuBLASLt's epilogue, gelu_tanh only, not differentiable), and torch.compile with max-autotune,
+which may write a Triton kernel for it. Without bias and activation the peer is cuBLAS itself. Max-autotune tries dozens
+of kernels for each product, so that its training pass, of three products, is measured at one shape.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contenders import Function, Operator, compiled, fresh_compiler
+from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.shapes import Product, products
+from tpfuse.kernels import reference
+from tpfuse.kernels.activations import GATED
+from tpfuse.ops.gemm import gemm
+
+EAGER, ADDMM, COMPILED, CUBLAS = "F.linear + activation", "_addmm_activation", "torch.compile max-autotune", "F.linear"
+
+# The shapes that figures are drawn from: plain, and with bias and each gelu. Among the layers of GPT-2 and Llama alike.
+ASKED = ("7b tp4 up", "1558m tp1 up", "70b tp8 up", "7b tp1 proj")
+TRAINED = "7b tp4 up"  # where torch.compile's training pass is measured too
+
+
+def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
+
+
+def _plain(product: Product, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+    m, n, k = product.M, product.N, product.K
+    flops, bytes_ = 2 * m * n * k, 2 * (m * k + n * k + m * n)
+    operator = Operator(
+        inputs={"x": stage.normal(m, k), "weight": stage.normal(n, k, scale=k**-0.5)},
+        grad=stage.normal(m, n),
+        reference=reference.linear,
+        functions={OURS: gemm, CUBLAS: F.linear},
+        costs={"inference": (flops, bytes_), "backward": (2 * flops, 2 * bytes_)},
+    )
+    return operator.check, operator.works()
+
+
+def _fused(product: Product, compile_for: str, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+    """compile_for: "", "inference" or "training"."""
+    m, n, k, activation = product.M, product.N, product.K, product.activation
+    width = n // 2 if activation in GATED else n
+    expression = partial(reference.linear, activation_name=activation)
+    functions: dict[str, Function] = {OURS: partial(gemm, activation=activation), EAGER: expression}
+    if activation == "gelu_tanh" and not stage.interpreted:
+        functions[ADDMM] = _addmm_activation
+    if compile_for:
+        fresh_compiler()
+        functions[COMPILED] = compiled(expression, stage, "max-autotune-no-cudagraphs")
+    flops, weights, kept = 2 * m * n * k, n * k + n, m * n
+    forward = 2 * (m * k + weights + m * width)
+    backward = 2 * (m * width + kept + 2 * m * k + 2 * weights)  # reads grad, pre-activation, x, weight
+    operator = Operator(
+        inputs={"x": stage.normal(m, k), "weight": stage.normal(n, k, scale=k**-0.5), "bias": stage.normal(n)},
+        grad=stage.normal(m, width),
+        reference=expression,
+        functions=functions,
+        forward_only=(ADDMM,) if compile_for == "training" else (ADDMM, COMPILED),
+        costs={
+            "inference": (flops, forward),
+            "forward": (flops, forward + 2 * kept),
+            "backward": (2 * flops, backward),
+        },
+    )
+    return operator.check, operator.works()
+
+
+def _case(product: Product, activation: str | None, compile_for: str, asked: bool) -> Case:
+    if activation is None:
+        return Case("gemm", f"{product}, plain", partial(_plain, product), asked)
+    build = partial(_fused, replace(product, activation=activation), compile_for)
+    return Case("gemm", f"{product}, bias, {activation}", build, asked)
+
+
+def cases(scale: Scale) -> list[Case]:
+    """Those that are asked for, then each product once with its layer's activation."""
+    if scale == "tiny":
+        tiny = Product(("tiny",), 48, 64, 32, None)
+        return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
+    found = products()
+    asked = [replace(x, names=(name,)) for name in ASKED for x in found if name in x.names]
+    made = [_case(x, None, "", True) for x in asked]
+    for activation in ("gelu_tanh", "gelu"):
+        made += [
+            _case(x, activation, "inference", True) for x in asked if x.names != (TRAINED,) or activation == "gelu"
+        ]
+    made += [_case(x, "gelu_tanh", "training", True) for x in asked if x.names == (TRAINED,)]
+    if scale == "all":
+        made += [_case(x, x.activation, "", False) for x in found if x.activation or not {*x.names} & {*ASKED}]
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(command("gemm", cases))

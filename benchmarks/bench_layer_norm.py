@@ -1,0 +1,42 @@
+"""layer_norm beside F.layer_norm, eager and compiled, and Liger-Kernel's, forward and backward.
+
+python -m benchmarks.bench_layer_norm --quick
+"""
+
+import sys
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contenders import absent, installed
+from benchmarks.harness import Case, Scale, command
+from benchmarks.norms import GPT2, LLAMA, norm_cases
+from tpfuse.ops.layer_norm import layer_norm
+
+EPS = 1e-5
+
+
+def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return layer_norm(x, weight, bias, EPS)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
+
+
+if installed("liger_kernel.transformers.functional"):
+    from liger_kernel.transformers.functional import liger_layer_norm
+
+    def _liger(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return liger_layer_norm(x, weight, bias, EPS)
+else:
+    _liger = absent("Liger-Kernel")
+
+
+def cases(scale: Scale) -> list[Case]:
+    """The widths of GPT-2, and of the larger models for a row of every width."""
+    return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), True, _ours, _plain, _liger)
+
+
+if __name__ == "__main__":
+    sys.exit(command("layer_norm", cases))

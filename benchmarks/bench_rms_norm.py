@@ -1,0 +1,42 @@
+"""rms_norm beside F.rms_norm, eager and compiled, and Liger-Kernel's, forward and backward.
+
+python -m benchmarks.bench_rms_norm --quick
+"""
+
+import sys
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contenders import absent, installed
+from benchmarks.harness import Case, Scale, command
+from benchmarks.norms import LLAMA, norm_cases
+from tpfuse.ops.rms_norm import rms_norm
+
+EPS = 1e-5
+
+
+def _ours(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(x, weight, EPS)
+
+
+def _plain(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+if installed("liger_kernel.transformers.functional"):
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    def _liger(x: Tensor, weight: Tensor) -> Tensor:
+        return liger_rms_norm(x, weight, EPS, in_place=False)
+else:
+    _liger = absent("Liger-Kernel")
+
+
+def cases(scale: Scale) -> list[Case]:
+    """The widths of the models that have this norm."""
+    return norm_cases("rms_norm", scale, LLAMA, False, _ours, _plain, _liger)
+
+
+if __name__ == "__main__":
+    sys.exit(command("rms_norm", cases))

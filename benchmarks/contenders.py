@@ -1,0 +1,154 @@
+"""Differentiable operators as contenders: the three-way check of each, and its forward and backward pass as works.
+
+Every contender is a function of the same named inputs that returns one tensor. The yardstick is that of the tests
+(`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype says how large an
+error may be. While the check runs, memory that nobody wrote is NaN.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Stage, Work
+from benchmarks.timing import Contender, one_line
+from tpfuse.testing.compare import Yardstick
+
+Function = Callable[..., Tensor]
+
+
+def _whole(name: str, x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class Operator:
+    """functions: by name, ours first. costs: mode -> (operations, bytes); a mode that is not here is not timed.
+
+    narrow: (name, tensor) -> the part of an input, of "out" or of "grad" that is compared, where float64 would not fit
+    or would take too long; the reference must be that part's alone.
+    """
+
+    inputs: Mapping[str, Tensor]
+    grad: Tensor
+    reference: Function
+    functions: Mapping[str, Function]
+    costs: Mapping[str, tuple[float, float]]
+    narrow: Callable[[str, Tensor], Tensor] = _whole
+    memory: tuple[str, ...] = ()
+    forward_only: tuple[str, ...] = ()  # functions that torch cannot differentiate: timed without a graph alone
+
+    def check(self) -> dict[str, str]:
+        """Verdict by name: "" where the output and every gradient are within the bound of the tests."""
+        inputs = {name: self.narrow(name, x) for name, x in self.inputs.items()}
+        yardstick = Yardstick(self.reference, inputs, self.narrow("grad", self.grad))
+        return {name: self._verdict(name, function, yardstick) for name, function in self.functions.items()}
+
+    def _verdict(self, name: str, function: Function, yardstick: Yardstick) -> str:
+        try:
+            with _poisoned():
+                found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
+            for tensor, x in found.items():
+                yardstick.check(tensor, None if x is None else self.narrow(tensor, x))
+        except Exception as error:
+            return one_line(error)
+        return ""
+
+    def _out(self, function: Function) -> dict[str, Tensor | None]:
+        with torch.no_grad():
+            return {"out": function(**_leaves(self.inputs))}
+
+    def _out_and_gradients(self, function: Function) -> dict[str, Tensor | None]:
+        leaves = _leaves(self.inputs)
+        out = function(**leaves)
+        out.backward(self.grad.to(out.dtype))  # type: ignore[no-untyped-call]
+        return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.is_floating_point()}
+
+    def works(self) -> list[Work]:
+        """What `costs` names: "inference" (no graph), "forward" (with one), "backward" alone, "both"."""
+        made = {"inference": self._inference, "forward": self._forward, "backward": self._backward, "both": self._both}
+        works = []
+        for mode, cost in self.costs.items():
+            names = [name for name in self.functions if mode == "inference" or name not in self.forward_only]
+            contenders = tuple(made[mode](name, self.functions[name]) for name in names)
+            works.append(Work(mode, *cost, contenders, mode in self.memory))
+        return works
+
+    def _inference(self, name: str, function: Function) -> Contender:
+        inputs = {name: x.detach() for name, x in _leaves(self.inputs).items()}
+
+        @torch.no_grad()
+        def run(_: object) -> object:
+            return function(**inputs)
+
+        return Contender(name, run)
+
+    def _forward(self, name: str, function: Function) -> Contender:
+        leaves = _leaves(self.inputs)
+        return Contender(name, lambda _: function(**leaves))
+
+    def _backward(self, name: str, function: Function) -> Contender:
+        leaves = _leaves(self.inputs)
+        wanted = [x for x in leaves.values() if x.requires_grad]
+
+        def run(out: Tensor) -> object:
+            return torch.autograd.grad(out, wanted, self.grad.to(out.dtype))
+
+        return Contender(name, run, prepare=lambda: function(**leaves))
+
+    def _both(self, name: str, function: Function) -> Contender:
+        backward = self._backward(name, function)
+        return Contender(name, lambda _: backward.run(backward.prepare()))
+
+
+def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies with the same strides: some peers write gradients over their inputs."""
+    return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+
+
+@contextlib.contextmanager
+def _poisoned() -> Iterator[None]:
+    """torch.empty gives NaN; what has no deterministic algorithm runs all the same."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def compiled(function: Function, stage: Stage, mode: str | None = None) -> Function:
+    """torch.compile of the function, for one shape; where kernels are interpreted its tracing alone."""
+    if stage.interpreted:
+        return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
+
+
+def fresh_compiler() -> None:
+    """Forgets what was compiled before: past a number of shapes torch.compile would refuse the next one."""
+    torch.compiler.reset()
+
+
+def installed(module: str) -> bool:
+    """Whether an optional peer can be imported; one that is installed and broken counts as missing."""
+    try:
+        __import__(module)
+    except Exception:
+        return False
+    return True
+
+
+def absent(package: str) -> Function:
+    """Stands for a peer that is not installed: its rows say so."""
+
+    def missing(**inputs: Tensor) -> Tensor:
+        raise ModuleNotFoundError(f"{package} is not installed")
+
+    return missing

@@ -1,0 +1,84 @@
+"""The figures that the kernels are to reach, and what the rows of a run say of each.
+
+A figure is drawn from all cases that are asked for and have the peer; the worst of them counts. The figure says how many
+of them could not be measured.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.harness import OURS, Row, aligned
+
+
+@dataclass(frozen=True)
+class Figure:
+    """asked: the least the value may be, or the most.
+
+    value: of our row, the peer's (ours again without a peer) and the copy bandwidth; None where it says nothing.
+    """
+
+    name: str
+    operator: str
+    mode: str
+    asked: float
+    peer: str | None
+    value: Callable[[Row, Row, float], float | None]
+    at_most: bool = False
+    case: str = ""  # a part of the names of its cases
+
+    def outcome(self, rows: Sequence[Row], copy: float) -> dict[str, Any]:
+        """asked, got (the worst, None where nothing was measured), its case, and how many cases have no value."""
+        ours = {row["case"]: row for row in rows if row["contender"] == OURS and self._concerns(row)}
+        peers = {row["case"]: row for row in rows if row["contender"] == (self.peer or OURS) and self._concerns(row)}
+        failed = {case for case, row in ours.items() if not row["mode"]}
+        names = peers.keys() | failed
+        pairs = {name: (ours.get(name, {}), peers.get(name, {})) for name in names - failed}
+        found = {name: self.value(*pair, copy) for name, pair in pairs.items() if all("median_us" in x for x in pair)}
+        values = {name: value for name, value in found.items() if value is not None}
+        outcome: dict[str, Any] = {"figure": self.name, "asked": self.asked, "at_most": self.at_most, "got": None}
+        outcome |= {"case": None, "cases": len(names), "missing": len(names) - len(values)}
+        if not values:
+            return outcome | {"verdict": "not measured yet"}
+        worst = (max if self.at_most else min)(values, key=values.__getitem__)
+        reached = values[worst] <= self.asked if self.at_most else values[worst] >= self.asked
+        verdict = "miss" if not reached else "pass" if not outcome["missing"] else "pass, but not all measured"
+        return outcome | {"got": values[worst], "case": worst, "verdict": verdict}
+
+    def _concerns(self, row: Row) -> bool:
+        """Whether a row is of one of its cases; a case that failed before it came to a mode has mode "", and a process
+        that ended early, case "all …"."""
+        return (
+            row["operator"] == self.operator
+            and row["asked"]
+            and row["mode"] in (self.mode, "")
+            and (self.case in row["case"] or row["case"].startswith("all"))
+        )
+
+
+def speedup(ours: Row, peer: Row, copy: float) -> float:
+    """How many times as fast as the peer."""
+    return float(peer["median_us"] / ours["median_us"])
+
+
+def memory(ours: Row, peer: Row, copy: float) -> float | None:
+    """Peak memory as a part of the peer's; None on the CPU, where it is not measured."""
+    if ours.get("peak_bytes") is None or not peer.get("peak_bytes"):
+        return None
+    return float(ours["peak_bytes"] / peer["peak_bytes"])
+
+
+def of_copy(ours: Row, peer: Row, copy: float) -> float:
+    """The least bytes that it moves, per second, as a part of the copy bandwidth."""
+    return float(ours["bytes"] / (ours["median_us"] * 1e-6) / copy)
+
+
+def figures_table(outcomes: Sequence[dict[str, Any]]) -> str:
+    """The short table: figure, asked, got, verdict, the case that was worst."""
+    lines = [("figure", "asked", "got", "verdict", "worst case")]
+    for x in outcomes:
+        got = "-" if x["got"] is None else f"{x['got']:.2f}"
+        sign = "<=" if x["at_most"] else ">="
+        missing = f" ({x['missing']} of {x['cases']} not measured)" if x["missing"] and x["got"] is not None else ""
+        lines.append((x["figure"], f"{sign} {x['asked']:.2f}", got, x["verdict"], (x["case"] or "-") + missing))
+    return aligned(lines)

@@ -1,0 +1,207 @@
+"""What a call costs: time on the device, against peers that take turns, and the ceilings of that device.
+
+On a GPU the time is between two events on the stream. Before the first one other memory is read until nothing else is in
+the L2 cache (read, not written: what is written would go to memory during the call), and the stream is held long enough
+for the host to hand over the whole call, so that the figure is the device's time and not that of Python (which is
+measured too, `Timing.host`). Contenders take turns within a round and each round starts with another
+of them: clocks and temperature drift for all alike.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_CYCLES = 2e9  # per second, about what the multiprocessors of today's GPUs run at; for holding the stream
+_LONGEST_HOLD = 5e-3  # seconds
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute something. prepare: called before every run, not timed; run gets what it returns."""
+
+    name: str
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = _nothing
+
+
+@dataclass
+class Timing:
+    """Seconds of every round, and the seconds that the host needs to hand one call to the device."""
+
+    host: float
+    seconds: list[float] = field(default_factory=list)
+
+
+class Clock(Protocol):
+    """How a call is timed; tests bring their own."""
+
+    def warm_up(self, contender: Contender) -> float:
+        """Runs it until everything is compiled and cached; returns the host's seconds for a call."""
+
+    def start(self, contender: Contender, host: float) -> None:
+        """Starts one timed call."""
+
+    def collect(self) -> list[float]:
+        """The seconds of the calls since the last `collect`, in order."""
+
+
+class DeviceClock:
+    """Times calls on a CUDA device by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self._device = device
+        self._other = torch.zeros(max(4 * cache, 1 << 28) // 4, device=device)
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def warm_up(self, contender: Contender) -> float:
+        """Three calls; the host's seconds are the least of the last two."""
+        seconds = []
+        for _ in range(3):
+            prepared = contender.prepare()
+            torch.cuda.synchronize(self._device)
+            before = perf_counter()
+            contender.run(prepared)
+            seconds.append(perf_counter() - before)
+            torch.cuda.synchronize(self._device)
+        return min(seconds[1:])
+
+    def start(self, contender: Contender, host: float) -> None:
+        """Holds the stream for about twice the host's seconds, fills the cache, then the call between two events."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        prepared = contender.prepare()
+        torch.cuda._sleep(int(min(2 * host + 50e-6, _LONGEST_HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
+        self._other.sum()
+        begin.record()
+        contender.run(prepared)
+        end.record()
+        self._events.append((begin, end))
+
+    def collect(self) -> list[float]:
+        """Waits for the device."""
+        torch.cuda.synchronize(self._device)
+        seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+        self._events.clear()
+        return seconds
+
+
+class HostClock:
+    """Times calls on the CPU, where a call has ended when it returns."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def warm_up(self, contender: Contender) -> float:
+        """One call."""
+        contender.run(contender.prepare())
+        return 0.0
+
+    def start(self, contender: Contender, host: float) -> None:
+        """Runs it."""
+        prepared = contender.prepare()
+        before = perf_counter()
+        contender.run(prepared)
+        self._seconds.append(perf_counter() - before)
+
+    def collect(self) -> list[float]:
+        """What `start` measured."""
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as a cell of a table."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:300]
+
+
+def alternate(
+    contenders: Sequence[Contender], clock: Clock, seconds: float, *, least: int = 7, most: int = 50
+) -> dict[str, Timing | str]:
+    """Times all by turns, for about `seconds` (warm-up aside) but `least` to `most` rounds.
+
+    A contender that raises has the error in place of its timing; the others go on.
+    """
+    results = {contender.name: _warmed_up(contender, clock) for contender in contenders}
+    deadline = monotonic() + seconds
+    for turn in range(most):
+        if turn >= least and monotonic() > deadline:
+            break
+        first = turn % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            results[contender.name] = _timed(contender, clock, results[contender.name])
+    return results
+
+
+def _warmed_up(contender: Contender, clock: Clock) -> Timing | str:
+    try:
+        return Timing(clock.warm_up(contender))
+    except Exception as error:
+        return one_line(error)
+
+
+def _timed(contender: Contender, clock: Clock, timing: Timing | str) -> Timing | str:
+    if isinstance(timing, str):
+        return timing
+    try:
+        clock.start(contender, timing.host)
+        timing.seconds += clock.collect()
+        return timing
+    except Exception as error:
+        return one_line(error)
+
+
+def peak_bytes(contender: Contender, device: torch.device) -> int | None:
+    """The most memory that one call held beyond what was there before it (its inputs); None on the CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    contender.run(contender.prepare())
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device can do at best, measured on it: no operator takes less than `bound`."""
+
+    matrix: float  # FLOP/s of bf16 products
+    copy: float  # bytes/s, read plus written
+
+    def bound(self, flops: float, moved: float) -> float:
+        """Seconds for so many operations and bytes of device memory: the longer of both."""
+        return max(flops / self.matrix, moved / self.copy)
+
+
+def measure_ceilings(device: torch.device, clock: Clock, *, tiny: bool = False) -> Ceilings:
+    """The best of some large bf16 products by torch (cuBLAS), and a copy of 2 GiB; medians, random data."""
+    sizes = [(64, 64, 64)] if tiny else [(8192, 8192, 8192), (16384, 8192, 8192), (8192, 16384, 4096)]
+    rate = max(_matrix_rate(m, n, k, device, clock) for m, n, k in sizes)
+    source = torch.randn((1 << 16) if tiny else (1 << 29), device=device)
+    target = torch.empty_like(source)
+    return Ceilings(rate, 2 * source.nbytes / _median(lambda: target.copy_(source), clock))
+
+
+def _matrix_rate(m: int, n: int, k: int, device: torch.device, clock: Clock) -> float:
+    a, b = (torch.randn(rows, k, device=device).to(torch.bfloat16) for rows in (m, n))
+    return 2 * m * n * k / _median(lambda: a @ b.T, clock)
+
+
+def _median(call: Callable[[], Tensor], clock: Clock) -> float:
+    timing = alternate([Contender("call", lambda _: call())], clock, seconds=1.0, least=7, most=20)["call"]
+    if isinstance(timing, str):
+        raise RuntimeError(f"the ceilings of this device cannot be measured: {timing}")
+    return statistics.median(timing.seconds)
