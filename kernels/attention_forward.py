@@ -15,18 +15,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.attention_scores import document, dropout_rows, kept, key_range, score_arguments, visible
+from tpfuse.kernels.attention_scores import (
+    aligned,
+    document,
+    dropout_rows,
+    kept,
+    key_range,
+    multiple_of_8,
+    score_arguments,
+    visible,
+)
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.launch import launch
 from tpfuse.kernels.tiles import dot, rounded
+
+# Arguments that change from call to call and gain nothing from a compilation of their own.
+NOT_SPECIALIZED = ["tq", "tk", "chunks", "tiles_m", "q_offset", "k_offset", "ahead", "behind"]
+NOT_SPECIALIZED += ["dropout_width", "dropout_key", "dropout_threshold"]
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def load_rows(ptr, first, offs, stop, stride, BLOCK_D: tl.constexpr, HEAD_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows first + offs of a matrix [stop, HEAD_SIZE] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on."""
+    """Rows first + offs of a matrix [stop, HEAD_SIZE] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
+
+    ptr is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
+    """
     offs_d = tl.arange(0, BLOCK_D)
+    stride = multiple_of_8(stride)
     ptrs = ptr + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
     if MASKED:
         return tl.load(ptrs, mask=(first + offs < stop)[:, None] & (offs_d < HEAD_SIZE)[None, :], other=0.0)
@@ -123,14 +140,43 @@ def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def finish(state, scale, dropout_scale):
-    """(out, lse) of a state; 0 and -inf where a query saw no key."""
+def finish(
+    state,
+    out_ptr,  # [Tq, H, D] bf16, written: rows q_first and behind, of one head
+    lse_ptr,  # [Tq] fp32, written: likewise
+    heads,
+    q_first,
+    length_q,
+    scale,
+    dropout_scale,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key."""
     acc, row_max, row_sum = state
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    return acc * (dropout_scale / row_sum)[:, None], row_max * scale + tl.log(row_sum)
+    out = acc * (dropout_scale / row_sum)[:, None]
+    offs_m = q_first + tl.arange(0, acc.shape[0])
+    offs_d = tl.arange(0, acc.shape[1])
+    mask_m = offs_m < length_q
+    out_ptrs = out_ptr + (offs_m.to(tl.int64) * heads * HEAD_SIZE)[:, None] + offs_d[None, :]
+    tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :])
+    tl.store(lse_ptr + offs_m, row_max * scale + tl.log(row_sum), mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["tq", "tk", "tiles_m", "q_offset", "k_offset", "ahead", "behind", "dropout_width"])
+@triton.jit(
+    do_not_specialize=[
+        "tq",
+        "tk",
+        "tiles_m",
+        "q_offset",
+        "k_offset",
+        "ahead",
+        "behind",
+        "dropout_width",
+        "dropout_key",
+        "dropout_threshold",
+    ]
+)
 def attention_forward_kernel(
     q_ptr,  # [B, H, Tq, D] bf16, read
     k_ptr,  # [B, Hk, Tk, D] bf16, read
@@ -181,9 +227,9 @@ def attention_forward_kernel(
     document_k, length_k = document(cu_seqlens_k_ptr, sequence, tk, VARLEN)
     if pid_m * BLOCK_M >= length_q:
         return
-    q_ptr += batch * stride_qb + head * stride_qh + document_q * stride_qt
-    k_ptr += batch * stride_kb + head // group * stride_kh + document_k * stride_kt
-    v_ptr += batch * stride_vb + head // group * stride_vh + document_k * stride_vt
+    q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh + document_q * stride_qt)
+    k_ptr += multiple_of_8(batch * stride_kb + head // group * stride_kh + document_k * stride_kt)
+    v_ptr += multiple_of_8(batch * stride_vb + head // group * stride_vh + document_k * stride_vt)
 
     q_first = pid_m * BLOCK_M
     offs_m = q_first + tl.arange(0, BLOCK_M)
@@ -207,13 +253,9 @@ def attention_forward_kernel(
         DROPOUT,
         BLOCK_N,
     )
-    out, lse = finish(state, scale, dropout_scale)
-    mask_m = offs_m < length_q
-    mask_d = tl.arange(0, BLOCK_D) < HEAD_SIZE
-    out_row = ((batch * tq + document_q + offs_m) * heads + head) * HEAD_SIZE
-    out_ptrs = out_ptr + out_row[:, None] + tl.arange(0, BLOCK_D)[None, :]
-    tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_d[None, :])
-    tl.store(lse_ptr + (batch * heads + head) * tq + document_q + offs_m, lse, mask=mask_m)
+    out_ptr += ((batch * tq + document_q) * heads + head) * HEAD_SIZE
+    lse_ptr += (batch * heads + head) * tq + document_q
+    finish(state, out_ptr, lse_ptr, heads, q_first, length_q, scale, dropout_scale, HEAD_SIZE)
 
 
 def attention_forward(
@@ -237,7 +279,7 @@ def attention_forward(
     """softmax(q kᵀ scale) v over the keys that each query sees, and the natural log-sum-exp of its scores.
 
     q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of
-    8 from 16 to 256; float32, float16 or bfloat16, any strides (a last dimension that is not contiguous is copied).
+    8 from 16 to 256; float32, float16 or bfloat16, any strides (copied where `aligned` has to).
     Query i has position q_offset + i, key j has k_offset + j. causal: keys behind the query's position are not seen;
     window: nor are those at a distance of window or more. scale: positive, default 1 / sqrt(D).
 
@@ -268,7 +310,7 @@ def attention_forward(
         if max_seqlen_q is None:
             raise ValueError(f"{name}: max_seqlen_q is None: expected the longest document's length")
         longest = max_seqlen_q
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = aligned(q), aligned(k), aligned(v)
     out = torch.empty((batch, tq, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tq), dtype=torch.float32, device=q.device)
     row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))

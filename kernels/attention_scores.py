@@ -29,11 +29,12 @@ _MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 @triton.jit
 def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
     """Whether the query at q_pos sees the key at k_pos (they broadcast); k_stop: the position behind the last key."""
-    seen = (k_pos < k_stop) & (q_pos == q_pos)
+    last = k_stop - 1
     if HAS_AHEAD:
-        seen &= k_pos - q_pos <= ahead
+        last = tl.minimum(last, q_pos + ahead)
+    seen = k_pos <= last
     if HAS_BEHIND:
-        seen &= q_pos - k_pos <= behind
+        seen &= k_pos >= q_pos - behind
     return seen
 
 
@@ -91,11 +92,27 @@ def kept(rows, k_pos, threshold):
     return x.to(tl.int64, bitcast=True) >= threshold
 
 
+@triton.jit
+def multiple_of_8(x):
+    """x, which is one (see `aligned`): Triton learns of an argument only whether it is a multiple of 16."""
+    return x // 8 * 8
+
+
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
     """(ahead, behind): how far a query sees to both sides; None without limit."""
     if window is None:
         return (0 if causal else None), None
     return (0 if causal else window - 1), window - 1
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x [..., D], or a copy, so that every row of D elements is contiguous and starts at a multiple of 16 bytes.
+
+    Kernels may then load 16 bytes at once also where the strides are no multiples of 16, as Triton would want.
+    """
+    if x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def dropout_threshold(p: float) -> int:
