@@ -18,16 +18,16 @@ from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, new_partials, source, store_result, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_result, store_tile
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
 @triton.jit
 def gemm_forward_kernel(
-    x,  # [M, K] bf16, read: a pointer, or with TMA a descriptor
-    weight,  # [N, K] bf16, read: a pointer, or with TMA a descriptor
-    weight_up,  # [N, K] bf16, read: the second half of a gated pair, or None
+    x_ptr,  # [M, K] bf16, read
+    weight_ptr,  # [N, K] bf16, read
+    weight_up_ptr,  # [N, K] bf16, read: the second half of a gated pair, or None
     bias_ptr,  # [N] bf16, [2 N] gated, read; or None
     residual_ptr,  # [M, N] bf16, read; or None
     preactivation_ptr,  # [M, N] bf16, [M, 2 N] gated, written; or None
@@ -53,6 +53,10 @@ def gemm_forward_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    GATED: tl.constexpr = weight_up_ptr is not None
+    x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
+    weight = matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
@@ -65,7 +69,7 @@ def gemm_forward_kernel(
             a = load_tile(x, first_m, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
             b = load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
             acc = dot(a, b.T, acc)
-            if weight_up is not None:
+            if GATED:
                 b_up = load_tile(weight_up, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA)
                 up = dot(a, b_up.T, up)
         if partials_ptr is None:
@@ -74,10 +78,10 @@ def gemm_forward_kernel(
                 stride_bias, stride_rm, stride_rn, N, 1, ACTIVATION, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
-            width = N if weight_up is None else 2 * N
+            width = 2 * N if GATED else N
             part_ptr = partials_ptr + split.to(tl.int64) * M * width
             store_tile(acc, part_ptr, first_m, first_n, M, N, width, 1, BLOCK_M, BLOCK_N)
-            if weight_up is not None:
+            if GATED:
                 store_tile(up, part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N)
 
 
@@ -116,9 +120,9 @@ def gemm_forward(
         (min(tiles * splits, multiprocessors(x.device)),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
-        x=source(x, tma, block_m, block_k),
-        weight=source(gate, tma, block_n, block_k),
-        weight_up=source(up, tma, block_n, block_k),
+        x_ptr=x,
+        weight_ptr=gate,
+        weight_up_ptr=up,
         bias_ptr=bias,
         residual_ptr=residual,
         preactivation_ptr=preactivation,

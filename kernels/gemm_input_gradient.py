@@ -13,18 +13,18 @@ from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, new_partials, source, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_tile
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
 @triton.jit
 def gemm_input_gradient_kernel(
-    grad,  # [M, N] bf16, read: a pointer, or with TMA a descriptor, like the next four
-    gate,  # [M, N] bf16, read: the pre-activation, or None
-    up,  # [M, N] bf16, read: its second half of a gated pair, or None
-    weight,  # [N, K] bf16, read
-    weight_up,  # [N, K] bf16, read: the second half of a gated pair, or None
+    grad_ptr,  # [M, N] bf16, read
+    gate_ptr,  # [M, N] bf16, read: the pre-activation, or None
+    up_ptr,  # [M, N] bf16, read: its second half of a gated pair, or None
+    weight_ptr,  # [N, K] bf16, read
+    weight_up_ptr,  # [N, K] bf16, read: the second half of a gated pair, or None
     out_ptr,  # [M, K] bf16, written; with more than one split [splits, M, K] float32
     M,
     N,
@@ -46,6 +46,11 @@ def gemm_input_gradient_kernel(
     GROUP_M: tl.constexpr,
 ):
     # A tile of the result is BLOCK_M rows of M by BLOCK_N columns of K; the reduction runs over N in blocks of BLOCK_K.
+    grad = matrix(grad_ptr, M, N, stride_gm, BLOCK_M, BLOCK_K, TMA)
+    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA)
+    up = matrix(up_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA)
+    weight = matrix(weight_ptr, N, K, stride_wn, BLOCK_K, BLOCK_N, TMA)
+    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_K, BLOCK_N, TMA)
     tiles_m, tiles_k = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_N)
     tiles = tiles_m * tiles_k
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
@@ -60,7 +65,7 @@ def gemm_input_gradient_kernel(
             )  # fmt: skip
             w = load_tile(weight, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
             acc = dot(p, w, acc)
-            if weight_up is not None:
+            if weight_up_ptr is not None:
                 w_up = load_tile(weight_up, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
                 acc = dot(p_up, w_up, acc)
         store_tile(acc, out_ptr + split.to(tl.int64) * M * K, first_m, first_k, M, K, K, 1, BLOCK_M, BLOCK_N)
@@ -102,11 +107,11 @@ def gemm_input_gradient(
         (min(tiles * splits, multiprocessors(grad.device)),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
-        grad=source(grad, tma, block_m, block_k),
-        gate=source(gate, tma, block_m, block_k),
-        up=source(up, tma, block_m, block_k),
-        weight=source(weight_gate, tma, block_k, block_n),
-        weight_up=source(weight_up, tma, block_k, block_n),
+        grad_ptr=grad,
+        gate_ptr=gate,
+        up_ptr=up,
+        weight_ptr=weight_gate,
+        weight_up_ptr=weight_up,
         out_ptr=out if partials is None else partials,
         M=m,
         N=n,

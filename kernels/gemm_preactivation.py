@@ -17,7 +17,7 @@ from tpfuse.kernels.tiles import rounded
 
 @triton.jit
 def load_preactivation_gradient(
-    grad,
+    grad,  # of `matrix`, like the next two
     gate,  # the pre-activation, of a gated pair its first half; None without an activation
     up,  # the second half of a gated pair, or None
     first_m,

@@ -1,10 +1,9 @@
-"""What the products share: tiles of a matrix by pointers or by TMA descriptors, and what is done to a finished tile."""
+"""What the products share: tiles of a matrix by pointers or by TMA, and what is done to a finished tile."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpfuse.kernels.activations import activate
 from tpfuse.kernels.tiles import rounded
@@ -22,14 +21,22 @@ def _allows_tma(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def source(x: Tensor | None, tma: bool, *block: int) -> Tensor | TensorDescriptor | None:
-    """What `load_tile` reads from: x itself, or a descriptor of its tiles."""
-    return TensorDescriptor.from_tensor(x, list(block)) if tma and x is not None else x
+@triton.jit
+def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
+    """What `load_tile` reads from: the pointer itself, or a descriptor of tiles of adjacent elements; None of None.
+
+    The descriptor is made on the device: where warps are specialized Triton splits a tile among groups of warps, and
+    cannot split what a descriptor of the host loads.
+    """
+    if TMA and x_ptr is not None:
+        return tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
+    else:
+        return x_ptr
 
 
 @triton.jit
 def load_tile(
-    source,  # [rows, columns] any dtype, read: a pointer, or a descriptor of such tiles
+    source,  # [rows, columns] any dtype, read: of `matrix`
     first_row,
     first_column,
     rows,

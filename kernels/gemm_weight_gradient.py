@@ -17,7 +17,7 @@ from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, new_partials, source, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_tile
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile, rounded
 
@@ -53,10 +53,10 @@ def store_weight_gradient(
 
 @triton.jit
 def gemm_weight_gradient_kernel(
-    grad,  # [M, N] bf16, read: a pointer, or with TMA a descriptor, like the next three
-    gate,  # [M, N] bf16, read: the pre-activation, or None
-    up,  # [M, N] bf16, read: its second half of a gated pair, or None
-    x,  # [M, K] bf16, read
+    grad_ptr,  # [M, N] bf16, read
+    gate_ptr,  # [M, N] bf16, read: the pre-activation, or None
+    up_ptr,  # [M, N] bf16, read: its second half of a gated pair, or None
+    x_ptr,  # [M, K] bf16, read
     out_ptr,  # [N, K] bf16 or float32, [2 N, K] gated, written; with more than one split [splits, N, K] float32
     added_ptr,  # like out, read: what is added to the gradient, out itself; or None
     bias_ptr,  # [N] bf16 or float32, [2 N] gated, written; or None; split like out
@@ -85,6 +85,10 @@ def gemm_weight_gradient_kernel(
 ):
     # A tile of the result is BLOCK_M rows of N by BLOCK_N columns of K; the reduction runs over M in blocks of BLOCK_K.
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
+    grad = matrix(grad_ptr, M, N, stride_gm, BLOCK_K, BLOCK_M, TMA)
+    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
+    up = matrix(up_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
+    x = matrix(x_ptr, M, K, stride_xm, BLOCK_K, BLOCK_N, TMA)
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
     tiles = tiles_n * tiles_k
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
@@ -167,16 +171,16 @@ def gemm_weight_gradient(
     tiles = triton.cdiv(n, block_m) * triton.cdiv(k, block_n)
     splits, split_size = split_reduction(tiles, m, block_k, grad.device)
     partials = new_partials(splits, halves * n, k, grad.device)
-    bias_partials = new_partials(splits, halves * n, 1, grad.device) if with_bias else None
+    bias_partials = new_partials(splits, 1, halves * n, grad.device) if with_bias else None
     launch(
         gemm_weight_gradient_kernel,
         (min(tiles * splits, multiprocessors(grad.device)),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
-        grad=source(grad, tma, block_k, block_m),
-        gate=source(gate, tma, block_k, block_m),
-        up=source(up, tma, block_k, block_m),
-        x=source(x, tma, block_k, block_n),
+        grad_ptr=grad,
+        gate_ptr=gate,
+        up_ptr=up,
+        x_ptr=x,
         out_ptr=out if partials is None else partials,
         added_ptr=accumulate_into if partials is None else None,
         bias_ptr=bias if bias_partials is None else bias_partials,
@@ -201,8 +205,8 @@ def gemm_weight_gradient(
     if partials is not None:
         sum_partials(partials, out, residual=accumulate_into)
     if bias is not None and bias_partials is not None:
-        added = accumulate_bias_into[:, None] if accumulate_bias_into is not None else None
-        sum_partials(bias_partials, bias[:, None], residual=added)
+        added = accumulate_bias_into[None] if accumulate_bias_into is not None else None
+        sum_partials(bias_partials, bias[None], residual=added)
     return out, bias
 
 
