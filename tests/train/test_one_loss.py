@@ -1,4 +1,4 @@
-"""From one seed, every layout trains to the same losses and the same weights."""
+"""From one seed, every layout trains to the same losses and the same weights; so do torch's kernels and Triton's."""
 
 import functools
 from dataclasses import replace
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
@@ -103,3 +104,30 @@ def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(dtype: str) -> N
     for same, first, last in pool(2).run(trained_twice, dtype):
         assert same
         assert last < first - 0.1
+
+
+def trained_by(name: Kernels, tp: int, dtype: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and weights after ten steps of 63 tokens, which tp does not divide."""
+    config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=2, n_head=4, dropout=dropout)
+    options = options_for(tp, 1, 1, dtype=dtype)
+    small = replace(options, train=replace(options.train, batch=9, micro_batch=9))
+    trainer, windows = trainer_for(small, config)
+    with kernels(name):
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(10)]
+    return torch.tensor(losses, dtype=torch.float64), whole_weights(trainer)
+
+
+def largest_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    return max((found[name].double() - truth[name]).abs().max().item() for name in truth)
+
+
+@pytest.mark.parametrize(("tp", "dtype", "dropout"), [(1, "float32", 0.2), (2, "float32", 0.0), (1, "bfloat16", 0.0)])
+def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float) -> None:
+    truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout)[0]
+    plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout)[0]
+    losses, own_weights = pool(tp).run(trained_by, "triton", tp, dtype, dropout)[0]
+    assert truth[-1] < truth[0] - 0.1
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
+    scale = max(weight.abs().max().item() for weight in weights.values())
+    assert largest_error(own_weights, weights) <= 2 * largest_error(plain_weights, weights) + eps * scale
