@@ -2,7 +2,11 @@
 
     linear            y = act(x Wᵀ + b) + residual
     layer_norm        y = (x - mean) / sqrt(var + eps) * weight + bias
+    rms_norm          y = x / sqrt(mean(x²) + eps) * weight
+    rope              (a, b) -> (a cos - b sin, b cos + a sin) for each pair of a head's elements
+    adamw             p = p - lr decay p - lr m̂ / (sqrt(v̂) + eps)
     cross_entropy     loss = log Σ exp(logit) - logit[target]
+    linear_cross_entropy  Σ weights * cross_entropy(x Wᵀ)
     attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
     attention_merge   y = y_a exp(lse_a - lse) + y_b exp(lse_b - lse), lse = log(exp lse_a + exp lse_b)
 
@@ -56,10 +60,63 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [..., C]; weight: [C] -> [..., C]."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rope(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False, inverse: bool = False
+) -> Tensor:
+    """x: [B, T, H, D]; cos, sin: [n_positions, R], 2 R <= D; positions: [B, T] or [T] int64 -> as x.
+
+    Element j of a head is paired with R + j, interleaved 2 j with 2 j + 1; what is beyond 2 R stays as it is.
+    """
+    width = 2 * cos.shape[1]
+    cos, sin = (table[positions].unsqueeze(-2) for table in (cos, sin))
+    a, b = (x[..., :width:2], x[..., 1:width:2]) if interleaved else x[..., :width].chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+    pair = (a * cos - b * sin, b * cos + a * sin)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([rotated.to(x.dtype), x[..., width:]], dim=-1)
+
+
+def adamw(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[n] each -> (parameter, exp_avg, exp_avg_sq) after update number `step` (from 1), arXiv:1711.05101."""
+    exp_avg = exp_avg + (1 - beta1) * (gradient - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
+    unbiased = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
+    parameter = parameter - lr * weight_decay * parameter
+    return parameter - lr / (1 - beta1**step) * exp_avg / unbiased, exp_avg, exp_avg_sq
+
+
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """logits: [M, V]; target: [M] int64, -1 where there is no loss -> [M] in nats, 0 there."""
     picked = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
     return torch.where(target < 0, 0, logits.logsumexp(dim=1) - picked)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+    """x: [M, C]; weight: [V, C]; target: [M] int64, -1 where there is no loss; weights: [M] -> [], in nats.
+
+    Logits of half types are upcast to float32, as every training loop does.
+    """
+    logits = F.linear(x, weight)
+    losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
+    return losses.sum() if weights is None else (losses * weights).sum()
 
 
 def attention(

@@ -1,10 +1,15 @@
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpfuse.comm.mesh import group_of
+from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
-from tpfuse.ops.layer_norm import layer_norm
+from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
@@ -50,3 +55,133 @@ def _on_shards(dtype: torch.dtype, bias: bool, summed: bool) -> None:
 @pytest.mark.parametrize("summed", [True, False])
 def test_on_shards(world: int, dtype: torch.dtype, bias: bool, summed: bool) -> None:
     pool(world).run(_on_shards, dtype, bias, summed)
+
+
+def _inputs(rows: int, columns: int, dtype: torch.dtype, *names: str) -> dict[str, Tensor]:
+    shapes = {"x": (rows, columns), "residual": (rows, columns), "weight": (columns,), "bias": (columns,)}
+    return {name: normal(seed, *shapes[name], dtype=dtype) for seed, name in enumerate(names)}
+
+
+def _fused(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    if residual is None:
+        return layer_norm(x, weight, bias, 1e-5)
+    return torch.cat(add_layer_norm(x, residual, weight, bias, 1e-5))
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    if residual is None:
+        return reference.layer_norm(x, weight, bias, 1e-5)
+    return torch.cat([reference.layer_norm(x + residual, weight, bias, 1e-5), x + residual])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("names", [("x", "weight"), ("x", "weight", "bias"), ("x", "weight", "bias", "residual")])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 100), (63, 64), (64, 63), (100, 257), (257, 16)])
+def test_kernels(rows: int, columns: int, names: tuple[str, ...], dtype: torch.dtype) -> None:
+    inputs = _inputs(rows, columns, dtype, *names)
+    grad = normal(9, rows * (2 if "residual" in names else 1), columns, dtype=dtype)
+    yardstick = Yardstick(_plain, inputs, grad)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    with kernels("triton"):
+        out = _fused(**leaves)
+        out.backward(grad)
+    yardstick.check("out", out)
+    for name, leaf in leaves.items():
+        yardstick.check(name, leaf.grad)
+
+
+@pytest.mark.parametrize("world", [2])
+def test_kernels_on_shards(world: int) -> None:
+    pool(world).run(_kernels_on_shards)
+
+
+def _kernels_on_shards() -> None:
+    with kernels("triton"):
+        _on_shards(torch.float32, True, True)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_only_the_sum_is_used(name: str) -> None:
+    inputs = {key: x.requires_grad_() for key, x in _inputs(5, 8, torch.float32, "x", "residual", "weight").items()}
+    with kernels(name):
+        add_layer_norm(inputs["x"], inputs["residual"], inputs["weight"], None, 1e-5)[1].sum().backward()
+    assert torch.equal(inputs["x"].grad, torch.ones(5, 8)) and torch.equal(inputs["residual"].grad, torch.ones(5, 8))
+    assert inputs["weight"].grad is None
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (64,), (2, 3, 5, 64)])
+def test_shapes(name: str, shape: tuple[int, ...]) -> None:
+    x, residual = (normal(seed, *shape).requires_grad_() for seed in (1, 2))
+    weight = normal(3, 64).requires_grad_()
+    with kernels(name):
+        out, summed = add_layer_norm(x, residual, weight, None, 1e-5)
+        alone = layer_norm(x, weight, None, 1e-5)
+        (out.sum() + summed.sum() + alone.sum()).backward()
+    assert out.shape == summed.shape == alone.shape == x.grad.shape == shape
+    torch.testing.assert_close(out, reference.layer_norm(x + residual, weight, None, 1e-5))
+    if not x.numel():
+        assert torch.equal(weight.grad, torch.zeros(64))
+
+
+def test_views_and_transposed_inputs() -> None:
+    x, grad = normal(1, 4, 63, 10, 2), normal(2, 4, 10, 63)
+    outs = []
+    for tensor in (x[..., 1].transpose(1, 2), x[..., 1].transpose(1, 2).contiguous()):
+        leaf = tensor.detach().requires_grad_()
+        with kernels("triton"):
+            out = layer_norm(leaf, normal(3, 63), None, 1e-5)
+            out.backward(grad)
+        outs.append((out, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+def test_gradcheck() -> None:
+    inputs = [x.requires_grad_() for x in _inputs(3, 5, torch.float64, "x", "weight", "bias", "residual").values()]
+    assert torch.autograd.gradcheck(_fused, inputs)
+
+
+@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("extra", [True, False])
+def test_operators_are_registered_right(centered: bool, extra: bool) -> None:
+    x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
+    leaves = [y.requires_grad_() for y in (x, residual, weight)]
+    added, bias = (leaves[1], normal(4, 16).requires_grad_()) if extra else (None, None)
+    torch.library.opcheck(_forward, (leaves[0], added, leaves[2], bias, 1e-5, centered))
+    mean, rstd = normal(5, 5 if centered else 0), normal(6, 5)
+    arguments = (x.detach(), x.detach(), weight.detach(), mean, rstd, residual.detach() if extra else None)
+    torch.library.opcheck(_gradients, (*arguments, centered, extra))
+
+
+def test_compiled_as_one_graph() -> None:
+    inputs = _inputs(7, 64, torch.float32, "x", "weight", "bias", "residual")
+    gradients = []
+    with kernels("triton"):
+        for function in (_fused, torch.compile(_fused, fullgraph=True, backend="aot_eager")):
+            leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+            out = function(**leaves)
+            out.square().sum().backward()
+            gradients.append([out, *(x.grad for x in leaves.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+ROWS, ROW = torch.zeros(2, 3, 8), torch.zeros(8)
+ERRORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: layer_norm(ROWS.long(), ROW, None, 1e-5), r"layer_norm: x is torch.int64 .*expected floats"),
+    (lambda: layer_norm(torch.tensor(1.0), ROW, None, 1e-5), r"x is torch.float32 \(\): expected floats \[..., C\]"),
+    (lambda: layer_norm(ROWS[..., :0], ROW[:0], None, 1e-5), r"x is torch.float32 \(2, 3, 0\).* C of at least 1"),
+    (lambda: layer_norm(ROWS, ROW[1:], None, 1e-5), r"weight has shape \(7,\): expected \(8,\)"),
+    (lambda: layer_norm(ROWS, ROW, ROW[1:], 1e-5), r"bias has shape \(7,\): expected \(8,\)"),
+    (lambda: layer_norm(ROWS, ROW, ROW.half(), 1e-5), "bias is torch.float16: expected torch.float32, as weight"),
+    (lambda: layer_norm(ROWS, ROW.long(), None, 1e-5), "weight is torch.int64: expected floats"),
+    (lambda: layer_norm(ROWS, ROW.to("meta"), None, 1e-5), "weight is on meta, x on cpu"),
+    (lambda: add_layer_norm(ROWS, ROWS[1:], ROW, None, 1e-5), r"residual has shape \(1, 3, 8\)"),
+    (lambda: add_layer_norm(ROWS, ROWS.half(), ROW, None, 1e-5), "residual is torch.float16: .*torch.float32, as x"),
+]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_bad_input(name: str, call: Callable[[], Any], message: str) -> None:
+    with kernels(name), pytest.raises(ValueError, match=message):
+        call()

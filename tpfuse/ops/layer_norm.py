@@ -1,13 +1,21 @@
-"""layer_norm: (x - mean) / sqrt(var + eps) * weight + bias over the last dimension.
+"""layer_norm: (x - mean) / sqrt(var + eps) * weight + bias over the last dimension; also of x + residual in one pass.
 
 On sequence shards each rank sees some of the rows, so the gradients of weight and bias are partial sums; with
-a group they are summed over it in backward.
+a group they are summed over it in backward. The operators of Triton's path are rms_norm's too.
 """
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.checks import check_device, check_shape
+from tpfuse.kernels.layer_norm import norm_forward
+from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.collectives import replicate
 
 
@@ -22,9 +30,140 @@ def layer_norm(
     """x: [..., C]; weight, bias: [C]. Returns x's shape and dtype.
 
     sum_gradients_over: the group over which the rows are sharded, where weight and bias should receive the
-    gradient of all rows; None where all rows are here or somebody else sums.
+    gradient of all rows; None where all rows are here or somebody else sums. Raises ValueError for other shapes,
+    integers, or tensors on several devices.
     """
+    check_norm("layer_norm", x, weight, bias)
     weight = replicate(weight, sum_gradients_over)
-    if bias is not None:
-        bias = replicate(bias, sum_gradients_over)
+    bias = None if bias is None else replicate(bias, sum_gradients_over)
+    if use_triton(x):
+        return normalize(x, None, weight, bias, eps, centered=True)[0]
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    sum_gradients_over: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(summed), summed) with summed = x + residual, in one pass, also backward.
+
+    residual: as x; the rest as in `layer_norm`.
+    """
+    check_norm("add_layer_norm", x, weight, bias, residual)
+    weight = replicate(weight, sum_gradients_over)
+    bias = None if bias is None else replicate(bias, sum_gradients_over)
+    if use_triton(x):
+        return normalize(x, residual, weight, bias, eps, centered=True)
+    summed = x + residual
+    return F.layer_norm(summed, (x.shape[-1],), weight, bias, eps), summed
+
+
+def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
+    """Raises ValueError unless x is [..., C] of floats, residual is as x, and weight and bias are [C]."""
+    if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
+        raise ValueError(f"{operator}: x is {x.dtype} {tuple(x.shape)}: expected floats [..., C], C of at least 1")
+    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if other is not None:
+            check_shape(operator, name, other, tuple(x.shape if name == "residual" else x.shape[-1:]))
+            check_device(operator, "x", x, name, other)
+            like_name, like = ("x", x) if name == "residual" else ("weight", weight)
+            if other.dtype != like.dtype:
+                raise ValueError(f"{operator}: {name} is {other.dtype}: expected {like.dtype}, as {like_name}")
+    if not weight.is_floating_point():
+        raise ValueError(f"{operator}: weight is {weight.dtype}: expected floats")
+
+
+def normalize(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
+) -> tuple[Tensor, Tensor]:
+    """(normalised, summed) by the kernels, of layer_norm if centered, else of rms_norm; summed is x without residual.
+
+    Shapes as in `add_layer_norm`; the launcher raises its ValueErrors.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    added = None if residual is None else residual.reshape(rows.shape)
+    out, summed, _, _ = _forward(rows, added, weight, bias, eps, centered)
+    return out.view(x.shape), x if residual is None else summed.view(x.shape)
+
+
+@custom_op("tpfuse::norm_forward", mutates_args=())
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, summed, mean, rstd); an operator's results are tensors: what is not there is empty."""
+    operator = "layer_norm" if centered else "rms_norm"
+    out, summed, mean, rstd = norm_forward(operator, x, weight, bias, eps, residual, centered=centered)
+    return out, _or_empty(summed, x), _or_empty(mean, rstd), rstd
+
+
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    summed = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), summed, torch.empty_like(rstd) if centered else rstd.new_empty(0), rstd
+
+
+@custom_op("tpfuse::norm_backward", mutates_args=())
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_summed: Tensor | None,
+    centered: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias or an empty tensor)."""
+    operator = "layer_norm_backward" if centered else "rms_norm_backward"
+    dx, dweight, dbias = norm_backward(
+        operator, grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed, with_bias=with_bias
+    )
+    return dx, dweight, _or_empty(dbias, dweight)
+
+
+@_gradients.register_fake
+def _(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_summed: Tensor | None,
+    centered: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight = weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), dweight, torch.empty_like(dweight) if with_bias else dweight.new_empty(0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, residual, weight, bias, _, ctx.centered = inputs
+    _, summed, mean, rstd = output
+    ctx.with_bias, ctx.with_residual = bias is not None, residual is not None
+    ctx.save_for_backward(summed if ctx.with_residual else x, weight, mean, rstd)
+    ctx.set_materialize_grads(False)  # of mean and rstd there are none
+
+
+def _backward(
+    ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
+    grad_summed = grad_summed if ctx.with_residual else None
+    if grad is None:  # summed alone was used
+        return grad_summed, grad_summed, None, None, None, None
+    dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, ctx.with_bias)
+    return dx, dx if ctx.with_residual else None, dweight, dbias if ctx.with_bias else None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,251 @@
+"""Backward of layer_norm and rms_norm. With x̂ = (x - mean) rstd and u = grad_out weight:
+
+    dx = (u - x̂ mean(u x̂) - mean(u)) rstd + grad_summed        dweight = Σ grad_out x̂        dbias = Σ grad_out
+
+rms_norm has no mean: neither mean(u) nor dbias is there. grad_summed is the gradient that comes down the residual
+stream; it is added before dx is rounded.
+
+A fixed number of programs walk over the rows and keep their part of the weights' gradients in registers, in float32; a
+second kernel adds the parts in order: no atomics, the same bits in every run. Rows that are longer than a block have
+their two means computed by a kernel of their own first, and programs for each block of columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import check_device, check_shape
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
+from tpfuse.kernels.tiles import rounded
+
+_WARPS = 16  # of a multiprocessor that the programs fill, which leaves each thread 128 registers
+
+
+@triton.jit
+def _load_tile(grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride):
+    """(grad_out, x̂, grad_out weight, rstd) of a tile, all 0 in grad_out where masked."""
+    mask_m = offs_m < M
+    rows = offs_m.to(tl.int64)[:, None]
+    mask = mask_m[:, None] & (offs_c < C)[None, :]
+    grad = load_rows(grad_ptr, rows, grad_stride, offs_c[None, :], mask)
+    normalized = load_rows(x_ptr, rows, x_stride, offs_c[None, :], mask)
+    rstd = tl.load(rstd_ptr + offs_m, mask=mask_m, other=0.0)
+    if mean_ptr is not None:
+        normalized -= tl.load(mean_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    normalized *= rstd[:, None]
+    return grad, normalized, grad * weight[None, :], rstd
+
+
+@triton.jit
+def norm_row_means_kernel(
+    grad_ptr,  # [M, C] bf16, read
+    x_ptr,  # [M, C] bf16, read
+    weight_ptr,  # [C] bf16, read
+    mean_ptr,  # [M] float32, read; None for rms_norm
+    rstd_ptr,  # [M] float32, read
+    row_means_ptr,  # [2, M] float32, written: mean(u x̂) and mean(u)
+    M,
+    C,
+    grad_stride,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    along = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    level = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(0, C, BLOCK_C):
+        offs_c = start + tl.arange(0, BLOCK_C)
+        weight = tl.load(weight_ptr + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)
+        _, normalized, scaled, _ = _load_tile(
+            grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride
+        )
+        along += scaled * normalized
+        level += scaled
+    tl.store(row_means_ptr + offs_m, tl.sum(along, axis=1) / C, mask=offs_m < M)
+    tl.store(row_means_ptr + M + offs_m, tl.sum(level, axis=1) / C, mask=offs_m < M)
+
+
+@triton.jit
+def norm_backward_kernel(
+    grad_ptr,  # [M, C] bf16, read
+    x_ptr,  # [M, C] bf16, read
+    weight_ptr,  # [C] bf16, read
+    mean_ptr,  # [M] float32, read; None for rms_norm
+    rstd_ptr,  # [M] float32, read
+    row_means_ptr,  # [2, M] float32, read: mean(u x̂) and mean(u); None where a row is one block
+    grad_summed_ptr,  # [M, C] bf16, read; or None
+    dx_ptr,  # [M, C] bf16, written
+    dweight_parts_ptr,  # [programs, C] float32, written
+    dbias_parts_ptr,  # [programs, C] float32, written; None without bias
+    M,
+    C,
+    grad_stride,
+    x_stride,
+    grad_summed_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    weight = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    dbias = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for start in range(pid * BLOCK_M, M, programs * BLOCK_M):
+        offs_m = start + tl.arange(0, BLOCK_M)
+        mask_m = offs_m < M
+        grad, normalized, scaled, rstd = _load_tile(
+            grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride
+        )
+        dweight += grad * normalized
+        if dbias_parts_ptr is not None:
+            dbias += grad
+        if row_means_ptr is None:
+            along = tl.sum(scaled * normalized, axis=1) / C
+        else:
+            along = tl.load(row_means_ptr + offs_m, mask=mask_m, other=0.0)
+        dx = scaled - normalized * along[:, None]
+        if mean_ptr is not None:
+            if row_means_ptr is None:
+                level = tl.sum(scaled, axis=1) / C
+            else:
+                level = tl.load(row_means_ptr + M + offs_m, mask=mask_m, other=0.0)
+            dx -= level[:, None]
+        dx *= rstd[:, None]
+        rows = offs_m.to(tl.int64)[:, None]
+        mask = mask_m[:, None] & mask_c[None, :]
+        if grad_summed_ptr is not None:
+            dx += load_rows(grad_summed_ptr, rows, grad_summed_stride, offs_c[None, :], mask)
+        tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
+    place = pid.to(tl.int64) * C + offs_c
+    tl.store(dweight_parts_ptr + place, tl.sum(dweight, axis=0), mask=mask_c)
+    if dbias_parts_ptr is not None:
+        tl.store(dbias_parts_ptr + place, tl.sum(dbias, axis=0), mask=mask_c)
+
+
+@triton.jit
+def norm_sum_parts_kernel(
+    parts_ptr,  # [2, parts, C] float32, read: of dweight and of dbias
+    dweight_ptr,  # [C] bf16, written
+    dbias_ptr,  # [C] bf16, written; or None
+    parts,
+    C,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    which = tl.program_id(1)
+    acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        offs_p = start + tl.arange(0, BLOCK_P)
+        mask = (offs_p < parts)[:, None] & (offs_c < C)[None, :]
+        acc += load_rows(parts_ptr, (which.to(tl.int64) * parts + offs_p)[:, None], C, offs_c[None, :], mask)
+    total = rounded(tl.sum(acc, axis=0), dweight_ptr.dtype.element_ty)
+    if which == 0:
+        tl.store(dweight_ptr + offs_c, total, mask=offs_c < C)
+    elif dbias_ptr is not None:
+        tl.store(dbias_ptr + offs_c, total, mask=offs_c < C)
+
+
+def norm_backward(
+    operator: str,
+    grad_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    grad_summed: Tensor | None,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`layer_norm_backward`; without mean that of rms_norm. operator: named in errors."""
+    check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
+    (m, c), device = x.shape, x.device
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if statistic is not None:
+            check_shape(operator, name, statistic, (m,))
+            check_device(operator, "x", x, name, statistic)
+    grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
+    grad_summed = None if grad_summed is None else unit_columns(grad_summed)
+    row = choose("layer_norm", device, x.dtype, C=c)
+    columns = triton.cdiv(c, row.blocks["BLOCK_C"])
+    tiles = triton.cdiv(m, row.blocks["BLOCK_M"])
+    programs = min(tiles, triton.cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
+    common = {
+        "num_warps": row.num_warps,
+        "num_stages": row.num_stages,
+        "grad_ptr": grad_out,
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "mean_ptr": mean,
+        "rstd_ptr": rstd,
+        "M": m,
+        "C": c,
+        "grad_stride": grad_out.stride(0),
+        "x_stride": x.stride(0),
+        **row.blocks,
+    }
+    row_means = None
+    if columns > 1:
+        row_means = torch.empty(2, m, dtype=torch.float32, device=device)
+        launch(norm_row_means_kernel, (tiles,), **common, row_means_ptr=row_means)
+    dx = torch.empty(m, c, dtype=x.dtype, device=device)
+    parts = torch.empty(2 if with_bias else 1, programs, c, dtype=torch.float32, device=device)
+    launch(
+        norm_backward_kernel,
+        (programs, columns),
+        **common,
+        row_means_ptr=row_means,
+        grad_summed_ptr=grad_summed,
+        dx_ptr=dx,
+        dweight_parts_ptr=parts[0],
+        dbias_parts_ptr=parts[1] if with_bias else None,
+        grad_summed_stride=0 if grad_summed is None else grad_summed.stride(0),
+    )
+    return dx, *_sum_parts(parts, weight.dtype)
+
+
+def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """[1 or 2, parts, C] -> (dweight, dbias or None), each [C]."""
+    which, count, c = parts.shape
+    dweight = torch.empty(c, dtype=dtype, device=parts.device)
+    dbias = torch.empty_like(dweight) if which == 2 else None
+    row = choose("layer_norm_sum_parts", parts.device, parts.dtype)
+    launch(
+        norm_sum_parts_kernel,
+        (triton.cdiv(c, row.blocks["BLOCK_C"]), which),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        parts_ptr=parts,
+        dweight_ptr=dweight,
+        dbias_ptr=dbias,
+        parts=count,
+        C=c,
+        **row.blocks,
+    )
+    return dweight, dbias
+
+
+def layer_norm_backward(
+    grad_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    grad_summed: Tensor | None = None,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dweight, dbias or None), given what `layer_norm_forward` normalised (summed, where there was a residual).
+
+    grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32. grad_summed is the gradient of
+    summed itself; dx, in x's dtype, contains it and is the gradient of x and of residual alike. dweight and dbias: [C]
+    in weight's dtype. Raises ValueError for other shapes, dtypes or devices.
+    """
+    return norm_backward(
+        "layer_norm_backward", grad_out, x, weight, mean, rstd, grad_summed=grad_summed, with_bias=with_bias
+    )

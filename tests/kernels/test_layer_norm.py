@@ -1,0 +1,173 @@
+"""The launchers of layer_norm and rms_norm, which share kernels; the operators' numbers are in tests/ops."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfuse.kernels.layer_norm import layer_norm_forward
+from tpfuse.kernels.layer_norm_backward import layer_norm_backward
+from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.inputs import integers, normal
+
+SHAPES = [(1, 1), (16, 16), (63, 100), (64, 64), (100, 257), (257, 63)]  # blocks are 32 by 64, or by 128
+
+
+def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None) -> dict[str, Tensor]:
+    """Everything that forward and backward return, by name."""
+    weight, bias = normal(8, x.shape[1], dtype=x.dtype), normal(9, x.shape[1], dtype=x.dtype)
+    results: dict[str, Tensor | None] = {}
+    if rms:
+        results["out"], summed, rstd = rms_norm_forward(x, weight, 1e-5, residual=residual)
+        normalized = x if summed is None else summed
+        results["dx"], results["dweight"] = rms_norm_backward(grad, normalized, weight, rstd, grad_summed=residual)
+    else:
+        results["out"], summed, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5, residual=residual)
+        normalized = x if summed is None else summed
+        results["dx"], results["dweight"], results["dbias"] = layer_norm_backward(
+            grad, normalized, weight, mean, rstd, grad_summed=residual, with_bias=True
+        )
+        results["mean"] = mean
+    return {name: y for name, y in (results | {"summed": summed, "rstd": rstd}).items() if y is not None}
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_statistics_and_what_is_summed(rows: int, columns: int) -> None:
+    x, residual = normal(1, rows, columns), normal(2, rows, columns)
+    results = _both(x, x, rms=False, residual=residual)
+    summed = (x + residual).double()
+    assert torch.equal(results["summed"], x + residual)
+    torch.testing.assert_close(results["mean"].double(), summed.mean(1), rtol=1e-5, atol=1e-6)
+    expected = (summed.var(1, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(results["rstd"].double(), expected, rtol=1e-5, atol=0)
+    rms = _both(x, x, rms=True, residual=residual)
+    assert torch.equal(rms["summed"], results["summed"])
+    torch.testing.assert_close(rms["rstd"].double(), (summed.square().mean(1) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("columns", [63, 257])
+def test_strides(rms: bool, columns: int) -> None:
+    x, grad, residual = (normal(seed, 40, columns) for seed in (1, 2, 3))
+    expected = _both(x, grad, rms=rms, residual=residual)
+    wide = torch.full((40, columns + 7), torch.nan)
+    wide[:, 3 : 3 + columns] = x
+    transposed, repeated = grad.t().contiguous().t(), residual[:1].expand(40, columns)
+    for actual, name in (
+        (_both(wide[:, 3 : 3 + columns], transposed, rms=rms, residual=residual), "rows further apart; transposed"),
+        (_both(x.unsqueeze(1).expand(40, 2, columns)[:, 1], grad, rms=rms, residual=residual), "expanded"),
+    ):
+        for key, value in expected.items():
+            assert torch.equal(actual[key], value), (name, key)
+    one = _both(x, grad, rms=rms, residual=repeated)
+    for key, value in _both(x, grad, rms=rms, residual=repeated.contiguous()).items():
+        assert torch.equal(one[key], value), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
+    x, residual = normal(1, 33, 100, dtype=dtype), normal(2, 33, 100, dtype=dtype) * 100
+    fused = _both(x, x, rms=False, residual=residual)
+    alone = _both(x + residual, x, rms=False)
+    assert torch.equal(fused["summed"], x + residual)
+    for name in ("out", "mean", "rstd"):
+        assert torch.equal(fused[name], alone[name]), name
+
+
+@pytest.mark.parametrize("columns", [64, 257])
+@pytest.mark.parametrize("offset", [1e3, 1e6])
+def test_a_large_mean_keeps_the_variance(columns: int, offset: float) -> None:
+    x = integers(1, 33, columns) + offset  # exact in float32
+    results = layer_norm_forward(x, torch.ones(columns), None, 1e-5)
+    plain = torch.native_layer_norm(x, (columns,), None, None, 1e-5)
+    truth = torch.native_layer_norm(x.double(), (columns,), None, None, 1e-5)
+    for name, actual, index in (("out", results[0], 0), ("rstd", results[3], 2)):
+        expected = truth[index].view_as(actual)
+        error = (plain[index].view_as(actual) - expected).abs().max().item()
+        check_error(name, actual, actual, expected, 2 * error + 2**-23 * expected.abs().max().item())
+
+
+def test_huge_values_do_not_overflow() -> None:
+    x = torch.full((2, 64), 2.0**100)
+    out, _, mean, _ = layer_norm_forward(x, torch.ones(64), None, 1e-5)
+    assert torch.equal(mean, torch.full((2,), 2.0**100)) and torch.equal(out, torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("columns", [63, 257])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where inf - inf is computed
+def test_what_is_not_finite_stays_in_its_row(rms: bool, columns: int, value: float) -> None:
+    x, grad = normal(1, 40, columns), normal(2, 40, columns)
+    x[7, 5] = value
+    weight, bias = normal(8, columns), normal(9, columns)
+    leaf = x.clone().requires_grad_()
+    norm = F.rms_norm(leaf, (columns,), weight, 1e-5) if rms else F.layer_norm(leaf, (columns,), weight, bias, 1e-5)
+    norm.backward(grad)
+    results = _both(x, grad, rms=rms)
+    for actual, expected in ((results["out"], norm.detach()), (results["dx"], leaf.grad)):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        assert torch.equal(actual.isfinite().all(1), torch.arange(40) != 7)
+    assert results["dweight"].isnan().any()
+    if not rms:
+        assert results["dbias"].isfinite().all()  # of the gradient alone
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("columns", [64, 257])
+def test_same_bits_in_every_run(rms: bool, columns: int) -> None:
+    x, grad = normal(1, 100, columns, dtype=torch.bfloat16), normal(2, 100, columns, dtype=torch.bfloat16)
+    first = _both(x, grad, rms=rms, residual=x)
+    for _ in range(9):
+        for name, value in _both(x, grad, rms=rms, residual=x).items():
+            assert torch.equal(value, first[name]), name
+
+
+def test_gradients_of_weights_are_exact_sums() -> None:
+    x, grad = integers(1, 257, 100), integers(2, 257, 100)
+    statistics = torch.zeros(257), torch.ones(257)
+    _, dweight, dbias = layer_norm_backward(grad, x, torch.ones(100), *statistics, with_bias=True)
+    assert dbias is not None
+    assert torch.equal(dweight, (x * grad).sum(0)) and torch.equal(dbias, grad.sum(0))
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_no_rows(rms: bool) -> None:
+    x = torch.empty(0, 100, dtype=torch.bfloat16)
+    results = _both(x, x, rms=rms, residual=x)
+    assert results["out"].shape == results["summed"].shape == results["dx"].shape == (0, 100)
+    assert torch.equal(results["dweight"], torch.zeros(100, dtype=torch.bfloat16))
+
+
+def test_dtypes_of_weights_are_their_own() -> None:
+    x, weight = normal(1, 20, 64, dtype=torch.bfloat16), normal(2, 64)
+    out, _, mean, rstd = layer_norm_forward(x, weight, None, 1e-5)
+    dx, dweight, _ = layer_norm_backward(x, x, weight, mean, rstd, with_bias=False)
+    assert out.dtype == dx.dtype == torch.bfloat16 and dweight.dtype == torch.float32
+
+
+ROWS, ROW = torch.zeros(4, 8), torch.zeros(8)
+ERRORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: layer_norm_forward(ROWS.int(), ROW, None, 1e-5), "layer_norm: x is torch.int32: expected float32"),
+    (lambda: layer_norm_forward(ROWS.double(), ROW, None, 1e-5), "x is torch.float64: expected float32"),
+    (lambda: layer_norm_forward(ROW, ROW, None, 1e-5), r"x has shape \(8,\): expected \[M, C\]"),
+    (lambda: layer_norm_forward(ROWS[:, :0], ROW, None, 1e-5), r"x has shape \(4, 0\)"),
+    (lambda: layer_norm_forward(ROWS, ROW[1:], None, 1e-5), r"weight has shape \(7,\): expected \(8,\)"),
+    (lambda: layer_norm_forward(ROWS, ROW, ROWS, 1e-5), r"bias has shape \(4, 8\): expected \(8,\)"),
+    (lambda: layer_norm_forward(ROWS, ROW, ROW.half(), 1e-5), "bias is torch.float16, weight is torch.float32"),
+    (lambda: layer_norm_forward(ROWS, ROW.to("meta"), None, 1e-5), "weight is on meta, x on cpu"),
+    (lambda: layer_norm_forward(ROWS, ROW, None, 1e-5, residual=ROWS[1:]), r"residual has shape \(3, 8\)"),
+    (lambda: rms_norm_forward(ROWS, ROW, 1e-5, residual=ROWS.half()), "rms_norm: residual is torch.float16"),
+    (lambda: rms_norm_backward(ROWS[1:], ROWS, ROW, ROW[:4]), r"rms_norm_backward: grad_out has shape \(3, 8\)"),
+    (lambda: rms_norm_backward(ROWS, ROWS, ROW, ROW), r"rstd has shape \(8,\): expected \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_bad_input(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

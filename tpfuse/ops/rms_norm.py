@@ -1,0 +1,30 @@
+"""rms_norm: x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467); also of x + residual."""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfuse.kernel_choice import use_triton
+from tpfuse.ops.collectives import replicate
+from tpfuse.ops.layer_norm import check_norm, normalize
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None) -> Tensor:
+    """x: [..., C]; weight: [C]. Returns x's shape and dtype. sum_gradients_over and errors: as in `layer_norm`."""
+    check_norm("rms_norm", x, weight, None)
+    weight = replicate(weight, sum_gradients_over)
+    if use_triton(x):
+        return normalize(x, None, weight, None, eps, centered=False)[0]
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(summed), summed) with summed = x + residual, in one pass, also backward. residual: as x."""
+    check_norm("add_rms_norm", x, weight, None, residual)
+    weight = replicate(weight, sum_gradients_over)
+    if use_triton(x):
+        return normalize(x, residual, weight, None, eps, centered=False)
+    summed = x + residual
+    return F.rms_norm(summed, (x.shape[-1],), weight, eps), summed
