@@ -52,6 +52,7 @@ def gemm_forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
 ):
     GATED: tl.constexpr = weight_up_ptr is not None
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
@@ -75,7 +76,7 @@ def gemm_forward_kernel(
         if partials_ptr is None:
             store_result(
                 acc, up, bias_ptr, residual_ptr, preactivation_ptr, out_ptr, first_m, first_n, M, N,
-                stride_bias, stride_rm, stride_rn, N, 1, ACTIVATION, BLOCK_M, BLOCK_N,
+                stride_bias, stride_rm, stride_rn, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
             )  # fmt: skip
         else:
             width = 2 * N if GATED else N

@@ -65,7 +65,7 @@ def sum_partials_kernel(
             up += load_tile(part_ptr, first_m, N + first_n, M, width, width, 1, BLOCK_M, BLOCK_N, False)
     store_result(
         acc, up, bias_ptr, residual_ptr, preactivation_ptr, out_ptr, first_m, first_n, M, N,
-        stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N,
+        stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N, 1,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def store_tile(
 
 
 @triton.jit
-def store_result(
+def store_columns(
     acc,
     up,  # the second accumulator of a gated pair; not used otherwise
     bias_ptr,
@@ -100,10 +100,7 @@ def store_result(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """out = act(acc + bias) + residual of one tile, computed in float32; the pre-activation is kept where asked for.
-
-    Gated: bias is [2 N], pre-activation [M, 2 N].
-    """
+    """`store_result` of a tile whose epilogue fits the registers."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     if bias_ptr is not None:
         acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
@@ -121,6 +118,55 @@ def store_result(
         residual = load_tile(residual_ptr, first_m, first_n, M, N, stride_rm, stride_rn, BLOCK_M, BLOCK_N, False)
         out += residual.to(tl.float32)
     store_tile(out, out_ptr, first_m, first_n, M, N, stride_om, stride_on, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def column_parts(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """The tile x as 1, 2 or 4 tiles of equal width, from left to right."""
+    if PARTS == 1:
+        return (x,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        return column_parts(left, BLOCK_M, BLOCK_N // 2, PARTS // 2) + column_parts(
+            right, BLOCK_M, BLOCK_N // 2, PARTS // 2
+        )
+
+
+@triton.jit
+def store_result(
+    acc,
+    up,  # the second accumulator of a gated pair; not used otherwise
+    bias_ptr,
+    residual_ptr,
+    preactivation_ptr,
+    out_ptr,
+    first_m,
+    first_n,
+    M,
+    N,
+    stride_bias,
+    stride_rm,
+    stride_rn,
+    stride_om,
+    stride_on,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+):
+    """out = act(acc + bias) + residual of one tile, computed in float32; the pre-activation is kept where asked for.
+
+    Gated: bias is [2 N], pre-activation [M, 2 N]. A wide tile is stored in EPILOGUE_PARTS, so that what the epilogue
+    loads does not have to be in registers beside the whole of it.
+    """
+    parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    parts_up = column_parts(up, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        store_columns(
+            parts[part], parts_up[part], bias_ptr, residual_ptr, preactivation_ptr, out_ptr,
+            first_m, first_n + part * (BLOCK_N // EPILOGUE_PARTS), M, N,
+            stride_bias, stride_rm, stride_rn, stride_om, stride_on, ACTIVATION, BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
+        )  # fmt: skip
 
 
 def new_partials(splits: int, rows: int, columns: int, device: torch.device) -> Tensor | None:

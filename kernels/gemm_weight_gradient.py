@@ -3,8 +3,9 @@
 Both may be added to float32 buffers, which makes the accumulation of gradients over micro-batches free. A gated pair
 keeps an accumulator for each half of P; they share the tile of x.
 
-The bias gradient is one more column of the product, Pᵀ 1, in the programs of the first tile column: it costs no second
-pass over grad, and its order of summation is the product's.
+The bias gradient is one more product, Pᵀ 1 with a narrow tile of ones: it costs no second pass over grad, and its order
+of summation is the product's. All programs multiply by ones, those of the first tile column store it: a branch in the
+loop would keep Triton from specializing warps.
 """
 
 import torch
@@ -17,7 +18,7 @@ from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, new_partials, store_tile
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile, rounded
 
@@ -39,11 +40,16 @@ def store_weight_gradient(
     stride_bn,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
 ):
     """Stores a tile of dW and, in the first tile column, of db, added to what is there where asked for."""
-    if added_ptr is not None:
-        acc += load_tile(added_ptr, first_n, first_k, N, K, stride_on, stride_ok, BLOCK_M, BLOCK_N, False)
-    store_tile(acc, out_ptr, first_n, first_k, N, K, stride_on, stride_ok, BLOCK_M, BLOCK_N)
+    WIDTH: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+    parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        tile, first = parts[part], first_k + part * WIDTH
+        if added_ptr is not None:
+            tile += load_tile(added_ptr, first_n, first, N, K, stride_on, stride_ok, BLOCK_M, WIDTH, False)
+        store_tile(tile, out_ptr, first_n, first, N, K, stride_on, stride_ok, BLOCK_M, WIDTH)
     if bias_ptr is not None:
         if first_k == 0:  # all columns of sums are equal: they are those of a matrix of one column
             if added_bias_ptr is not None:
@@ -82,6 +88,7 @@ def gemm_weight_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
 ):
     # A tile of the result is BLOCK_M rows of N by BLOCK_N columns of K; the reduction runs over M in blocks of BLOCK_K.
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
@@ -109,11 +116,10 @@ def gemm_weight_gradient_kernel(
             if GATED:
                 acc_up = dot(p_up.T, b, acc_up)
             if bias_ptr is not None:
-                if pid_k == 0:
-                    ones = rounded(tl.full((BLOCK_K, 16), 1.0, tl.float32), p.dtype)
-                    sums = dot(p.T, ones, sums)
-                    if GATED:
-                        sums_up = dot(p_up.T, ones, sums_up)
+                ones = rounded(tl.full((BLOCK_K, 16), 1.0, tl.float32), p.dtype)
+                sums = dot(p.T, ones, sums)
+                if GATED:
+                    sums_up = dot(p_up.T, ones, sums_up)
         rows = 2 * N if GATED else N
         part_ptr = out_ptr + split.to(tl.int64) * rows * K
         bias_part_ptr = bias_ptr
@@ -121,12 +127,12 @@ def gemm_weight_gradient_kernel(
             bias_part_ptr += split.to(tl.int64) * rows
         store_weight_gradient(
             acc, sums, part_ptr, added_ptr, bias_part_ptr, added_bias_ptr,
-            first_n, first_k, N, K, stride_on, stride_ok, stride_bn, BLOCK_M, BLOCK_N,
+            first_n, first_k, N, K, stride_on, stride_ok, stride_bn, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
         )  # fmt: skip
         if GATED:
             store_weight_gradient(
                 acc_up, sums_up, part_ptr, added_ptr, bias_part_ptr, added_bias_ptr,
-                N + first_n, first_k, rows, K, stride_on, stride_ok, stride_bn, BLOCK_M, BLOCK_N,
+                N + first_n, first_k, rows, K, stride_on, stride_ok, stride_bn, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
             )  # fmt: skip
 
 
