@@ -4,9 +4,10 @@ A row holds for the sizes that its `at_most` names; of an operator's rows for a 
 the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
 """
 
+import contextlib
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Configuration:
     num_stages: int
     measured: str
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What a row is for; no two rows of a table have the same."""
+        return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
+
     def fits(self, bits: int, sizes: Mapping[str, int]) -> bool:
         """Whether the row is for elements of `bits` bits and these sizes."""
         return bits == self.bits and all(sizes[name] <= limit for name, limit in self.at_most.items())
@@ -51,9 +57,40 @@ def read_table(path: Path) -> list[Configuration]:
     return rows
 
 
+_overriding: dict[tuple[object, ...], Configuration] = {}
+_served: list[Configuration] = []
+
+
+@contextlib.contextmanager
+def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
+    """Within the block `choose` gives these in the place of the table's rows; yields a list of those it has given.
+
+    For the whole process, backward's threads included, so for one tuner at a time.
+    """
+    assert not _overriding, "a tuner is running already"
+    _served.clear()
+    _overriding.update({configuration.place: configuration for configuration in configurations})
+    try:
+        yield _served
+    finally:
+        _overriding.clear()
+
+
 @functools.cache
 def _rows(operator: str, name: str) -> tuple[Configuration, ...]:
     return tuple(row for row in read_table(TABLE) if (row.operator, row.family) == (operator, name))
+
+
+def forget() -> None:
+    """Makes `choose` read the table anew, after it was written."""
+    _rows.cache_clear()
+
+
+def _instead_of(row: Configuration) -> Configuration:
+    if row.place not in _overriding:
+        return row
+    _served.append(_overriding[row.place])
+    return _overriding[row.place]
 
 
 def choose(operator: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Configuration:
@@ -64,5 +101,5 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, **sizes: int
     name, bits = family(device), dtype.itemsize * 8
     for row in _rows(operator, name):
         if row.fits(bits, sizes):
-            return row
+            return _instead_of(row)
     raise AssertionError(f"configurations.toml has no row of {operator} for {name}, {bits} bits, {sizes}")

@@ -1,5 +1,6 @@
 """The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3."""
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tpfuse.profile import tune
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
 from tpfuse.train.config import parse_command, parse_prepare, parse_train
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
 from tpfuse.train.messages import fail
-from tpfuse.train.options import SampleCommand, TrainCommand
+from tpfuse.train.options import SampleCommand, TrainCommand, TuneCommand
 from tpfuse.train.rank import train_rank
 from tpfuse.train.sample import sample
 from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
@@ -67,10 +69,17 @@ def _prepare(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _tune(arguments: Sequence[str]) -> int:
+    operators = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    options = parse_command(TuneCommand, arguments[len(operators) :], "tune [OPERATOR ...]")
+    return tune.run(operators, options.out, options.minutes)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "sample": (_sample, "generate text with a trained model"),
     "prepare": (_prepare, "turn text into a token file"),
+    "tune": (_tune, "measure tile sizes of the kernels on this GPU"),
 }
 
 

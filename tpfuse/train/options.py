@@ -144,3 +144,13 @@ class SampleCommand:
     """Choose among this many likeliest tokens; 0: all."""
     seed: int = 0
     """Of the choice of tokens."""
+
+
+@dataclass(frozen=True)
+class TuneCommand:
+    """Measure tile sizes on the GPU at hand and write kernels/configurations.toml."""
+
+    out: Path | None = None
+    """Write the whole table there instead."""
+    minutes: float = 0.0
+    """No candidate is begun after this long; 0: no limit."""

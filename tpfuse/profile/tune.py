@@ -1,0 +1,205 @@
+"""`tpfuse tune`: measures tile sizes on the GPU at hand and writes them into kernels/configurations.toml.
+
+    tpfuse tune gemm attention_forward --minutes 20
+    python -m tpfuse.profile.tune gemm
+
+For each row of the table that a trial's launcher chooses, the candidates of its search space are compiled (what spills,
+or asks for more shared memory than there is, goes no further), compared with float64 as the tests do, and timed. The
+best by geometric mean over the row's trials takes the row's place, which says what it reached, where and when. Rows are
+written one by one, so that what ends early keeps what it has found.
+
+On several ranks the first one measures and writes, and the others receive its rows: ranks never launch differently.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from datetime import date, timedelta
+from pathlib import Path
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.testing
+
+from tpfuse.kernels import configurations, launch
+from tpfuse.kernels.configurations import Configuration, override, read_table
+from tpfuse.profile.compilation import compile_jobs
+from tpfuse.profile.gate import SHARED
+from tpfuse.profile.recorded import Job, source_of
+from tpfuse.profile.resources import Compilation
+from tpfuse.profile.search import Inspect, Search, Tuner, brief, one_line
+from tpfuse.profile.search_space import SPACES, Step
+from tpfuse.profile.table_file import with_rows
+from tpfuse.profile.trials import Trial, trials
+from tpfuse.train.errors import RunError, UserError
+
+
+def tune(
+    operators: Sequence[str],
+    tuner: Tuner,
+    all_trials: Sequence[Trial],
+    spaces: dict[str, tuple[Step, ...]],
+    out: Path,
+    group: dist.ProcessGroup | None = None,
+) -> list[Configuration]:
+    """Tunes the rows of `operators` for the tuner's device and writes `out`; returns the rows that were measured.
+
+    A collective of `group`: its first rank measures and writes, all return the same. Raises RunError on all of them
+    where the first one fails.
+    """
+    if group is None:
+        return _tuned(operators, tuner, all_trials, spaces, out)
+    outcome: list[list[Configuration] | str] = [""]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = [_tuned(operators, tuner, all_trials, spaces, out)]
+        except Exception as error:
+            outcome = [f"tuning failed on the first rank: {error}"]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(outcome[0], str):
+        raise RunError(outcome[0])
+    return outcome[0]
+
+
+def _tuned(
+    operators: Sequence[str],
+    tuner: Tuner,
+    all_trials: Sequence[Trial],
+    spaces: dict[str, tuple[Step, ...]],
+    out: Path,
+) -> list[Configuration]:
+    text, rows = configurations.TABLE.read_text(encoding="utf-8"), read_table(configurations.TABLE)
+    family = launch.family(tuner.device)
+    mine = [row for row in rows if row.family == family and row.operator in operators]
+    chosen = _chosen_rows(mine, all_trials, tuner)
+    found: dict[tuple[str, str, int], Configuration] = {}
+    for row in mine:
+        fitting = [trial for trial, served in chosen if row in served]
+        name = f"{row.operator}, {row.bits} bits" + "".join(f", {key} <= {x}" for key, x in row.at_most.items())
+        if not fitting or monotonic() > tuner.deadline:
+            tuner.say(f"{name}: left as it is, {'no time left' if fitting else 'no trial chooses it'}")
+            continue
+        tuner.say(f"{name}: {', '.join(trial.name for trial in fitting)}")
+        best = Search(tuner, fitting).best(row, spaces[row.operator])
+        if best is None:
+            continue
+        index = [x for x in rows if (x.operator, x.family) == (row.operator, row.family)].index(row)
+        found[row.operator, row.family, index] = best
+        out.write_text(with_rows(text, found), encoding="utf-8")
+        tuner.say(f"  best: {brief(best)}: {best.measured}")
+    configurations.forget()
+    return list(found.values())
+
+
+def _chosen_rows(
+    rows: Sequence[Configuration], all_trials: Sequence[Trial], tuner: Tuner
+) -> list[tuple[Trial, list[Configuration]]]:
+    """For each trial the rows among these that its launcher chooses. A trial that fails chooses none."""
+    chosen = []
+    for trial in all_trials if rows else []:
+        try:
+            with override(*rows) as served:
+                trial.run(**trial.inputs(tuner.device, tuner.dtype))
+            chosen.append((trial, list(served)))
+        except Exception as error:
+            tuner.say(f"{trial.name}: left out, {one_line(error)}")
+    return chosen
+
+
+def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
+    """Compiles what each candidate would launch, all cores at once, and finds what spills or does not fit."""
+
+    def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+        inputs = [trial.inputs(torch.device("meta"), dtype) for trial in fitting]
+        jobs: dict[object, Job] = {}
+        needed: list[set[object]] = []
+        for candidate in tried:
+            with override(candidate), launch.recording(family) as recording:
+                for trial, given in zip(fitting, inputs, strict=True):
+                    trial.run(**given)
+            keys: set[object] = set()
+            for x in recording.launches:
+                job = Job(candidate.operator, family, str(dtype), source_of(x, family), x.num_warps, x.num_stages)
+                key = job.source.hash(), x.num_warps, x.num_stages
+                jobs.setdefault(key, job)
+                keys.add(key)
+            needed.append(keys)
+        results = dict(compile_jobs(list(jobs.values())))
+        reasons = {key: _reason(results[index], family) for index, key in enumerate(jobs)}
+        return [next(filter(None, (reasons[key] for key in keys)), "") for keys in needed]
+
+    return inspect
+
+
+def _reason(result: Compilation, family: str) -> str:
+    if result.error:
+        return f"does not compile: {result.error}"
+    if result.spilled:
+        return f"spills {result.spilled} bytes"
+    return f"needs {result.shared} bytes of shared memory" if result.shared > SHARED[family] else ""
+
+
+def measure_on_device(call: Callable[[], object]) -> float:
+    """The median of some 100 ms of calls, the L2 cache emptied before each."""
+    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")) / 1e3
+
+
+def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch.dtype = torch.bfloat16) -> int:
+    """The command. Raises UserError where there is no GPU, for an operator without a search space, and for `out`."""
+    unknown = [name for name in operators if name not in SPACES]
+    if unknown:
+        raise UserError(f"no search space for {', '.join(unknown)}: expected operators of {', '.join(SPACES)}")
+    if not torch.cuda.is_available() or launch.INTERPRETED:
+        raise UserError(
+            "there is no CUDA GPU to measure on" + (", or TRITON_INTERPRET=1" if launch.INTERPRETED else "")
+        )
+    out = out or configurations.TABLE
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"cannot write {out}: give another file with --out")
+    group, device = _joined()
+    tuner = Tuner(
+        device=device,
+        dtype=dtype,
+        inspect=inspect_compiled(dtype, launch.family(device)),
+        measure=measure_on_device,
+        say=lambda line: print(line, flush=True),
+        place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
+        deadline=monotonic() + 60 * minutes if minutes else float("inf"),
+    )
+    rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out, group)
+    if group is None or dist.get_rank(group) == 0:
+        print(f"{len(rows)} rows measured and written to {out}")
+    if group is not None:
+        dist.destroy_process_group()
+    return 0
+
+
+def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Under torchrun all ranks as a group, which may wait for the first one for hours; else this process alone."""
+    if "WORLD_SIZE" not in os.environ:
+        return None, torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(hours=12))
+    return dist.group.WORLD, device
+
+
+def main() -> int:
+    """The command without what `tpfuse` imports for the others."""
+    parser = argparse.ArgumentParser(prog="python -m tpfuse.profile.tune")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(SPACES)}; default: all")
+    parser.add_argument("--out", type=Path, help="write the table there; default: kernels/configurations.toml itself")
+    parser.add_argument("--minutes", type=float, default=0.0, help="no candidate is begun after this long; 0: no limit")
+    arguments = parser.parse_args()
+    try:
+        return run(arguments.operators, arguments.out, arguments.minutes)
+    except (UserError, RunError) as error:
+        print(f"tpfuse tune: error: {error}", file=sys.stderr)
+        return error.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
