@@ -148,7 +148,7 @@ def attention(
     scores = scores.masked_fill(hidden, -torch.inf)
     probabilities = scores.softmax(dim=3).masked_fill(hidden.all(dim=1, keepdim=True), 0)
     if dropout_mask is not None:
-        probabilities = probabilities * dropout_mask
+        probabilities = probabilities * dropout_mask.to(probabilities.dtype)
     return torch.matmul(probabilities, v), scores.logsumexp(dim=3)
 
 
