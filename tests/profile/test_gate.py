@@ -1,6 +1,7 @@
 """The compiler's gate lets sound kernels through and names what is wrong with flawed ones."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,8 +33,14 @@ def compile_toys(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def toys() -> Report:
-    done = compile_toys("sound", "flawed", "--json", "--dtypes", "bfloat16")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what the compiler made of the toys."""
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def toys(kept: Path) -> Report:
+    done = compile_toys("broken", "flawed", "sound", "--json", "--dtypes", "bfloat16", "--keep", str(kept))
     assert done.returncode == 1, done.stderr
     return read_report(done.stdout)
 
@@ -58,7 +65,7 @@ FLAWS = {
     "mismatched_kernel": "Shape element 0 must be a power of 2",
     "copy_kernel BLOCK=1024 WARP_SPECIALIZE=False": "loaded in accesses of less than 16 bytes: {2: 8}",
     "copy_kernel BLOCK=1024 WARP_SPECIALIZE=True": "as WARP_SPECIALIZE asks for",
-    "product_kernel BLOCK=32": " instruction for its dot, HMMA instead",
+    "product_kernel BLOCK=32": " instruction for its dot, mma.sync instead",
     "product_kernel BLOCK=256": "registers are spilled",
     "product_kernel BLOCK=128": "bytes of shared memory",
 }
@@ -69,12 +76,18 @@ FLAWS = {
 def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
     (result,) = [result for result in results(toys, "flawed", family) if f" {start}" in gate.named(result)]
     lines = list(complaints(result))
-    if family == "sm_80" and FLAWS[start].endswith("HMMA instead"):
-        assert not lines, "HMMA is what sm_80 has"
+    if family == "sm_80" and FLAWS[start].endswith("mma.sync instead"):
+        assert not lines, "mma.sync is what sm_80 has"
         return
     assert f"flawed {family} bfloat16 {start}" in lines[0]
     assert FLAWS[start] in lines[0]
     assert all("\n" not in line for line in lines)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_launchers_that_raise_are_one_line(toys: Report, family: str) -> None:
+    (result,) = results(toys, "broken", family)
+    assert list(complaints(result)) == [f"broken {family} bfloat16: ValueError: tiles of 3 rows"]
 
 
 def test_wgmma_that_ptxas_serializes_is_told(toys: Report) -> None:
@@ -94,23 +107,44 @@ def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch:
 def test_the_table(toys: Report) -> None:
     text = table(toys.compilations, toys.triton)
     assert version_of(text) == toys.triton
-    assert text.count("\n## ") == 2 * len(FAMILIES)
+    assert text.count("\n## ") == 3 * len(FAMILIES)
     assert "| product | BLOCK=64 BLOCK_K=32 | bfloat16 | 4 | 3 |" in text
     assert "Shape element 0 must be a power of 2" in text
 
 
-def test_the_command_line_for_developers(tmp_path: Path) -> None:
-    flags = ["sound", "--families", "sm_90", "--dtypes", "float16"]
-    done = compile_toys(*flags, "--keep", str(tmp_path / "kept"))
+def test_the_command_line_for_developers(toys: Report, kept: Path) -> None:
+    done = compile_toys("sound", "--families", "sm_90", "--dtypes", "bfloat16")
     assert done.returncode == 0
-    assert "sound sm_90 float16 product_kernel BLOCK=64 BLOCK_K=32" in done.stdout
-    kept = sorted(path.name for path in (tmp_path / "kept").glob("*product*"))
-    assert kept == [f"sound-1-sm_90-product_kernel.{stage}" for stage in ("ptx", "sass", "ttgir", "ttir")]
-    assert "wgmma" in (tmp_path / "kept" / kept[0]).read_text()
-    assert "HGMMA" in (tmp_path / "kept" / kept[1]).read_text()
+    assert "sound sm_90 bfloat16 product_kernel BLOCK=64 BLOCK_K=32" in done.stdout
+    stages = sorted(path.suffix for path in kept.glob("sound-*-sm_90-product_kernel.*"))
+    assert stages == [".ptx", ".sass", ".ttgir", ".ttir"]
     wrong = compile_toys("sond")
     assert wrong.returncode == 2
     assert "there is no operator sond: expected one of" in wrong.stderr
+
+
+def sass_widths(sass: str, instruction: str) -> dict[int, int]:
+    """What access_widths says of PTX, counted in the machine code."""
+    widths: dict[int, int] = {}
+    for modifiers in re.findall(rf"{instruction}(\.[\w.]+) ", sass):
+        width = next((int(part.strip("U")) // 8 for part in modifiers.split(".") if part in ("U16", "64", "128")), 4)
+        widths[width] = widths.get(width, 0) + 1
+    return widths
+
+
+def test_ptx_says_what_the_machine_code_does(toys: Report, kept: Path) -> None:
+    seen = set()
+    for index, result in enumerate(toys.compilations):
+        if not result.error:
+            (path,) = kept.glob(f"*-{index}-*.sass")
+            sass = path.read_text()
+            loads = sass_widths(sass, "LDG"), sass_widths(sass, "LDGSTS")
+            assert {width: sum(x.get(width, 0) for x in loads) for width in loads[0] | loads[1]} == result.loads
+            assert sass_widths(sass, "STG") == result.stores
+            names = {"mma.sync": " HMMA.", "wgmma": " HGMMA.", "tcgen05": " UTCHMMA "}
+            assert [name for name, text in names.items() if text in sass] == result.tensor_cores
+            seen.update(result.tensor_cores)
+    assert seen == set(gate.NEWEST.values())
 
 
 def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,29 +2,31 @@
 
 import pytest
 
-from tpfuse.profile.resources import access_widths, instructions, occupancy, tensor_cores
+from tpfuse.profile.resources import access_widths, occupancy, tensor_cores
 
-SASS = """
-	.text.kernel:
-        /*0000*/                   LDC R1, c[0x0][0x37c] ;
-        /*0010*/              @!P0 LDG.E.128 R4, desc[UR8][R2.64] ;
-        /*0020*/               @P1 LDG.E.U16 R4, desc[UR8][R2.64] ;
-        /*0030*/                   LDG.E R4, desc[UR8][R2.64] ;
-        /*0040*/                   LDGSTS.E.BYPASS.128 [R13], desc[UR8][R2.64] ;
-        /*0050*/             @!UP0 STG.E.64 desc[UR8][R2.64], R4 ;
-        /*0060*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
-        /*0070*/                   LDGDEPBAR ;
-        /*0080*/                   LDG.E.128.CONSTANT R4, desc[UR8][R2.64] ;
+PTX = """
+	ld.param.b64 	%rd1, [kernel_param_0];
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	@%p1 ld.global.L1::evict_last.v8.b32 { %r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8 }, [ %rd1 + 0 ];
+	ld.global.b16 	%rs1, [%rd1];
+	ld.acquire.gpu.global.b32 	%r1, [%rd1];
+	ld.shared.v4.b32 	{%r1, %r2, %r3, %r4}, [%r9];
+	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+	cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 4, 4;
+	@%p2 st.global.v2.f32 [ %rd1 + 0 ], { %r1, %r2 };
+	st.shared.b16 	[%r1], %rs1;
+	wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, 1, 1, 1, 0, 0;
+	wgmma.wait_group.sync.aligned 0;
 """
 
 
 def test_instructions_of_a_program() -> None:
-    counts = instructions(SASS)
-    assert counts["LDGDEPBAR"] == 1
-    assert sum(counts.values()) == 9
-    assert tensor_cores(counts) == ["wgmma"]
-    assert access_widths(counts, "LDG", "LDGSTS") == {2: 1, 4: 1, 16: 3}
-    assert access_widths(counts, "STG") == {8: 1}
+    assert tensor_cores(PTX) == ["wgmma"]
+    assert tensor_cores("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {};") == ["mma.sync"]
+    assert tensor_cores("tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ];") == ["tcgen05"]
+    assert tensor_cores("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 64;") == []
+    assert access_widths(PTX, "ld") == {2: 1, 4: 2, 16: 2, 32: 1}
+    assert access_widths(PTX, "st") == {8: 1}
 
 
 @pytest.mark.parametrize(

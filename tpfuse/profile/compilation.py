@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -120,12 +120,20 @@ def _received(receiver: Any, process: BaseProcess, job: Job) -> Compilation:
 
 
 def compile_here(
-    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], keep: Path | None = None
+    operators: Sequence[str],
+    families: Sequence[str],
+    dtypes: Sequence[str],
+    keep: Path | None = None,
+    on_done: Callable[[Compilation], object] = lambda result: None,
 ) -> Report:
     """Records and compiles in this process's children. The kernels must not be interpreted here."""
-    jobs, rows = record(operators, families, dtypes)
-    results = dict(compile_jobs(jobs, keep))
-    return Report(triton.__version__, [results[index] for index in range(len(jobs))], rows)
+    recorded = record(operators, families, dtypes)
+    results = {}
+    for index, result in compile_jobs(recorded.jobs, keep):
+        results[index] = result
+        on_done(result)
+    failed = [Compilation(*place, "", {}, 0, 0, error=reason) for *place, reason in recorded.errors]
+    return Report(triton.__version__, [results[index] for index in range(len(results))] + failed, recorded.rows)
 
 
 def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
@@ -178,15 +186,20 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Exit status 1 where a kernel does not pass the gate."""
     options = _arguments()
-    report = compile_here(options.operators, options.families, options.dtypes, options.keep)
+    document = options.json or options.markdown
+    report = compile_here(
+        options.operators,
+        options.families,
+        options.dtypes,
+        options.keep,
+        (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
+    )
     if options.json:
         print(json.dumps(asdict(report)))
-    elif options.markdown:
+    if options.markdown:
         print(gate.table(report.compilations, report.triton), end="")
-    else:
-        print("\n".join(map(gate.describe, report.compilations)))
     complaints = [text for result in report.compilations for text in gate.complaints(result)]
-    print("\n".join(complaints), file=sys.stderr)
+    print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
     return int(bool(complaints))
 
 

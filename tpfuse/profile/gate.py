@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from tpfuse.profile.resources import LIMITS, Compilation
 
-# The newest matrix instruction of each family: mma.sync, wgmma and tcgen05 in PTX.
-NEWEST = {"sm_80": "HMMA", "sm_90": "wgmma", "sm_100": "tcgen05"}
+# The newest matrix instruction of each family.
+NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
-# (kernel, a constant) -> why its tiles cannot use the newest instruction; HMMA must be there.
+# (kernel, a constant) -> why its tiles cannot use the newest instruction; mma.sync must be there.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 # Rows of sm_80 serve the GPUs that have less shared memory than an A100 too.
@@ -34,7 +34,7 @@ def _complaints(result: Compilation) -> Iterator[str]:
         yield f"{result.shared} bytes of shared memory, {SHARED[result.family]} are allowed"
     if result.dot:
         newest = NEWEST[result.family]
-        if newest not in result.tensor_cores and not (exception(result) and "HMMA" in result.tensor_cores):
+        if newest not in result.tensor_cores and not (exception(result) and "mma.sync" in result.tensor_cores):
             yield f"no {newest} instruction for its dot, {'+'.join(result.tensor_cores) or 'no tensor core'} instead"
     else:
         for name, widths in (("loaded", result.loads), ("stored", result.stores)):
@@ -60,11 +60,14 @@ def narrow(widths: dict[int, int]) -> float:
 
 def named(result: Compilation) -> str:
     """Operator, family and configuration on one line."""
-    constants = " ".join(f"{name}={value}" for name, value in result.constants.items() if value != "None")
-    return (
-        f"{result.operator} {result.family} {result.dtype} {result.kernel} {constants}"
-        f" num_warps={result.num_warps} num_stages={result.num_stages}"
-    )
+    place = f"{result.operator} {result.family} {result.dtype}"
+    if not result.kernel:  # a launcher raised
+        return place
+    return f"{place} {result.kernel} {_constants(result)} num_warps={result.num_warps} num_stages={result.num_stages}"
+
+
+def _constants(result: Compilation) -> str:
+    return " ".join(f"{name}={value}" for name, value in result.constants.items() if value != "None")
 
 
 def describe(result: Compilation) -> str:
@@ -110,10 +113,9 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def _cells(result: Compilation) -> list[object]:
-    constants = " ".join(f"{name}={value}" for name, value in result.constants.items() if value != "None")
     return [
         result.kernel.removesuffix("_kernel"),
-        constants,
+        _constants(result),
         result.dtype,
         result.num_warps,
         result.num_stages,

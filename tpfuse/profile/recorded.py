@@ -5,6 +5,7 @@ each launch into a signature, as it would at run time: None and 1 become constan
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,23 +75,34 @@ def _chosen_rows() -> Iterator[dict[int, Configuration]]:
         yield rows
 
 
-def record(
-    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]
-) -> tuple[list[Job], list[Configuration]]:
+@dataclass
+class Recorded:
+    """The work list. errors: (operator, family, dtype, one line) of launchers that raised."""
+
+    jobs: list[Job]
+    rows: list[Configuration]
+    errors: list[tuple[str, str, str, str]]
+
+
+def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Recorded:
     """What the operators would launch, each kernel once, and the rows of configurations.toml that they chose.
 
     The kernels must not be interpreted in this process.
     """
     assert not launch.INTERPRETED, "kernels are interpreted in this process"
     jobs: dict[tuple[object, ...], Job] = {}
+    errors = []
     with _chosen_rows() as rows:
-        for operator in operators:
-            module = cases.load(operator)
-            for family in families:
-                for dtype in dtypes:
-                    with launch.recording(family) as recording:
-                        module.launches(DTYPES[dtype])
-                    for x in recording.launches:
-                        job = Job(operator, family, dtype, source_of(x, family), x.num_warps, x.num_stages)
-                        jobs.setdefault((family, job.source.hash(), x.num_warps, x.num_stages), job)
-    return list(jobs.values()), list(rows.values())
+        for operator, family, dtype in itertools.product(operators, families, dtypes):
+            try:
+                for job in _launched(operator, family, dtype):
+                    jobs.setdefault((family, job.source.hash(), job.num_warps, job.num_stages), job)
+            except Exception as error:
+                errors.append((operator, family, dtype, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+    return Recorded(list(jobs.values()), list(rows.values()), errors)
+
+
+def _launched(operator: str, family: str, dtype: str) -> list[Job]:
+    with launch.recording(family) as recording:
+        cases.load(operator).launches(DTYPES[dtype])
+    return [Job(operator, family, dtype, source_of(x, family), x.num_warps, x.num_stages) for x in recording.launches]

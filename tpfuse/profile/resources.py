@@ -1,15 +1,14 @@
-"""What a compiled kernel takes of a multiprocessor and which instructions it consists of, read from its cubin.
+"""What a compiled kernel takes of a multiprocessor, and by which instructions it moves and multiplies.
 
-The tools that print both, cuobjdump and nvdisasm, come with Triton; neither needs a GPU.
+Registers are read from the cubin by cuobjdump, which comes with Triton; instructions from the PTX, whose matrix
+products and wide accesses ptxas takes over one by one (to disassemble takes as long as to compile).
 """
 
-import functools
 import os
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class Compilation:
     shared: int = 0  # bytes of a program
     programs: int = 0  # that fit on a multiprocessor
     dot: bool = False
-    tensor_cores: list[str] = field(default_factory=list)  # "HMMA", "wgmma", "tcgen05"
+    tensor_cores: list[str] = field(default_factory=list)  # of mma.sync, wgmma, tcgen05
     loads: dict[int, int] = field(default_factory=dict)  # bytes of a thread -> how many such instructions
     stores: dict[int, int] = field(default_factory=dict)
     bulk: bool = False  # whether tiles are moved by TMA
@@ -82,7 +81,7 @@ class Compilation:
 def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
     """What Triton's CompiledKernel takes and consists of. identity: the first fields of the result."""
     registers, spilled = registers_and_stack(kernel.asm["cubin"])
-    counts = instructions(disassembly(kernel.asm["cubin"]))
+    ptx = kernel.asm["ptx"]
     metadata = kernel.metadata
     tensor_memory = getattr(metadata, "tmem_size", None) or 0
     return Compilation(
@@ -92,12 +91,12 @@ def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
         shared=metadata.shared,
         programs=occupancy(identity["family"], registers, metadata.shared, metadata.num_warps, tensor_memory),
         dot="tt.dot" in kernel.asm["ttir"],
-        tensor_cores=tensor_cores(counts),
-        loads=access_widths(counts, "LDG", "LDGSTS"),
-        stores=access_widths(counts, "STG"),
-        bulk=any(name.startswith("UTMA") for name in counts),
+        tensor_cores=tensor_cores(ptx),
+        loads=access_widths(ptx, "ld"),
+        stores=access_widths(ptx, "st"),
+        bulk="cp.async.bulk.tensor" in ptx,
         specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
-        serialized="wgmma.mma_async" in kernel.asm["ptx"] and serializes(kernel.asm["ptx"]),
+        serialized="wgmma.mma_async" in ptx and serializes(ptx),
     )
 
 
@@ -128,31 +127,23 @@ def serializes(ptx: str) -> bool:
     return "serialized" in _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
 
 
-def instructions(sass: str) -> Counter[str]:
-    """How often each instruction occurs in the text of a program, modifiers included ("LDG.E.128")."""
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", sass, re.MULTILINE))
+_PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS
 
 
-_TENSOR_CORES = {"HMMA": "HMMA", "HGMMA": "wgmma", "UTCHMMA": "tcgen05", "UTCQMMA": "tcgen05"}
+def tensor_cores(ptx: str) -> list[str]:
+    """The kinds of matrix instructions in a program."""
+    return [name for name in _PRODUCTS if re.search(rf"\b{re.escape(name)}\.(mma|aligned)", ptx)]
 
 
-def tensor_cores(counts: Mapping[str, int]) -> list[str]:
-    """The kinds of matrix instructions among `instructions`: HMMA (mma.sync in PTX), wgmma, tcgen05."""
-    return sorted({_TENSOR_CORES[name.split(".")[0]] for name in counts if name.split(".")[0] in _TENSOR_CORES})
-
-
-@functools.cache
-def _width(instruction: str) -> int:
-    for part in reversed(instruction.split(".")):
-        if part in ("U8", "S8", "U16", "S16", "64", "128", "256"):
-            return int(part.lstrip("US")) // 8
-    return 4
-
-
-def access_widths(counts: Mapping[str, int], *names: str) -> dict[int, int]:
-    """bytes -> how many instructions of these names (LDG, LDGSTS; STG) move that many for a thread."""
+def access_widths(ptx: str, name: str) -> dict[int, int]:
+    """bytes of a thread -> how many instructions load ("ld") or store ("st") that many in global memory."""
     widths: Counter[int] = Counter()
-    for instruction, count in counts.items():
-        if instruction.split(".")[0] in names:
-            widths[_width(instruction)] += count
+    for modifiers in re.findall(rf"\b{name}((?:\.[\w:]+)+)\s", ptx):
+        parts = modifiers.split(".")
+        if "global" in parts:
+            vector = next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
+            widths[vector * int(parts[-1].lstrip("bfsu")) // 8] += 1
+    if name == "ld":  # to shared memory, without a register between
+        for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* [^;]*?\], (\w+)", ptx):
+            widths[int(size, 0)] += 1
     return dict(sorted(widths.items()))
