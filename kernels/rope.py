@@ -1,0 +1,265 @@
+"""rope: rotary position embedding (arXiv:2104.09864) of queries and keys in one launch, in place or not, and inverse.
+
+    (a, b) -> (a cos - b sin, b cos + a sin)        for each pair of a head's elements, cos and sin of its position
+
+Pairs are an element and the one R further on (half-split: Llama, GPT-NeoX) or neighbours (interleaved: GPT-J). A
+program holds the cosines and sines of a block of positions in registers, in float32, and walks over some heads with
+them: what is read and written is the heads and little else. Each element is read and written by one thread, so that
+the results may lie where the inputs do. The inverse is the rotation by the negative angles, which is also backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.tiles import rounded
+
+
+@triton.jit
+def _rotate_pair(a, b, cos, sin):
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,  # at the first rotated element of the block's columns
+    out_ptr,
+    first,
+    stop,
+    offs_x,
+    offs_out,
+    stride_xh,
+    stride_oh,
+    cos,
+    sin,
+    mask_m,
+    width,
+    R,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Rotates `width` pairs (BLOCK_R at the most) of a block of positions in the heads from `first` to `stop`."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    offs_x += first.to(tl.int64) * stride_xh
+    offs_out += first.to(tl.int64) * stride_oh
+    for _ in range(first, stop):
+        x_rows, out_rows = x_ptr + offs_x[:, None], out_ptr + offs_out[:, None]
+        if INTERLEAVED:
+            offs = tl.arange(0, 2 * BLOCK_R)[None, :]
+            mask = mask_m[:, None] & (offs < 2 * width)
+            x = tl.load(x_rows + offs, mask=mask, other=0.0)
+            a, b = tl.split(tl.reshape(x, [BLOCK_M, BLOCK_R, 2]))
+            a, b = _rotate_pair(a, b, cos, sin)
+            out = tl.reshape(tl.join(a, b), [BLOCK_M, 2 * BLOCK_R])
+            tl.store(out_rows + offs, rounded(out, dtype), mask=mask)
+        else:
+            offs = tl.arange(0, BLOCK_R)[None, :]
+            mask = mask_m[:, None] & (offs < width)
+            a = tl.load(x_rows + offs, mask=mask, other=0.0)
+            b = tl.load(x_rows + R + offs, mask=mask, other=0.0)
+            a, b = _rotate_pair(a, b, cos, sin)
+            tl.store(out_rows + offs, rounded(a, dtype), mask=mask)
+            tl.store(out_rows + R + offs, rounded(b, dtype), mask=mask)
+        offs_x += stride_xh
+        offs_out += stride_oh
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr,  # [B, T, H, D] bf16, read
+    k_ptr,  # [B, T, H_k, D] bf16, read; or None
+    q_out_ptr,  # [B, T, H, D] bf16, written; may be q_ptr
+    k_out_ptr,  # [B, T, H_k, D] bf16, written; may be k_ptr; or None
+    cos_ptr,  # [n_positions, R] float32, read
+    sin_ptr,  # [n_positions, R] float32, read
+    positions_ptr,  # [B, T] int64, read
+    M,  # B T
+    T,
+    H,
+    H_k,
+    R,
+    n_positions,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_qob,
+    stride_qot,
+    stride_qoh,
+    stride_kob,
+    stride_kot,
+    stride_koh,
+    stride_pb,
+    stride_pt,
+    sign,  # of the angles
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    batch, time = (offs_m // T).to(tl.int64), (offs_m % T).to(tl.int64)
+    position = tl.load(positions_ptr + batch * stride_pb + time * stride_pt, mask=mask_m, other=0)
+    first_r = tl.program_id(2) * BLOCK_R
+    offs_r = first_r + tl.arange(0, BLOCK_R)
+    known = (position >= 0) & (position < n_positions)
+    table = position[:, None] * R + offs_r[None, :]
+    mask = known[:, None] & (offs_r < R)[None, :]
+    cos = tl.load(cos_ptr + table, mask=mask, other=float("nan"))  # what has no angle is not left as it was
+    sin = tl.load(sin_ptr + table, mask=mask, other=float("nan")) * sign
+
+    shift = first_r * 2 if INTERLEAVED else first_r
+    first = tl.program_id(1) * HEADS
+    behind_q = tl.cdiv(H, HEADS) * HEADS
+    if first < behind_q:
+        offs_q, offs_qo = batch * stride_qb + time * stride_qt, batch * stride_qob + time * stride_qot
+        _rotate_heads(
+            q_ptr + shift, q_out_ptr + shift, first, min(first + HEADS, H), offs_q, offs_qo, stride_qh, stride_qoh,
+            cos, sin, mask_m, R - first_r, R, INTERLEAVED, BLOCK_M, BLOCK_R,
+        )  # fmt: skip
+    elif k_ptr is not None:
+        first -= behind_q
+        offs_k, offs_ko = batch * stride_kb + time * stride_kt, batch * stride_kob + time * stride_kot
+        _rotate_heads(
+            k_ptr + shift, k_out_ptr + shift, first, min(first + HEADS, H_k), offs_k, offs_ko, stride_kh, stride_koh,
+            cos, sin, mask_m, R - first_r, R, INTERLEAVED, BLOCK_M, BLOCK_R,
+        )  # fmt: skip
+
+
+def rope_forward(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The first 2 R elements of every head rotated by its position's angles, the others copied.
+
+    q: [B, T, H, D] and k: [B, T, H_k, D] or None, of one dtype of float32, float16, bfloat16; any strides but 1 for D
+    (a tensor [B, H, T, D] goes in as its transpose(1, 2)); D even. cos, sin: [n_positions, R] float32, contiguous,
+    2 R <= D. positions: [B, T] or [T] int64; one outside the tables makes NaN. inverse: by the negative angles.
+    Returns new tensors in the layout of torch.empty_like. Raises ValueError for other shapes, dtypes, strides, devices.
+    """
+    check_rope("rope_forward", q, k, cos, sin, positions)
+    width, outs = 2 * cos.shape[1], []
+    for x in (q, k):
+        out = None if x is None else torch.empty_like(x)
+        if x is not None and out is not None and width < x.shape[3]:
+            out[..., width:] = x[..., width:]
+        outs.append(out)
+    q_out, k_out = outs
+    assert q_out is not None
+    _launch(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
+    return q_out, k_out
+
+
+def rope_(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+) -> None:
+    """`rope_forward` in place. Raises ValueError also where elements of q or of k share memory (expanded tensors)."""
+    check_rope("rope_", q, k, cos, sin, positions)
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"rope_: {name} has strides {x.stride()}: expected elements that share no memory")
+    _launch(q, k, q, k, cos, sin, positions, interleaved, inverse)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor | None,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
+    check_floats("rope", q=q, k=k)
+    (b, t, heads, _), (n_positions, r) = q.shape, cos.shape
+    heads_k = 0 if k is None else k.shape[2]
+    positions = positions.expand(b, t)
+    row = choose("rope", q.device, q.dtype, R=r)
+    block_m, block_r, group = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_R", "HEADS"))
+    strides = {}
+    for name, x in (("q", q), ("k", k), ("qo", q_out), ("ko", k_out)):
+        for dimension, letter in enumerate("bth"):
+            strides[f"stride_{name}{letter}"] = 0 if x is None else x.stride(dimension)
+    launch(
+        rope_kernel,
+        (
+            triton.cdiv(b * t, block_m),
+            triton.cdiv(heads, group) + triton.cdiv(heads_k, group),
+            triton.cdiv(r, block_r),
+        ),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        q_ptr=q,
+        k_ptr=k,
+        q_out_ptr=q_out,
+        k_out_ptr=k_out,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        positions_ptr=positions,
+        M=b * t,
+        T=t,
+        H=heads,
+        H_k=heads_k,
+        R=r,
+        n_positions=n_positions,
+        **strides,
+        stride_pb=positions.stride(0),
+        stride_pt=positions.stride(1),
+        sign=-1.0 if inverse else 1.0,
+        INTERLEAVED=interleaved,
+        **row.blocks,
+    )
+
+
+def check_rope(operator: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Raises ValueError unless these are what `rope_forward` takes, but for q and k float64 too.
+
+    The values of positions are not looked at.
+    """
+    check_floats(operator, cos=cos, sin=sin)
+    check_integers(operator, "positions", positions, (torch.int64,))
+    if cos.dtype != torch.float32 or cos.ndim != 2 or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(
+            f"{operator}: cos is {cos.dtype} {tuple(cos.shape)}: expected contiguous float32 tables [n, R]"
+        )
+    check_shape(operator, "sin", sin, tuple(cos.shape))
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        if x.ndim != 4 or x.shape[3] % 2 or x.shape[3] < 2 * cos.shape[1]:
+            expected = f"[B, T, H, D], D even and at least {2 * cos.shape[1]}"
+            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {expected}")
+        if not x.is_floating_point() or x.dtype != q.dtype:
+            raise ValueError(f"{operator}: {name} is {x.dtype}: expected floats, of one dtype")
+        check_shape(operator, name, x, (*q.shape[:2], x.shape[2], q.shape[3]))
+        check_device(operator, "q", q, name, x)
+        if x.stride(3) != 1 and x.numel():
+            raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected 1 for the last dimension")
+    if tuple(positions.shape) not in ((q.shape[1],), tuple(q.shape[:2])):
+        raise ValueError(f"{operator}: positions has shape {tuple(positions.shape)}: expected {tuple(q.shape[:2])}")
+    for name, x in (("cos", cos), ("positions", positions)):
+        check_device(operator, "q", q, name, x)
