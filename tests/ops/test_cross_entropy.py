@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.mesh import group_of, shard_range
+from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.testing.compare import Yardstick
@@ -10,9 +11,11 @@ from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def _upcast(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return reference.cross_entropy(logits.float() if logits.dtype == torch.bfloat16 else logits, target)
+    return reference.cross_entropy(logits.float() if logits.dtype in HALF else logits, target)
 
 
 def _targets(rows: int, vocabulary: int) -> torch.Tensor:
@@ -22,15 +25,16 @@ def _targets(rows: int, vocabulary: int) -> torch.Tensor:
     return target
 
 
-def _against_reference(dtype: torch.dtype, vocabulary: int, scale: float) -> None:
+def _against_reference(kind: str, dtype: torch.dtype, vocabulary: int, scale: float) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     own = (slice(None), slice(*shard_range(vocabulary, rank, world)))
     logits, target = normal(1, 63, vocabulary, dtype=dtype) * scale, _targets(63, vocabulary)
-    grad = normal(2, 63, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    grad = normal(2, 63, dtype=torch.float32 if dtype in HALF else dtype)
     yardstick = Yardstick(_upcast, {"logits": logits, "target": target}, grad)
     mine = logits[own].clone().requires_grad_()
-    losses = cross_entropy(mine, target, vocabulary, group_of(tensor_mesh()))
-    losses.backward(grad)
+    with kernels(kind):
+        losses = cross_entropy(mine, target, vocabulary, group_of(tensor_mesh()))
+        losses.backward(grad)
     yardstick.check("out", losses)
     yardstick.check("logits", mine.grad, own)
     assert torch.equal(losses[target == -1], torch.zeros_like(losses[target == -1]))
@@ -41,44 +45,172 @@ def _against_reference(dtype: torch.dtype, vocabulary: int, scale: float) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 2, 63, 1000])
 def test_against_reference(world: int, dtype: torch.dtype, vocabulary: int) -> None:
-    pool(world).run(_against_reference, dtype, vocabulary, 1.0)
+    pool(world).run(_against_reference, "torch", dtype, vocabulary, 1.0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [2, 257])
+def test_kernels_against_reference(world: int, dtype: torch.dtype, vocabulary: int) -> None:
+    pool(world).run(_against_reference, "triton", dtype, vocabulary, 1.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_float64_is_torchs(world: int) -> None:
+    pool(world).run(_against_reference, "triton", torch.float64, 63, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("scale", [1e-4, 1e4, 1e30])
-def test_extreme_logits(world: int, scale: float) -> None:
-    pool(world).run(_against_reference, torch.float32, 100, scale)
+def test_extreme_logits(world: int, kind: str, scale: float) -> None:
+    pool(world).run(_against_reference, kind, torch.float32, 100, scale)
 
 
-def _nothing_to_learn() -> None:
+def _nothing_to_learn(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(10, rank, world)
     logits = normal(4, 7, 10)[:, start:stop].clone().requires_grad_()
-    losses = cross_entropy(logits, torch.full((7,), -1), 10, group_of(tensor_mesh()))
-    losses.sum().backward()
+    with kernels(kind):
+        losses = cross_entropy(logits, torch.full((7,), -1), 10, group_of(tensor_mesh()))
+        losses.sum().backward()
     assert torch.equal(losses, torch.zeros(7))
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_all_ignored(world: int) -> None:
-    pool(world).run(_nothing_to_learn)
+def test_all_ignored(world: int, kind: str) -> None:
+    pool(world).run(_nothing_to_learn, kind)
 
 
-def _errors() -> None:
+def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half of the vocabulary is -inf, all of what the last ranks of four hold; the last row has a NaN."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = shard_range(12, rank, world)
+    whole = normal(5, 6, 12)
+    whole[:, 6:] = -torch.inf
+    whole[5, 11] = torch.nan
+    logits = whole[:, start:stop].clone().requires_grad_()
+    with kernels(kind):
+        losses = cross_entropy(logits, torch.tensor([0, 1, 2, 3, 4, 5]), 12, group_of(tensor_mesh()))
+        losses.sum().backward()
+    return losses.detach(), logits.grad
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_masked_vocabulary_and_a_nan(world: int, kind: str) -> None:
+    whole = normal(5, 6, 12)[:, :6].requires_grad_()
+    expected = torch.nn.functional.cross_entropy(whole, torch.tensor([0, 1, 2, 3, 4, 5]), reduction="none")
+    expected.sum().backward()
+    results = pool(world).run(_masked, kind)
+    assert all(torch.equal(losses, results[0][0]) or losses[5].isnan() for losses, _ in results)
+    losses, gradient = results[0][0], torch.cat([gradient for _, gradient in results], dim=1)
+    torch.testing.assert_close(losses[:5], expected[:5])
+    torch.testing.assert_close(gradient[:5, :6], whole.grad[:5])
+    assert losses[5].isnan() and gradient[5].isnan().all()
+    assert torch.count_nonzero(gradient[:5, 6:]) == 0
+
+
+def _bits(kind: str) -> torch.Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = shard_range(300, rank, world)
+    logits = normal(6, 40, 300)[:, start:stop].clone()
+    with kernels(kind):
+        return cross_entropy(logits, _targets(40, 300), 300, group_of(tensor_mesh()))
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_all_ranks_have_the_same_bits_in_every_run(kind: str) -> None:
+    first, *others = [x for _ in range(3) for x in pool(3).run(_bits, kind)]
+    assert all(torch.equal(first, x) for x in others)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_the_logits_are_the_callers(kind: str) -> None:
+    logits, target = normal(7, 20, 50).requires_grad_(), _targets(20, 50)
+    with kernels(kind):
+        before = logits.detach().clone()
+        loss = cross_entropy(logits, target, 50, None).sum()
+        (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (again,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert torch.equal(first, again) and torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_any_stride(dtype: torch.dtype) -> None:
+    target = _targets(20, 50)
+    for logits in (
+        normal(7, 50, 20, dtype=dtype).t(),
+        normal(7, 20, 80, dtype=dtype)[:, 9:59],
+        normal(7, 40, 50, dtype=dtype)[::2],
+    ):
+        yardstick = Yardstick(_upcast, {"logits": logits, "target": target}, torch.ones(20))
+        mine = logits.detach().requires_grad_()
+        with kernels("triton"):
+            losses = cross_entropy(mine, target, 50, None)
+            losses.sum().backward()
+        yardstick.check("out", losses)
+        yardstick.check("logits", mine.grad)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+def test_no_tokens(kind: str) -> None:
+    logits = torch.empty(0, 10, requires_grad=True)
+    with kernels(kind):
+        losses = cross_entropy(logits, torch.empty(0, dtype=torch.int64), 10, None)
+        losses.sum().backward()
+    assert losses.shape == (0,) and logits.grad.shape == (0, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_custom_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
+    logits, target = normal(7, 12, 20, dtype=dtype).requires_grad_(), _targets(12, 20)
+    forward, backward = torch.ops.tpfuse.cross_entropy_forward.default, torch.ops.tpfuse.cross_entropy_backward.default
+    torch.library.opcheck(forward, (logits, target))
+    torch.library.opcheck(backward, (logits.detach(), target, torch.ones(2, 12), torch.ones(12)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
+    def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(x * 2, target, 30, None).mean()
+
+    x, target = normal(8, 20, 30, dtype=dtype).requires_grad_(), _targets(20, 30)
+    with kernels("triton"):
+        results = []
+        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            value = function(x, target)
+            results.append((value, *torch.autograd.grad(value, x)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def _errors(kind: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     group = group_of(tensor_mesh())
     start, stop = shard_range(10, rank, world)
     logits, target = torch.zeros(3, stop - start), torch.zeros(3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=rf"expected \[M, {stop - start}\] on rank {rank}"):
-        cross_entropy(torch.zeros(3, stop - start + 1), target, 10, group)
-    with pytest.raises(ValueError, match=r"logits \(3,\)"):
-        cross_entropy(torch.zeros(3), target, 10, group)
-    for wrong in (10, -2):
-        with pytest.raises(ValueError, match="expected 0 to 9, or -1"):
-            cross_entropy(logits, torch.tensor([0, wrong, 0]), 10, group)
+    with kernels(kind):
+        with pytest.raises(ValueError, match=rf"expected \[M, {stop - start}\] on rank {rank}"):
+            cross_entropy(torch.zeros(3, stop - start + 1), target, 10, group)
+        with pytest.raises(ValueError, match=r"logits \(3,\)"):
+            cross_entropy(torch.zeros(3), target, 10, group)
+        with pytest.raises(ValueError, match=r"logits are torch\.int64"):
+            cross_entropy(logits.long(), target, 10, group)
+        with pytest.raises(ValueError, match=r"target is torch\.int64 \(2,\): expected int64 \(3,\)"):
+            cross_entropy(logits, target[:2], 10, group)
+        with pytest.raises(ValueError, match=r"target is torch\.int32 \(3,\): expected int64"):
+            cross_entropy(logits, target.int(), 10, group)
+        with pytest.raises(ValueError, match="target is on meta: expected cpu"):
+            cross_entropy(logits, target.to("meta"), 10, group)
+        for wrong in (10, -2):
+            with pytest.raises(ValueError, match="expected 0 to 9, or -1"):
+                cross_entropy(logits, torch.tensor([0, wrong, 0]), 10, group)
 
 
+@pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("world", [1, 3])
-def test_bad_input_is_refused(world: int) -> None:
-    pool(world).run(_errors)
+def test_bad_input_is_refused(world: int, kind: str) -> None:
+    pool(world).run(_errors, kind)

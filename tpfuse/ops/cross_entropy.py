@@ -1,8 +1,15 @@
 """cross_entropy: -log softmax(logits)[target] where each rank holds a slice of the vocabulary.
 
-loss = log Σ exp(logit - m) + m - logit[target], with the maximum m, the sum and the target's logit reduced
-over ranks: two small all-reduces instead of a gather of the logits (arXiv:1909.08053, section 3). Backward
-needs no communication: softmax - one_hot on each slice.
+    loss = log Σ exp(logit - m) - (logit[target] - m)
+
+with the maximum m, the sum and the target's logit reduced over ranks (arXiv:1909.08053, section 3), by one all-gather
+of three numbers for each row and rank instead of an all-reduce of the maxima and then one of the sums: it waits once,
+and every rank adds in the order of ranks, so that all have the same bits whatever the backend does. Backward needs no
+communication: softmax - one_hot on each slice.
+
+The gradient is a new tensor, not written over the logits: they are the caller's, who may hold them for a second loss,
+for a metric or for another call of backward, of none of which an operator can know. `linear_cross_entropy` owns its
+logits, and does.
 """
 
 from typing import Any
@@ -12,62 +19,176 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.library import custom_op
 
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.cross_entropy import (
+    IGNORE,
+    cross_entropy_backward,
+    cross_entropy_backward_,
+    cross_entropy_combine,
+    cross_entropy_forward,
+)
 from tpfuse.ops.autograd import apply, once_differentiable
+from tpfuse.ops.values import check_range
 
-IGNORE = -1  # the target of a position that has no loss
-
-
-class _VocabParallelCrossEntropy(Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: dist.ProcessGroup) -> Tensor:
-        rows, width = logits.shape
-        maximum = logits.amax(dim=-1) if width else logits.new_full((rows,), float("-inf"))
-        maximum = collectives.all_reduce_max(maximum, group)
-        exponentials = torch.exp(logits - maximum.unsqueeze(-1))
-        own = (target >= start) & (target < start + width)
-        column = torch.where(own, target - start, 0)
-        sums = logits.new_zeros(2, rows)
-        sums[0] = exponentials.sum(dim=-1)
-        if width:
-            picked = logits.gather(1, column.unsqueeze(1)).squeeze(1) - maximum
-            sums[1] = torch.where(own, picked, 0)
-        total, target_logit = collectives.all_reduce(sums, group)
-        softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, column, own, target)
-        return torch.where(target == IGNORE, 0, torch.log(total) - target_logit)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, column, own, target = ctx.saved_tensors
-        grad = torch.where(target == IGNORE, 0, grad).unsqueeze(-1)
-        grad_logits = softmax * grad
-        if softmax.shape[-1]:
-            grad_logits.scatter_add_(1, column.unsqueeze(1), torch.where(own.unsqueeze(-1), -grad, 0))
-        return grad_logits, None, None, None
+__all__ = ["IGNORE", "cross_entropy"]
 
 
 def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
     """Loss of each position, in nats.
 
-    logits: [M, this rank's slice of the vocabulary], float32 or float64 (half types are upcast to float32);
-    target: [M] int64 global token numbers, -1 where there is no loss. Returns [M], equal on all ranks, in the
-    dtype that was computed in. Raises ValueError where the logits are not this rank's slice and, on CPU (on
-    CUDA that check would stop the stream), for a target outside the vocabulary.
+    logits: [M, this rank's slice of the vocabulary], float32, float64 or a half type, which is computed in float32;
+    target: [M] int64 global token numbers, -1 where there is no loss. Returns [M], equal on all ranks, in the dtype
+    that was computed in. Raises ValueError where the logits are not this rank's slice, for a target of another shape
+    or dtype and, on CPU (on CUDA that check would stop the stream: there the loss is NaN, with the torch path a device
+    assertion), for a target outside the vocabulary.
     """
     rank, world = rank_and_size(group)
     start, stop = shard_range(vocabulary, rank, world)
     if logits.ndim != 2 or logits.shape[1] != stop - start:
         raise ValueError(f"logits {tuple(logits.shape)}: expected [M, {stop - start}] on rank {rank}")
-    if target.device.type == "cpu" and target.numel():
-        lowest, highest = int(target.min()), int(target.max())
-        if lowest < IGNORE or highest >= vocabulary:
-            raise ValueError(f"targets from {lowest} to {highest}: expected 0 to {vocabulary - 1}, or {IGNORE}")
-    if logits.dtype in (torch.bfloat16, torch.float16):
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}: expected a float dtype")
+    check_target(target, logits, vocabulary)
+    if use_triton(logits):
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        if group is None:
+            loss: Tensor = _forward(logits, target)[0]
+            return loss
+    elif logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     if group is None:
         return F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
-    return apply(_VocabParallelCrossEntropy, logits, target, start, group)
+    return apply(_VocabParallelCrossEntropy, logits, target, vocabulary, group)
+
+
+def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
+    """Raises ValueError unless target is [M] int64 for `rows` [M, …], on its device, of numbers of the vocabulary."""
+    if target.shape != rows.shape[:1] or target.dtype != torch.int64:
+        raise ValueError(f"target is {target.dtype} {tuple(target.shape)}: expected int64 ({rows.shape[0]},)")
+    if target.device != rows.device:
+        raise ValueError(f"target is on {target.device}: expected {rows.device}")
+    expected = f"expected 0 to {vocabulary - 1}, or {IGNORE}"
+    check_range(target, IGNORE, vocabulary - 1, f"targets from {{low}} to {{high}}: {expected}")
+
+
+class _VocabParallelCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.start, _ = shard_range(vocabulary, *rank_and_size(group))
+        loss, normalizer = losses(logits, target, vocabulary, group)
+        ctx.save_for_backward(logits, target, normalizer)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, target, normalizer = ctx.saved_tensors
+        if use_triton(logits):
+            return cross_entropy_backward(logits, target, ctx.start, normalizer, grad), None, None, None
+        return gradient_(logits.clone(), target, ctx.start, normalizer, grad), None, None, None
+
+
+def losses(
+    logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None, *, triton: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Losses [M] and what `gradient_` wants of all shards, maximum and total [2, M]; not differentiable.
+
+    logits: this rank's slice, of a dtype that is computed in. triton: which kernels, None as for every operator. One
+    collective of the group.
+    """
+    rank, world = rank_and_size(group)
+    start, _ = shard_range(vocabulary, rank, world)
+    triton = use_triton(logits) if triton is None else triton
+    statistics = cross_entropy_forward(logits, target, start) if triton else _statistics(logits, target, start)
+    gathered = collectives.all_gather(statistics, group).view(world, 3, len(target))
+    return cross_entropy_combine(gathered, target, vocabulary) if triton else _combined(gathered, target)
+
+
+def gradient_(
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    normalizer: Tensor,
+    scale: Tensor | None,
+    *,
+    triton: bool | None = None,
+) -> Tensor:
+    """Replaces this rank's logits by (softmax - one_hot) scale, rows without a loss by 0; returns them.
+
+    scale: [M], None for 1.
+    """
+    if use_triton(logits) if triton is None else triton:
+        return cross_entropy_backward_(logits, target, start, normalizer, scale)
+    own, column = _own(target, start, logits.shape[1])
+    maximum, total = normalizer
+    scale = torch.where(target == IGNORE, 0, torch.ones_like(total) if scale is None else scale)
+    logits.sub_(maximum.unsqueeze(1)).exp_().mul_((scale / total).unsqueeze(1))
+    if logits.shape[1]:
+        logits.scatter_add_(1, column.unsqueeze(1), torch.where(own, -scale, 0).unsqueeze(1))
+    return logits
+
+
+def _own(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Whose target is in the slice, and at which column (0 elsewhere)."""
+    own = (target >= start) & (target < start + width)
+    return own, torch.where(own, target - start, 0)
+
+
+def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
+    """`cross_entropy_forward` by torch, in the logits' dtype."""
+    rows, width = logits.shape
+    statistics = logits.new_zeros(3, rows)
+    if not width:
+        statistics[0] = -torch.inf
+        return statistics
+    own, column = _own(target, start, width)
+    statistics[0] = logits.amax(1)
+    lowest = torch.finfo(logits.dtype).min  # a row that is -inf throughout has no share, not NaN
+    statistics[1] = (logits - statistics[0].clamp(min=lowest).unsqueeze(1)).exp_().sum(1)
+    statistics[2] = torch.where(own, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+    return statistics
+
+
+def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_combine` by torch."""
+    maximum = statistics[:, 0].amax(0)
+    total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(0)
+    loss = total.log() - (statistics[:, 2].sum(0) - maximum)
+    return torch.where(target == IGNORE, 0, loss), torch.stack([maximum, total])
+
+
+@custom_op("tpfuse::cross_entropy_forward", mutates_args=())
+def _forward(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return losses(logits, target, logits.shape[1], None, triton=True)
+
+
+@_forward.register_fake
+def _(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0]
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(2, shape, dtype=torch.float32)
+
+
+@custom_op("tpfuse::cross_entropy_backward", mutates_args=())
+def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
+    return cross_entropy_backward(logits, target, 0, normalizer, grad)
+
+
+@_logits_gradient.register_fake
+def _(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    return _logits_gradient(*ctx.saved_tensors, grad), None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)

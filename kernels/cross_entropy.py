@@ -1,0 +1,319 @@
+"""cross_entropy: -log softmax(logits)[target], for one shard of the vocabulary at a time.
+
+    maximum_r = max logit,  total_r = Σ exp(logit - maximum_r)             of each shard r, in one pass over its row
+    maximum = max maximum_r,  total = Σ total_r exp(maximum_r - maximum)   of all shards, in the order of their ranks
+    loss = log total - (target's logit - maximum)
+    d loss / d logit = exp(logit - maximum) / total - [logit is the target's]
+
+The running maximum and sum (Milakov and Gimelshein, arXiv:1805.02867) are kept by every lane for itself, so that
+threads meet once a row, not once a block: with d = logit - maximum one exponential, exp(-|d|), serves both cases, the
+sum that shrinks and the term that is added. Backward takes maximum and total rather than their log-sum-exp: at logits
+of 10^4 the rounding of a log-sum-exp is an error of 10^-3 in every probability, here there is none.
+
+Rows are read where they lie. A vocabulary of 50257 puts every row at another alignment, so each is cut into a body of
+whole 32-byte pieces, which vectors of 16 bytes read and write without a mask inside them, and at most 15 elements on
+either side. Half types are upcast in registers; no float32 copy of the logits exists.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.tiles import rounded
+
+IGNORE = -1  # the target of a row that has no loss
+
+_IGNORE: tl.constexpr = tl.constexpr(IGNORE)
+_PIECE: tl.constexpr = tl.constexpr(16)  # elements: 16 bytes or more of every type, what Triton specialises strides for
+_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32: -inf - _LOWEST is -inf, not NaN
+
+
+@triton.jit
+def aligned_body(row, width):
+    """The part of rows of `width` elements at offsets `row` that whole pieces make up.
+
+    Returns (offset of its first element, int64; columns before it; its length), the first and last multiples of _PIECE.
+    """
+    first = (row + _PIECE - 1) // _PIECE * _PIECE
+    head = (first - row).to(tl.int32)
+    length = tl.maximum(width - head, 0) // _PIECE * _PIECE
+    return first, head, length
+
+
+@triton.jit
+def edge_columns(width, head, length):
+    """Columns before and behind the body, [BLOCK_M, 2 _PIECE], and which of them exist."""
+    lane = tl.arange(0, 2 * _PIECE)[None, :]
+    before = lane < _PIECE
+    columns = tl.where(before, lane, (head + length)[:, None] + lane - _PIECE)
+    return columns, (columns < width[:, None]) & ((lane >= _PIECE) | (lane < head[:, None]))
+
+
+@triton.jit
+def cross_entropy_forward_kernel(
+    logits_ptr,  # [M, V] bf16, read
+    target_ptr,  # [M] int64, read
+    statistics_ptr,  # [3, M] float32, written: maximum, total, target's logit
+    M,
+    V,
+    start,
+    stride_m,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    row = offs_m.to(tl.int64) * stride_m
+    width = tl.where(mask_m, V, 0)
+    first, head, length = aligned_body(row, width)
+    offs_v = tl.arange(0, BLOCK_V)
+
+    lane_maximum = tl.full((BLOCK_M, BLOCK_V), _LOWEST, tl.float32)
+    lane_total = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    for block in range(0, V, BLOCK_V):
+        offs = block + offs_v[None, :]
+        x = tl.load(logits_ptr + first[:, None] + offs, mask=offs < length[:, None], other=float("-inf")).to(tl.float32)
+        distance = x - lane_maximum
+        share = tl.exp(-tl.abs(distance))
+        lane_total = tl.where(distance > 0, lane_total * share + 1.0, lane_total + share)
+        lane_maximum = tl.maximum(lane_maximum, x)
+
+    columns, mask = edge_columns(width, head, length)
+    edge = tl.load(logits_ptr + row[:, None] + columns, mask=mask, other=float("-inf")).to(tl.float32)
+    maximum = tl.maximum(tl.max(lane_maximum, 1), tl.max(edge, 1))
+    total = tl.sum(lane_total * tl.exp(lane_maximum - maximum[:, None]), 1)
+    total += tl.sum(tl.exp(edge - maximum[:, None]), 1)
+    maximum = tl.where(total == 0.0, float("-inf"), maximum)
+
+    column = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE) - start
+    own = (column >= 0) & (column < width)
+    target_logit = tl.load(logits_ptr + row + column, mask=own, other=0.0).to(tl.float32)
+    tl.store(statistics_ptr + offs_m, maximum, mask=mask_m)
+    tl.store(statistics_ptr + M + offs_m, total, mask=mask_m)
+    tl.store(statistics_ptr + 2 * M + offs_m, target_logit, mask=mask_m)
+
+
+def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
+    """[3, M] float32: for each row the maximum, the sum of exp(logit - maximum) and the target's logit.
+
+    logits: [M, V] float32, float16 or bfloat16, the vocabulary's entries from `start` on, rows of adjacent elements at
+    any stride; target: [M] int64, numbers of the whole vocabulary. The target's logit is 0 where the target
+    is not among these V, or -1. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
+    target's logit, if it is here, -inf); a NaN or +inf in a row makes its sum NaN. Raises ValueError for other shapes,
+    dtypes or devices.
+    """
+    _check("cross_entropy_forward", logits, target)
+    rows, width = logits.shape
+    statistics = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    row = choose("cross_entropy", logits.device, logits.dtype, V=width)
+    launch(
+        cross_entropy_forward_kernel,
+        (triton.cdiv(rows, row.blocks["BLOCK_M"]),),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        logits_ptr=logits,
+        target_ptr=target.contiguous(),
+        statistics_ptr=statistics,
+        M=rows,
+        V=width,
+        start=start,
+        stride_m=logits.stride(0),
+        **row.blocks,
+    )
+    return statistics
+
+
+@triton.jit
+def cross_entropy_combine_kernel(
+    statistics_ptr,  # [world, 3, M] float32, read
+    target_ptr,  # [M] int64, read
+    loss_ptr,  # [M] float32, written
+    normalizer_ptr,  # [2, M] float32, written: maximum and total of all shards
+    M,
+    world,
+    vocabulary,
+    BLOCK_M: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for rank in range(world):
+        shard_ptr = statistics_ptr + tl.cast(rank, tl.int64) * 3 * M
+        maximum = tl.maximum(maximum, tl.load(shard_ptr + offs_m, mask=mask_m, other=0.0))
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    target_logit = tl.zeros((BLOCK_M,), tl.float32)
+    for rank in range(world):
+        shard_ptr = statistics_ptr + tl.cast(rank, tl.int64) * 3 * M
+        share = tl.exp(tl.load(shard_ptr + offs_m, mask=mask_m, other=0.0) - maximum)
+        total += tl.load(shard_ptr + M + offs_m, mask=mask_m, other=1.0) * share
+        target_logit += tl.load(shard_ptr + 2 * M + offs_m, mask=mask_m, other=0.0)
+    target = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE)
+    total = tl.where((target >= _IGNORE) & (target < vocabulary), total, float("nan"))
+    loss = tl.log(total) - (target_logit - maximum)
+    tl.store(loss_ptr + offs_m, tl.where(target == _IGNORE, 0.0, loss), mask=mask_m)
+    tl.store(normalizer_ptr + offs_m, maximum, mask=mask_m)
+    tl.store(normalizer_ptr + M + offs_m, total, mask=mask_m)
+
+
+def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The losses [M] float32 and what backward wants, maximum and total [2, M] float32, of the whole vocabulary.
+
+    statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order;
+    target: [M] int64. A target of -1 has loss 0; one that is not in the vocabulary has loss NaN and makes
+    its row's gradient NaN, as a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
+    """
+    operator = "cross_entropy_combine"
+    check_integers(operator, "target", target, (torch.int64,))
+    check_shape(operator, "target", target, (target.numel(),))
+    check_shape(operator, "statistics", statistics, (*statistics.shape[:1], 3, len(target)))
+    if statistics.dtype != torch.float32:
+        raise ValueError(f"{operator}: statistics is {statistics.dtype}: expected float32")
+    check_device(operator, "statistics", statistics, "target", target)
+    loss = torch.empty(len(target), dtype=torch.float32, device=target.device)
+    normalizer = torch.empty(2, len(target), dtype=torch.float32, device=target.device)
+    row = choose("cross_entropy_combine", target.device, torch.float32)
+    launch(
+        cross_entropy_combine_kernel,
+        (triton.cdiv(len(target), row.blocks["BLOCK_M"]),),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        statistics_ptr=statistics.contiguous(),
+        target_ptr=target.contiguous(),
+        loss_ptr=loss,
+        normalizer_ptr=normalizer,
+        M=len(target),
+        world=len(statistics),
+        vocabulary=vocabulary,
+        **row.blocks,
+    )
+    return loss, normalizer
+
+
+@triton.jit
+def logit_gradient(x, columns, column, maximum, inverse, scale, live):
+    """(exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 in rows that are not live."""
+    gradient = tl.exp(x.to(tl.float32) - maximum[:, None]) * inverse[:, None]
+    gradient = tl.where(columns == column[:, None], gradient - 1.0, gradient)
+    return tl.where(live[:, None], gradient * scale[:, None], 0.0)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    logits_ptr,  # [M, V] bf16, read
+    target_ptr,  # [M] int64, read
+    normalizer_ptr,  # [2, M] float32, read: maximum and total
+    scale_ptr,  # [M] float32, read; or None
+    out_ptr,  # [M, V] bf16, written, strides of logits; in place it is logits
+    M,
+    V,
+    start,
+    stride_m,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    row = offs_m.to(tl.int64) * stride_m
+    width = tl.where(mask_m, V, 0)
+    first, head, length = aligned_body(row, width)
+    offs_v = tl.arange(0, BLOCK_V)
+
+    target = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE)
+    live = target != _IGNORE
+    column = tl.where((target >= start) & (target < start + width), target - start, -1).to(tl.int32)
+    maximum = tl.load(normalizer_ptr + offs_m, mask=mask_m, other=0.0)
+    inverse = 1.0 / tl.load(normalizer_ptr + M + offs_m, mask=mask_m, other=1.0)
+    scale = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + offs_m, mask=mask_m, other=0.0)
+
+    for block in range(0, V, BLOCK_V):
+        offs = block + offs_v[None, :]
+        mask = offs < length[:, None]
+        x = tl.load(logits_ptr + first[:, None] + offs, mask=mask, other=0.0)
+        gradient = logit_gradient(x, head[:, None] + offs, column, maximum, inverse, scale, live)
+        tl.store(out_ptr + first[:, None] + offs, rounded(gradient, out_ptr.dtype.element_ty), mask=mask)
+
+    columns, mask = edge_columns(width, head, length)
+    x = tl.load(logits_ptr + row[:, None] + columns, mask=mask, other=0.0)
+    gradient = logit_gradient(x, columns, column, maximum, inverse, scale, live)
+    tl.store(out_ptr + row[:, None] + columns, rounded(gradient, out_ptr.dtype.element_ty), mask=mask)
+
+
+def cross_entropy_backward(
+    logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """`cross_entropy_backward_` into a new, contiguous tensor; the logits stay as they are."""
+    _check("cross_entropy_backward", logits, target)
+    if not logits.is_contiguous():
+        return cross_entropy_backward_(logits.contiguous(), target, start, normalizer, scale)
+    return _backward("cross_entropy_backward", logits, target, start, normalizer, scale, torch.empty_like(logits))
+
+
+def cross_entropy_backward_(
+    logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
+) -> Tensor:
+    """Replaces the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; returns them.
+
+    logits, target, start: as in `cross_entropy_forward`; normalizer: [2, M] float32 of `cross_entropy_combine`; scale:
+    [M] float32, what each row's gradient is multiplied with, 1 where it is None. Rows whose target is -1 become 0,
+    whatever is in them. Raises ValueError for other shapes, dtypes or devices.
+    """
+    _check("cross_entropy_backward_", logits, target)
+    if len(logits) > 1 and logits.stride(0) < logits.shape[1]:
+        raise ValueError(
+            f"cross_entropy_backward_: logits has strides {logits.stride()}: expected rows that are disjoint"
+        )
+    return _backward("cross_entropy_backward_", logits, target, start, normalizer, scale, logits)
+
+
+def _backward(
+    operator: str,
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    normalizer: Tensor,
+    scale: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    rows, width = logits.shape
+    for name, x, shape in (("normalizer", normalizer, (2, rows)), ("scale", scale, (rows,))):
+        if x is None:
+            continue
+        check_shape(operator, name, x, shape)
+        check_device(operator, "logits", logits, name, x)
+        if x.dtype != torch.float32:
+            raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32")
+    row = choose("cross_entropy", logits.device, logits.dtype, V=width)
+    launch(
+        cross_entropy_backward_kernel,
+        (triton.cdiv(rows, row.blocks["BLOCK_M"]),),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        logits_ptr=logits,
+        target_ptr=target.contiguous(),
+        normalizer_ptr=normalizer.contiguous(),
+        scale_ptr=None if scale is None else scale.contiguous(),
+        out_ptr=out,
+        M=rows,
+        V=width,
+        start=start,
+        stride_m=logits.stride(0),
+        **row.blocks,
+    )
+    return out
+
+
+def _check(operator: str, logits: Tensor, target: Tensor) -> None:
+    check_floats(operator, logits=logits)
+    check_integers(operator, "target", target, (torch.int64,))
+    if logits.ndim != 2:
+        raise ValueError(f"{operator}: logits has shape {tuple(logits.shape)}: expected [M, V]")
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise ValueError(f"{operator}: logits has strides {logits.stride()}: expected rows of adjacent elements")
+    check_shape(operator, "target", target, (logits.shape[0],))
+    check_device(operator, "logits", logits, "target", target)

@@ -1,0 +1,403 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tpfuse.comm.mesh import group_of, shard_range
+from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import reference
+from tpfuse.kernels.launch import recording
+from tpfuse.ops import linear_cross_entropy as module
+from tpfuse.ops.collectives import all_gather, replicate
+from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KINDS = ["torch", "triton"]
+
+
+def _inputs(rows: int, width: int, vocabulary: int, dtype: torch.dtype, scale: float = 1.0) -> dict[str, Tensor]:
+    target = integers(3, rows, low=0, high=vocabulary - 1, dtype=torch.int64)
+    target[4::5] = -1
+    target[1:2], target[2:3] = 0, vocabulary - 1
+    return {
+        "x": normal(1, rows, width, dtype=dtype),
+        "weight": normal(2, vocabulary, width, dtype=dtype) * scale,
+        "target": target,
+        "weights": normal(4, rows).abs(),
+    }
+
+
+def _run(inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, Tensor]:
+    """The sum under "out", the losses, and every gradient."""
+    leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
+    weights = leaves.pop("weights", None)
+    vocabulary = len(inputs["weight"])
+    total, losses = linear_cross_entropy(**leaves, vocabulary=vocabulary, weights=weights, **options)
+    total.backward(grad)
+    gradients = {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    return (
+        {"out": total.detach(), "losses": losses} | gradients | ({} if weights is None else {"weights": weights.grad})
+    )
+
+
+def _compare(inputs: dict[str, Tensor], upstream: float = 0.7, **options: Any) -> None:
+    grad = torch.tensor(upstream, dtype=torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32)
+    yardstick = Yardstick(reference.linear_cross_entropy, inputs, grad)
+    results = _run(inputs, grad, **options)
+    losses = results.pop("losses")
+    for name, actual in results.items():
+        yardstick.check(name, actual)
+    ignored = inputs["target"] == -1
+    for name, actual in {"losses": losses, "x": results["x"], "weights": results.get("weights", losses)}.items():
+        assert torch.count_nonzero(actual[ignored]) == 0, name
+    assert not losses.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "chunk"),
+    [
+        (1, 16, 1, None),
+        (16, 1, 16, None),
+        (63, 64, 63, 16),
+        (64, 63, 64, 64),
+        (100, 32, 100, 33),
+        (65, 100, 257, 32),
+        (24, 16, 5003, None),
+    ],
+)
+def test_against_reference(
+    rows: int, width: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, kind: str
+) -> None:
+    with kernels(kind):
+        _compare(_inputs(rows, width, vocabulary, dtype), chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_weights(kind: str) -> None:
+    inputs = _inputs(40, 16, 70, torch.float32)
+    del inputs["weights"]
+    with kernels(kind):
+        _compare(inputs, chunk_tokens=16)
+        plain = _run(inputs, torch.tensor(1.0), chunk_tokens=16)
+        ones = _run(inputs | {"weights": torch.ones(40)}, torch.tensor(1.0), chunk_tokens=16)
+    for name, actual in plain.items():
+        assert torch.equal(actual, ones[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "upstream"), [(torch.bfloat16, 1 / 3001), (torch.float16, 2.0**17)])
+def test_the_upstream_gradient_is_not_rounded(dtype: torch.dtype, upstream: float, kind: str) -> None:
+    inputs = _inputs(30, 16, 40, dtype)
+    inputs["weights"] = inputs["weights"] * (1e-3 if upstream > 1 else 1)
+    grad = torch.tensor(upstream)
+    with kernels(kind):
+        actual = _run(inputs, grad, chunk_tokens=16)
+        by_one = _run(inputs, torch.tensor(1.0), chunk_tokens=16)
+    for name in ("x", "weight", "weights"):
+        assert torch.equal(actual[name], (by_one[name].float() * grad).to(actual[name].dtype)), name
+        assert actual[name].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits(dtype: torch.dtype, kind: str) -> None:
+    with kernels(kind):
+        _compare(_inputs(33, 16, 130, dtype, scale=1e3), chunk_tokens=16)
+
+
+def test_gradients_in_float64() -> None:
+    inputs = _inputs(7, 3, 11, torch.float64)
+    leaves = [inputs[name].double().requires_grad_() for name in ("x", "weight", "weights")]
+
+    def total(x: Tensor, weight: Tensor, weights: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, inputs["target"], 11, weights=weights, chunk_tokens=3)[0]
+
+    assert torch.autograd.gradcheck(total, leaves)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_is_the_first(kind: str) -> None:
+    inputs = _inputs(20, 16, 40, torch.float32)
+    x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
+    with kernels(kind):
+        total, _ = linear_cross_entropy(x, weight, inputs["target"], 40, chunk_tokens=8)
+        first = torch.autograd.grad(total * 3, (x, weight), retain_graph=True)
+        again = torch.autograd.grad(total * 3, (x, weight))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wanted", [(), ("x",), ("weight",), ("weights",)])
+def test_only_the_gradients_that_are_wanted(wanted: tuple[str, ...], kind: str) -> None:
+    inputs = _inputs(20, 16, 40, torch.float32)
+    with kernels(kind):
+        whole = _run(inputs, torch.tensor(2.0), chunk_tokens=8)
+        leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in inputs.items()}
+        total, losses = linear_cross_entropy(**leaves, vocabulary=40, chunk_tokens=8)
+    assert torch.equal(total, whole["out"]) and torch.equal(losses, whole["losses"])
+    assert total.requires_grad == bool(wanted)
+    if wanted:
+        total.backward(torch.tensor(2.0))
+    for name, x in leaves.items():
+        assert (x.grad is not None) == (name in wanted)
+        assert x.grad is None or torch.equal(x.grad, whole[name])
+
+
+def _meta_inputs(rows: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
+    return x, weight, torch.empty(rows, dtype=torch.int64, device="meta")
+
+
+@pytest.mark.parametrize("needs_weight", [False, True])
+@pytest.mark.parametrize("needs_x", [False, True])
+def test_no_work_for_gradients_that_are_not_wanted(needs_x: bool, needs_weight: bool) -> None:
+    x, weight, target = _meta_inputs(4096, 768, 50257)
+    with recording("sm_90") as record:
+        module.chunks(x, weight, target, None, 50257, None, 1024, needs_x, needs_weight, triton=True)
+    launched = [launch.kernel.__name__ for launch in record.launches]
+    for name, wanted in {
+        "cross_entropy_forward_kernel": True,
+        "cross_entropy_backward_kernel": needs_x or needs_weight,
+        "gemm_input_gradient_kernel": needs_x,
+        "gemm_weight_gradient_kernel": needs_weight,
+    }.items():
+        assert launched.count(name) == 4 * wanted, name
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes of storage, made within the block, that were alive after any operation. It never reads them."""
+
+    def __init__(self, forget: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.forget, self.peak = forget, 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.forget()
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._storages = {key: entry for key, entry in self._storages.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._storages.values()))
+        return out
+
+
+def _plain(x: Tensor, weight: Tensor, target: Tensor) -> None:
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    F.cross_entropy(F.linear(*leaves).float(), target, ignore_index=-1, reduction="sum").backward()
+
+
+def _chunked(x: Tensor, weight: Tensor, target: Tensor, chunk: int, triton: bool) -> None:
+    """What the autograd Function does, on any device."""
+    _, each, *gradients = module.chunks(x, weight, target, None, len(weight), None, chunk, True, True, triton)
+    made = module._scaled((True, True, False, False), torch.ones((), device=x.device), each, *gradients)
+    del gradients, made
+
+
+def _peak(function: Callable[..., None], *arguments: Any) -> int:
+    with recording("sm_90") as record, _Peak(record.launches.clear) as tracker:
+        function(*arguments)
+    return tracker.peak
+
+
+@pytest.mark.parametrize(("triton", "chunk"), [(True, 4096), (False, 4096), (False, 1024)])
+def test_a_quarter_of_the_plain_memory(triton: bool, chunk: int) -> None:
+    inputs = _meta_inputs(32768, 768, 50257)
+    plain, fused = _peak(_plain, *inputs), _peak(_chunked, *inputs, chunk, triton)
+    assert plain > 3 * 4 * 32768 * 50257  # the logits in bfloat16 and twice in float32: the tracker sees what there is
+    bound = plain / 4 if not triton else plain / 16
+    print(f"plain {plain / 2**30:.2f} GiB, chunks of {chunk}, triton {triton}: {fused / 2**30:.2f} GiB")
+    assert fused <= bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quarter_of_the_plain_memory_of_real_tensors(kind: str) -> None:
+    inputs = _inputs(160, 8, 256, torch.bfloat16)
+    del inputs["weights"]
+    arguments = tuple(inputs.values())
+    with _Peak() as plain:
+        _plain(*arguments)
+    with kernels(kind), _Peak() as fused:
+        x, weight, target = arguments
+        leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        total, _ = linear_cross_entropy(*leaves, target, 256, chunk_tokens=16)
+        total.backward()
+    assert fused.peak <= plain.peak / 4
+
+
+def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel: bool) -> None:
+    """x is sharded by tokens and gathered, or equal on all ranks; the collective's backward sums its gradient."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group = group_of(tensor_mesh())
+    inputs = _inputs(12 * 5, 24, vocabulary, dtype)
+    own = slice(*shard_range(vocabulary, rank, world))
+    tokens = slice(rank * 60 // world, (rank + 1) * 60 // world) if sequence_parallel else slice(None)
+    grad = torch.tensor(0.5, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    yardstick = Yardstick(reference.linear_cross_entropy, inputs, grad)
+    x, weight = inputs["x"][tokens].clone().requires_grad_(), inputs["weight"][own].clone().requires_grad_()
+    weights = inputs["weights"].clone().requires_grad_()
+    with kernels(kind):
+        whole = all_gather(x, group) if sequence_parallel else replicate(x, group)
+        total, losses = linear_cross_entropy(
+            whole, weight, inputs["target"], vocabulary, group, weights=weights, chunk_tokens=25
+        )
+        total.backward(grad)
+    yardstick.check("out", total)
+    yardstick.check("weight", weight.grad, own)
+    yardstick.check("weights", weights.grad)
+    # The partial sums of half types are rounded on every rank before they are added, as those of any sharded product.
+    truth, plain = yardstick.truth["x"], yardstick.plain["x"]
+    bound = 2 * (plain.double() - truth).abs().max() + world * torch.finfo(dtype).eps * truth.abs().max()
+    check_error("x", x.grad, plain[tokens], truth[tokens], float(bound) * (100 if dtype == torch.float64 else 1))
+    assert torch.count_nonzero(losses[inputs["target"] == -1]) == 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "vocabulary", "sequence_parallel"),
+    [
+        ("torch", torch.float64, 63, True),
+        ("torch", torch.float32, 2, True),
+        ("torch", torch.bfloat16, 130, False),
+        ("triton", torch.float32, 63, True),
+        ("triton", torch.float16, 2, True),
+        ("triton", torch.bfloat16, 130, False),
+    ],
+)
+def test_slices_of_the_vocabulary(
+    world: int, kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel: bool
+) -> None:
+    pool(world).run(_in_ranks, kind, dtype, vocabulary, sequence_parallel)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ignored(kind: str) -> None:
+    inputs = _inputs(20, 16, 40, torch.float32)
+    inputs["target"] = torch.full((20,), -1)
+    with kernels(kind):
+        for name, actual in _run(inputs, torch.tensor(1.0), chunk_tokens=8).items():
+            assert torch.count_nonzero(actual) == 0, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
+    inputs = _inputs(20, 16, 40, torch.float32)
+    x = inputs["x"].clone()
+    x[6, 3] = torch.nan
+    with kernels(kind):
+        expected = _run(inputs, torch.tensor(1.0), chunk_tokens=8)
+        actual = _run(inputs | {"x": x}, torch.tensor(1.0), chunk_tokens=8)
+    others = torch.arange(20) != 6
+    assert actual["out"].isnan() and actual["losses"][6].isnan() and actual["x"][6].isnan().all()
+    assert torch.equal(actual["losses"][others], expected["losses"][others])
+    assert torch.equal(actual["x"][others], expected["x"][others])
+    assert actual["weight"].isnan().all(1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_deterministic(kind: str) -> None:
+    inputs = _inputs(24, 16, 70, torch.bfloat16)
+    with kernels(kind):
+        first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(10)]
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_of_any_stride_stay_as_they_are(kind: str) -> None:
+    inputs = _inputs(30, 16, 40, torch.float32)
+    for name, x in {"x": inputs["x"].t().contiguous().t(), "weight": normal(2, 40, 32)[:, ::2]}.items():
+        with kernels(kind):
+            before = x.clone()
+            _compare(inputs | {name: x}, chunk_tokens=16)
+            assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_no_tokens(chunk: int | None, kind: str) -> None:
+    x, weight = torch.empty(0, 8, requires_grad=True), torch.ones(10, 8, requires_grad=True)
+    with kernels(kind):
+        total, losses = linear_cross_entropy(x, weight, torch.empty(0, dtype=torch.int64), 10, chunk_tokens=chunk)
+        total.backward()
+    assert total.item() == 0 and losses.shape == (0,) and x.grad.shape == (0, 8)
+    assert torch.equal(weight.grad, torch.zeros(10, 8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast(kind: str) -> None:
+    inputs = _inputs(30, 16, 40, torch.float32)
+    x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
+    with kernels(kind), torch.autocast("cpu", torch.bfloat16):
+        total, losses = linear_cross_entropy(x, weight, inputs["target"], 40)
+    total.backward()
+    by_hand = {name: inputs[name].detach().bfloat16() for name in ("x", "weight")} | {"target": inputs["target"]}
+    with kernels(kind):
+        expected = _run(by_hand, torch.tensor(1.0))
+    assert total.dtype == losses.dtype == torch.float32 and torch.equal(total, expected["out"])
+    assert torch.equal(x.grad, expected["x"].float()) and torch.equal(weight.grad, expected["weight"].float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dtype) -> None:
+    inputs = _inputs(12, 16, 20, dtype)
+    leaves = [inputs[name].requires_grad_() for name in ("x", "weight")]
+    weights = inputs["weights"].requires_grad_() if weighted else None
+    arguments = (*leaves, inputs["target"], weights, 20, 5, True, True)
+    torch.library.opcheck(torch.ops.tpfuse.linear_cross_entropy_forward.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
+    inputs = _inputs(20, 16, 30, dtype)
+    x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
+
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return linear_cross_entropy(x * 2, weight, target, 30, chunk_tokens=8)[0] / 20
+
+    with kernels("triton"):
+        results = []
+        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+            value = function(x, weight, inputs["target"])
+            results.append((value, *torch.autograd.grad(value, (x, weight))))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_input_is_refused(kind: str) -> None:
+    x, weight, target = torch.zeros(3, 4), torch.zeros(10, 4), torch.zeros(3, dtype=torch.int64)
+    call = partial(linear_cross_entropy, vocabulary=10)
+    with kernels(kind):
+        for message, refused in {
+            r"x has shape \(4,\): expected \[M, C\]": lambda: call(x[0], weight, target),
+            r"x is torch\.int64": lambda: call(x.long(), weight.long(), target),
+            r"weight has shape \(9, 4\): expected \(10, 4\) on rank 0": lambda: call(x, weight[1:], target),
+            r"weight is torch\.float16 on cpu: expected torch\.float32": lambda: call(x, weight.half(), target),
+            r"weight is torch\.float32 on meta": lambda: call(x, weight.to("meta"), target),
+            r"weights is torch\.float32 \(2,\)": lambda: call(x, weight, target, weights=torch.ones(2)),
+            r"weights is torch\.int64 \(3,\)": lambda: call(x, weight, target, weights=target),
+            "weights is on meta": lambda: call(x, weight, target, weights=torch.ones(3, device="meta")),
+            "chunk_tokens 0: expected at least 1": lambda: call(x, weight, target, chunk_tokens=0),
+            r"target is torch\.int64 \(2,\)": lambda: call(x, weight, target[:2]),
+            "targets from 0 to 10: expected 0 to 9, or -1": lambda: call(x, weight, torch.tensor([0, 10, 3])),
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                refused()

@@ -1,0 +1,261 @@
+"""linear_cross_entropy: Σ weights[m] * cross_entropy(x Wᵀ)[m], without ever holding the logits of all tokens.
+
+The sum's gradient with respect to a chunk's logits, (softmax - one_hot) weights, needs nothing that comes later but one
+number, the upstream gradient of the sum. So forward makes it, over the chunk's logits, while they are there, multiplies
+on to dX and dW, and goes to the next chunk; backward scales both (Liger-Kernel, arXiv:2410.10989). That is three
+products as in the plain way, where logits made anew in backward would be four, and it is why the result is a weighted
+sum: losses with an upstream gradient each could not have had theirs in forward.
+
+Chunks have 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 8 bytes of traffic for each
+entry of W against 2 operations for each token of the chunk, so that 4096 tokens are 1024 operations for each byte,
+where an H100 needs 300 to be bound by arithmetic. The chunk's logits are then 8 KiB for each entry of the vocabulary,
+0.4 GB for GPT-2's, whatever the number of tokens. A call of one chunk has no buffer: dW is stored in its own dtype.
+
+Over several ranks each has a slice of W's rows and sees all of x: one all-gather of three numbers a token and chunk.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.library import custom_op
+
+from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
+from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
+from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.cross_entropy import check_target, gradient_, losses
+
+_ALIGNMENT = 16  # entries: rows of logits at multiples of 32 bytes are what TMA, wide loads and store masks want
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocabulary: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights: Tensor | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(Σ weights[m] loss[m], the losses [M] in nats), equal on all ranks; the losses carry no gradient.
+
+    x: [M, C], all tokens on every rank; weight: [this rank's slice of the vocabulary, C], of x's dtype; target: [M]
+    int64 global token numbers, -1 where there is no loss; weights: [M], what each loss counts, 1 where None (pass
+    loss scale / tokens for a mean that is scaled). Both results are float32, float64 for float64. chunk_tokens: how
+    many tokens' logits are held at once, equal on all ranks; default: see above.
+
+    The gradients of x and weight have their dtypes; with a group x's is this rank's *partial* sum, of its slice of the
+    vocabulary. So x is to come from `ops.collectives.all_gather` of sequence shards, whose backward reduce-scatters, or
+    from `replicate`, whose backward all-reduces: they sum it. weight's gradient is this rank's own, whole. Gradients
+    are made in forward, for those of x and weight that want one; float16 is kept from underflow by weights, not by an
+    upstream gradient that comes after it.
+
+    Raises ValueError for shapes, dtypes or devices that do not match and, as `cross_entropy` does, for a target outside
+    the vocabulary.
+    """
+    x_, weight_ = autocast(x, weight)
+    assert x_ is not None and weight_ is not None
+    _check(x_, weight_, vocabulary, group, weights, chunk_tokens)
+    check_target(target, x, vocabulary)
+    triton = use_triton(x_)
+    chunk = chunk_tokens or (1024 if x.device.type == "cpu" else 4096)
+    weights = None if weights is None else weights.to(_computed(x_.dtype))
+    grad = torch.is_grad_enabled()
+    needs = (grad and x_.requires_grad, grad and weight_.requires_grad)
+    if triton and group is None:
+        total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, chunk, *needs)
+        return total, each
+    arguments = (x_, weight_, target, weights, vocabulary, group, chunk, *needs)
+    total, each = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    return total, each
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    vocabulary: int,
+    group: dist.ProcessGroup | None,
+    weights: Tensor | None,
+    chunk_tokens: int | None,
+) -> None:
+    operator, (rank, world) = "linear_cross_entropy", rank_and_size(group)
+    start, stop = shard_range(vocabulary, rank, world)
+    if x.ndim != 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, C]")
+    if not x.is_floating_point():
+        raise ValueError(f"{operator}: x is {x.dtype}: expected a float dtype")
+    if weight.shape != (stop - start, x.shape[1]):
+        expected = (stop - start, x.shape[1])
+        raise ValueError(f"{operator}: weight has shape {tuple(weight.shape)}: expected {expected} on rank {rank}")
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise ValueError(
+            f"{operator}: weight is {weight.dtype} on {weight.device}: expected {x.dtype} on {x.device}, as x"
+        )
+    if weights is not None and (weights.shape != x.shape[:1] or not weights.is_floating_point()):
+        raise ValueError(
+            f"{operator}: weights is {weights.dtype} {tuple(weights.shape)}: expected float32 ({x.shape[0]},)"
+        )
+    if weights is not None and weights.device != x.device:
+        raise ValueError(f"{operator}: weights is on {weights.device}: expected {x.device}, as x")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"{operator}: chunk_tokens {chunk_tokens}: expected at least 1")
+
+
+def chunks(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    weights: Tensor | None,
+    vocabulary: int,
+    group: dist.ProcessGroup | None,
+    chunk: int,
+    needs_x: bool,
+    needs_weight: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weighted sum, the losses, and for an upstream gradient of 1 dX and dW, or empty ones where not needed."""
+    start, _ = shard_range(vocabulary, *rank_and_size(group))
+    width, tokens = len(weight), len(x)
+    padded = F.pad(weight, (0, 0, 0, -width % _ALIGNMENT)) if triton and width % _ALIGNMENT else weight
+    each = x.new_empty(tokens, dtype=_computed(x.dtype))
+    grad_x = x.new_empty(x.shape if needs_x else 0)
+    grad_weight = None  # of the padded rows
+    if needs_weight and not 0 < tokens <= chunk:
+        grad_weight = torch.zeros_like(padded, dtype=_computed(x.dtype), memory_format=torch.contiguous_format)
+    for first in range(0, tokens, chunk):
+        rows = slice(first, first + chunk)
+        all_logits = _logits(x[rows], padded, triton)
+        logits = all_logits[:, :width]
+        each[rows], normalizer = losses(logits, target[rows], vocabulary, group, triton=triton)
+        if not (needs_x or needs_weight):
+            continue
+        gradient_(logits, target[rows], start, normalizer, None if weights is None else weights[rows], triton=triton)
+        grad_logits = all_logits.to(x.dtype)
+        if needs_x:
+            grad_x[rows] = gemm_input_gradient(grad_logits, padded) if triton else grad_logits @ weight
+        if needs_weight:
+            grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight, triton)
+        del all_logits, logits, grad_logits  # before the next chunk's are made
+    total = (each if weights is None else each * weights).sum()
+    if grad_weight is None:
+        return total, each, grad_x, x.new_empty(0)
+    return total, each, grad_x, grad_weight[:width].to(x.dtype)
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """In which losses, and sums over chunks, are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(x: Tensor, weight: Tensor, triton: bool) -> Tensor:
+    """x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
+    return gemm_forward(x, weight)[0] if triton else (x @ weight.t()).to(_computed(x.dtype))
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None, triton: bool) -> Tensor:
+    """gradᵀ x, added to the buffer where there is one."""
+    if triton:
+        return gemm_weight_gradient(grad, x, accumulate_into=buffer)[0]
+    if buffer is None:
+        return grad.t() @ x
+    return buffer.addmm_(grad.t(), x) if buffer.dtype == x.dtype else buffer.add_(grad.t() @ x)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        weights: Tensor | None,
+        vocabulary: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        needs_x: bool,
+        needs_weight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        total, each, grad_x, grad_weight = chunks(
+            x, weight, target, weights, vocabulary, group, chunk, needs_x, needs_weight, use_triton(x)
+        )
+        ctx.mark_non_differentiable(each)
+        ctx.save_for_backward(each, grad_x, grad_weight)
+        return total, each
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        each, grad_x, grad_weight = ctx.saved_tensors
+        return *_scaled(ctx.needs_input_grad, grad, each, grad_x, grad_weight), *[None] * 5
+
+
+def _scaled(
+    needs: tuple[bool, ...], grad: Tensor, each: Tensor, grad_x: Tensor, grad_weight: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, weight, target and weights for an upstream gradient of the sum, []."""
+    inputs = [
+        _product(grad, made) if needed else None for needed, made in zip(needs, (grad_x, grad_weight), strict=False)
+    ]
+    return *inputs, None, each * grad if needs[3] else None
+
+
+def _product(grad: Tensor, made: Tensor) -> Tensor:
+    """grad [] times a tensor, computed in grad's dtype and rounded once.
+
+    By torch's rules a number of no dimensions takes the other's dtype before it multiplies: 1 / tokens would be rounded
+    to bfloat16, a loss scale of 2^16 be infinite in float16. One of one dimension does not.
+    """
+    return torch.mul(made, grad.view(1), out=torch.empty_like(made))
+
+
+@custom_op("tpfuse::linear_cross_entropy_forward", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    weights: Tensor | None,
+    vocabulary: int,
+    chunk: int,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return chunks(x, weight, target, weights, vocabulary, None, chunk, needs_x, needs_weight, triton=True)
+
+
+@_forward.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    weights: Tensor | None,
+    vocabulary: int,
+    chunk: int,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    each = x.new_empty(x.shape[0], dtype=_computed(x.dtype))
+    return (
+        each.new_empty(()),
+        each,
+        x.new_empty(x.shape if needs_x else (0,)),
+        x.new_empty(weight.shape if needs_weight else (0,)),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    return *_scaled(ctx.needs_input_grad, grad, *ctx.saved_tensors), *[None] * 4
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
