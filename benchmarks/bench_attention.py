@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_attention --quick
 
-q, k and v lie in memory as a model's projection leaves them, [B, T, H, D] seen as [B, H, T, D], and so does the gradient
-of the result. The result is compared for one head of keys and values and the queries that use it: all scores in float64
-would take more memory than there is.
+q, k and v lie in memory as a model's projection leaves them, [B, T, H, D] seen as [B, H, T, D], and so does the
+gradient of the result. The result is compared for one head of keys and values and the queries that use it: all scores
+in float64 would take more memory than there is.
 """
 
 import sys
@@ -70,9 +70,9 @@ def _build(heads: Heads, stage: Stage) -> tuple[Callable[[], dict[str, str]], li
     def one_group(name: str, x: Tensor) -> Tensor:
         return x[:1, : 1 if name in "kv" else heads.H // heads.Hk]
 
-    names = (
-        ["SDPA math"] if stage.interpreted else [x for x in BACKENDS if x != "SDPA math" or heads.T <= _LONGEST_MATH]
-    )
+    names = ["SDPA math"] if stage.interpreted else list(BACKENDS)
+    if heads.T > _LONGEST_MATH:
+        names.remove("SDPA math")
     pairs = heads.T * (heads.T + 1) / 2 if heads.causal else heads.T**2
     flops = 4 * heads.B * heads.H * heads.D * pairs  # two products forward, five backward
     rows = heads.B * heads.T

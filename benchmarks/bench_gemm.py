@@ -3,9 +3,10 @@
     python -m benchmarks.bench_gemm --quick
 
 The peers compute the same expression: `F.linear` and the activation as torch runs them one after the other,
-`torch._addmm_activation` (cuBLASLt's epilogue, gelu_tanh only, not differentiable), and torch.compile with max-autotune,
-which may write a Triton kernel for it. Without bias and activation the peer is cuBLAS itself. Max-autotune tries dozens
-of kernels for each product, so that its training pass, of three products, is measured at one shape.
+`torch._addmm_activation` (cuBLASLt's epilogue, gelu_tanh only, not differentiable), and torch.compile with
+max-autotune, which may write a Triton kernel for it. Without bias and activation the peer is cuBLAS itself.
+Max-autotune tries dozens of kernels for each product, so that its training pass, of three products, is measured at one
+shape.
 """
 
 import sys
@@ -37,13 +38,13 @@ def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _plain(product: Product, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
     m, n, k = product.M, product.N, product.K
-    flops, bytes_ = 2 * m * n * k, 2 * (m * k + n * k + m * n)
+    flops, operands = 2 * m * n * k, m * k + n * k
     operator = Operator(
         inputs={"x": stage.normal(m, k), "weight": stage.normal(n, k, scale=k**-0.5)},
         grad=stage.normal(m, n),
         reference=reference.linear,
         functions={OURS: gemm, CUBLAS: F.linear},
-        costs={"inference": (flops, bytes_), "backward": (2 * flops, 2 * bytes_)},
+        costs={"inference": (flops, 2 * (operands + m * n)), "backward": (2 * flops, 2 * (2 * operands + m * n))},
     )
     return operator.check, operator.works()
 
@@ -93,12 +94,12 @@ def cases(scale: Scale) -> list[Case]:
     asked = [replace(x, names=(name,)) for name in ASKED for x in found if name in x.names]
     made = [_case(x, None, "", True) for x in asked]
     for activation in ("gelu_tanh", "gelu"):
-        made += [
-            _case(x, activation, "inference", True) for x in asked if x.names != (TRAINED,) or activation == "gelu"
-        ]
-    made += [_case(x, "gelu_tanh", "training", True) for x in asked if x.names == (TRAINED,)]
+        for x in asked:
+            training = activation == "gelu_tanh" and x.names == (TRAINED,)
+            made.append(_case(x, activation, "training" if training else "inference", True))
     if scale == "all":
-        made += [_case(x, x.activation, "", False) for x in found if x.activation or not {*x.names} & {*ASKED}]
+        others = [_case(x, x.activation, "", False) for x in found]
+        made += [case for case in others if case.name not in {x.name for x in made}]
     return made
 
 

@@ -112,10 +112,8 @@ def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _poisoned() -> Iterator[None]:
     """torch.empty gives NaN; what has no deterministic algorithm runs all the same."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings(action="ignore"):

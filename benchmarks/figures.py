@@ -1,7 +1,7 @@
 """The figures that the kernels are to reach, and what the rows of a run say of each.
 
-A figure is drawn from all cases that are asked for and have the peer; the worst of them counts. The figure says how many
-of them could not be measured.
+A figure is drawn from all cases that are asked for and have the peer; the worst of them counts. The figure says how
+many of them could not be measured.
 """
 
 from collections.abc import Callable, Sequence

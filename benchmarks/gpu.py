@@ -1,10 +1,10 @@
-"""Every benchmark on one GPU within some minutes: the figures to reach first, then as many other shapes as there is time.
+"""Every benchmark on one GPU within some minutes: the figures to reach first, then what other shapes there is time for.
 
     python -m benchmarks.gpu --minutes 8 --out FOLDER
 
-Each benchmark runs in a process of its own, forked from one that has imported torch: what crashes or hangs costs its own
-rows that are not written yet, and the time it was given. The ceilings of the device are measured once, first. The last
-lines are the figures; everything is in benchmarks/results/gpu-DATE-DEVICE.json, and in FOLDER.
+Each benchmark runs in a process of its own, forked from one that has imported torch: what crashes or hangs costs its
+own rows that are not written yet, and the time it was given. The ceilings of the device are measured once, first. The
+last lines are the figures; everything is in benchmarks/results/gpu-DATE-DEVICE.json, and in FOLDER.
 """
 
 import argparse
@@ -167,10 +167,9 @@ def run_all(plan: Plan, operators: Sequence[str], minutes: float, folder: Path) 
     for asked in (True,) if plan.interpreted else (True, False):
         for index, operator in enumerate(operators):
             left = deadline - monotonic() - _GRACE
-            share = (
-                60 * minutes * SHARES[operator] if asked and not plan.interpreted else left / (len(operators) - index)
-            )
-            seconds = min(share, left)
+            seconds = left / (len(operators) - index)
+            if asked and not plan.interpreted:
+                seconds = min(60 * minutes * SHARES[operator], left)
             if seconds > 2:
                 call = partial(measure_operator, operator, asked, seconds, plan, path)
                 run_apart(call, path, (operator, asked), seconds + _GRACE)
@@ -214,7 +213,8 @@ def main() -> int:
     operators = arguments.operators or list(SHARES)
     with tempfile.TemporaryDirectory() as folder:
         device, rows = run_all(Plan(scale, arguments.seed), operators, arguments.minutes, Path(folder))
-    outcomes: list[dict[str, Any]] = [figure.outcome(rows, device["ceilings"]["copy"]) for figure in FIGURES]
+    said = [] if arguments.interpreted else rows  # times of the interpreter say nothing
+    outcomes: list[dict[str, Any]] = [figure.outcome(said, device["ceilings"]["copy"]) for figure in FIGURES]
     document = device | {"interpreted": arguments.interpreted, "figures": outcomes, "rows": rows}
     paths = _save(document, arguments.out, keep=not arguments.interpreted)
     print(table(rows), end="\n\n")

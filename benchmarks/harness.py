@@ -1,4 +1,4 @@
-"""What every benchmark shares: cases, rows that say where, when and with what they were measured, and a table of them."""
+"""What every benchmark shares: cases, rows that say where, when and with what they were measured, a table of them."""
 
 import argparse
 import hashlib
@@ -125,6 +125,8 @@ class Stage:
 def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Stage:
     """The stage of this machine; ceilings are measured where they are not given."""
     device = torch.device("cpu" if interpreted else "cuda")
+    if interpreted:
+        torch.set_num_threads(1)  # the tensors are tiny
     clock: Clock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,7 +1,7 @@
 """Cases of the norms. They move memory and nothing else, so that the share of the copy bandwidth is what counts.
 
-The rows that figures are drawn from hold 256 MiB in bf16: several times any L2 cache, which would otherwise keep a part of
-what is written. The others have the tokens of a micro-batch.
+The rows that figures are drawn from hold 256 MiB in bf16: several times any L2 cache, which would otherwise keep a part
+of what is written. The others have the tokens of a micro-batch.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,9 +1,9 @@
 """What a call costs: time on the device, against peers that take turns, and the ceilings of that device.
 
-On a GPU the time is between two events on the stream. Before the first one other memory is read until nothing else is in
-the L2 cache (read, not written: what is written would go to memory during the call), and the stream is held long enough
-for the host to hand over the whole call, so that the figure is the device's time and not that of Python (which is
-measured too, `Timing.host`). Contenders take turns within a round and each round starts with another
+On a GPU the time is between two events on the stream. Before the first one other memory is read until nothing else is
+in the L2 cache (read, not written: what is written would go to memory during the call), and the stream is held long
+enough for the host to hand over the whole call, so that the figure is the device's time and not that of Python (which
+is measured too, `Timing.host`). Contenders take turns within a round and each round starts with another
 of them: clocks and temperature drift for all alike.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.kernels.configurations import Configuration, override
 from tpfuse.profile.search_space import Step, candidates
-from tpfuse.profile.trials import Trial
+from tpfuse.profile.trial import Trial
 from tpfuse.testing.compare import check_error
 from tpfuse.train.errors import RunError
 

@@ -26,7 +26,7 @@ _GEMM: tuple[Step, ...] = (
         "num_stages": (3, 4),
     },
     {"BLOCK_K": (32, 64, 128), "num_stages": (2, 3, 4, 5, 6)},
-    {"WARP_SPECIALIZE": (False, True), "num_warps": (4, 8), "GROUP_M": (4, 8, 16)},
+    {"WARP_SPECIALIZE": (False, True), "num_warps": (4, 8), "EPILOGUE_PARTS": (1, 2, 4), "GROUP_M": (4, 8, 16)},
 )
 _SCORES: Step = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
 
@@ -39,10 +39,13 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
     "attention_backward_delta": ({"BLOCK_M": (16, 32, 64, 128), "num_warps": (2, 4, 8)},),
+    "attention_merge": ({"BLOCK_M": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)},),
     "layer_norm": ({"BLOCK_M": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4, 8, 16)},),
     "layer_norm_sum_parts": ({"BLOCK_P": (32, 64, 128), "BLOCK_C": (32, 64, 128), "num_warps": (4, 8)},),
     "cross_entropy": ({"BLOCK_M": (1, 2), "BLOCK_V": (1024, 2048, 4096, 8192), "num_warps": (1, 2, 4, 8)},),
     "cross_entropy_combine": ({"BLOCK_M": (64, 128, 256, 512), "num_warps": (1, 2, 4)},),
+    "rope": ({"BLOCK_M": (8, 16, 32, 64, 128), "HEADS": (1, 2, 4, 8), "num_warps": (4, 8)},),
+    "adamw": ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)},),
 }
 
 

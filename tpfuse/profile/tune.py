@@ -4,7 +4,7 @@
     python -m tpfuse.profile.tune gemm
 
 For each row of the table that a trial's launcher chooses, the candidates of its search space are compiled (what spills,
-or asks for more shared memory than there is, goes no further), compared with float64 as the tests do, and timed. The
+or fails the gate of the tests in another way, goes no further), compared with float64 as the tests do, and timed. The
 best by geometric mean over the row's trials takes the row's place, which says what it reached, where and when. Rows are
 written one by one, so that what ends early keeps what it has found.
 
@@ -27,13 +27,13 @@ import triton.testing
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration, override, read_table
 from tpfuse.profile.compilation import compile_jobs
-from tpfuse.profile.gate import SHARED
+from tpfuse.profile.gate import complaints
 from tpfuse.profile.recorded import Job, source_of
-from tpfuse.profile.resources import Compilation
 from tpfuse.profile.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.profile.search_space import SPACES, Step
 from tpfuse.profile.table_file import with_rows
-from tpfuse.profile.trials import Trial, trials
+from tpfuse.profile.trial import Trial
+from tpfuse.profile.trials import trials
 from tpfuse.train.errors import RunError, UserError
 
 
@@ -110,7 +110,7 @@ def _chosen_rows(
 
 
 def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
-    """Compiles what each candidate would launch, all cores at once, and finds what spills or does not fit."""
+    """Compiles what each candidate would launch, all cores at once, and asks of it what the tests ask of the table."""
 
     def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
         inputs = [trial.inputs(torch.device("meta"), dtype) for trial in fitting]
@@ -128,18 +128,10 @@ def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
                 keys.add(key)
             needed.append(keys)
         results = dict(compile_jobs(list(jobs.values())))
-        reasons = {key: _reason(results[index], family) for index, key in enumerate(jobs)}
+        reasons = {key: next(complaints(results[index]), "").partition(": ")[2] for index, key in enumerate(jobs)}
         return [next(filter(None, (reasons[key] for key in keys)), "") for keys in needed]
 
     return inspect
-
-
-def _reason(result: Compilation, family: str) -> str:
-    if result.error:
-        return f"does not compile: {result.error}"
-    if result.spilled:
-        return f"spills {result.spilled} bytes"
-    return f"needs {result.shared} bytes of shared memory" if result.shared > SHARED[family] else ""
 
 
 def measure_on_device(call: Callable[[], object]) -> float:
@@ -152,10 +144,10 @@ def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch
     unknown = [name for name in operators if name not in SPACES]
     if unknown:
         raise UserError(f"no search space for {', '.join(unknown)}: expected operators of {', '.join(SPACES)}")
-    if not torch.cuda.is_available() or launch.INTERPRETED:
-        raise UserError(
-            "there is no CUDA GPU to measure on" + (", or TRITON_INTERPRET=1" if launch.INTERPRETED else "")
-        )
+    if not torch.cuda.is_available():
+        raise UserError("there is no CUDA GPU here to measure on")
+    if launch.INTERPRETED:
+        raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
     out = out or configurations.TABLE
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")

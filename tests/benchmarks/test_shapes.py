@@ -1,0 +1,43 @@
+from benchmarks.bench_gemm import ASKED, cases
+from benchmarks.shapes import MODELS, layers, model, products
+
+
+def test_the_worked_example() -> None:
+    found = {layer: (n, k, activation) for layer, n, k, activation in layers(model("7b"), 4)}
+    assert found["up"] == (5504, 4096, "swiglu")
+    assert found["qkv"] == (3072, 4096, None)
+    assert found["down"] == (4096, 2752, None)
+
+
+def test_parameters_of_the_models() -> None:
+    """The weights of a block times the number of blocks are what the models are called after."""
+    blocks = {"124m": 12, "350m": 24, "774m": 36, "1558m": 48, "7b": 32, "70b": 80}
+    sizes = {m.name: blocks[m.name] * sum(n * k for _, n, k, _ in layers(m, 1)) for m in MODELS}
+    total = {m.name: sizes[m.name] + (2 if m.gated else 1) * m.vocabulary * m.width for m in MODELS}
+    rounded = {name: round(size / 1e6) for name, size in total.items()}
+    assert rounded == {"124m": 124, "350m": 353, "774m": 772, "1558m": 1555, "7b": 6738, "70b": 68975}
+
+
+def test_heads_are_not_split() -> None:
+    assert not list(layers(model("1558m"), 2)), "25 heads"
+    assert list(layers(model("70b"), 8)), "8 heads of keys"
+
+
+def test_products_are_distinct_and_named_after_all_their_layers() -> None:
+    found = products()
+    assert len({(x.N, x.K, x.activation) for x in found}) == len(found)
+    names = [name for x in found for name in x.names]
+    assert len(names) == len(set(names)) == sum(len(list(layers(m, t))) for m in MODELS for t in (1, 2, 4, 8))
+
+
+def test_every_shape_that_figures_are_drawn_from_is_there() -> None:
+    quick = cases("quick")
+    assert all(case.asked for case in quick)
+    for name in ASKED:
+        for what in ("plain", "bias, gelu", "bias, gelu_tanh"):
+            assert [case for case in quick if case.name.startswith(name + ",") and case.name.endswith(what)], (
+                name,
+                what,
+            )
+    every = [case.name for case in cases("all")]
+    assert len(every) == len(set(every)) > 70

@@ -1,0 +1,110 @@
+import statistics
+from time import monotonic
+
+import pytest
+
+from benchmarks.harness import percentiles
+from benchmarks.timing import Ceilings, Contender, HostClock, Timing, alternate, measure_ceilings, one_line
+
+
+class FakeClock:
+    """Every call takes what its name says, in seconds; keeps the order of calls."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self._seconds: list[float] = []
+
+    def warm_up(self, contender: Contender) -> float:
+        contender.run(contender.prepare())
+        return 0.5
+
+    def start(self, contender: Contender, host: float) -> None:
+        assert host == 0.5
+        contender.run(contender.prepare())
+        self.order.append(contender.name)
+        self._seconds.append(float(contender.name))
+
+    def collect(self) -> list[float]:
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+
+def test_percentiles() -> None:
+    assert percentiles([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0}
+    assert percentiles([7.0]) == {"median": 7.0, "p20": 7.0, "p80": 7.0}
+
+
+def test_contenders_take_turns_and_each_round_starts_with_another() -> None:
+    clock = FakeClock()
+    contenders = [Contender(name, lambda _: None) for name in ("1", "2", "3")]
+    results = alternate(contenders, clock, seconds=0.0, least=3, most=9)
+    assert "".join(clock.order) == "123231312"
+    assert {name: x.seconds for name, x in results.items() if isinstance(x, Timing)} == {
+        "1": [1.0] * 3,
+        "2": [2.0] * 3,
+        "3": [3.0] * 3,
+    }
+
+
+def test_rounds_end_with_the_time_or_with_the_most() -> None:
+    clock = FakeClock()
+    before = monotonic()
+    alternate([Contender("1", lambda _: None)], clock, seconds=0.05, least=1, most=10**9)
+    assert 0.04 < monotonic() - before < 5
+    clock = FakeClock()
+    alternate([Contender("1", lambda _: None)], clock, seconds=60.0, least=1, most=4)
+    assert len(clock.order) == 4
+
+
+def test_what_fails_has_its_error_and_the_others_go_on() -> None:
+    calls = 0
+
+    def later(_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise RuntimeError("at the second\nround")
+
+    def at_once(_: object) -> None:
+        raise ValueError("at once")
+
+    contenders = [Contender("1", later), Contender("2", at_once), Contender("3", lambda _: None)]
+    results = alternate(contenders, FakeClock(), seconds=0.0, least=4)
+    assert results["1"] == "RuntimeError: at the second round"
+    assert results["2"] == "ValueError: at once"
+    assert isinstance(results["3"], Timing) and len(results["3"].seconds) == 4
+
+
+def test_what_is_prepared_is_handed_over_and_not_timed() -> None:
+    handed: list[object] = []
+    contender = Contender("1", handed.append, prepare=lambda: len(handed))
+    (timing,) = alternate([contender], HostClock(), seconds=0.0, least=2).values()
+    assert handed == [0, 1, 2]
+    assert isinstance(timing, Timing) and len(timing.seconds) == 2
+
+
+def test_the_bound_is_the_longer_of_both_times() -> None:
+    ceilings = Ceilings(matrix=8e14, copy=3e12)
+    assert ceilings.bound(8e11, 3e6) == pytest.approx(1e-3)
+    assert ceilings.bound(8e5, 3e9) == pytest.approx(1e-3)
+
+
+def test_ceilings_are_rates_of_what_was_done() -> None:
+    import torch
+
+    class Slow(FakeClock):
+        def start(self, contender: Contender, host: float) -> None:
+            contender.run(None)
+            self._seconds.append(2.0)
+
+    ceilings = measure_ceilings(torch.device("cpu"), Slow(), tiny=True)
+    assert ceilings == Ceilings(matrix=2 * 64**3 / 2.0, copy=2 * 4 * 2**16 / 2.0)
+
+
+def test_medians_need_not_be_means() -> None:
+    assert percentiles([1.0, 1.0, 100.0])["median"] == statistics.median([1.0, 1.0, 100.0])
+
+
+def test_one_line_is_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(one_line(ValueError("a" * 1000))) == 300
