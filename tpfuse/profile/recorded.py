@@ -4,12 +4,10 @@ The launchers run on meta tensors (`tpfuse.kernels.launch.recording`), and Trito
 each launch into a signature, as it would at run time: None and 1 become constants, what 16 divides is marked.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -17,7 +15,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from tpfuse.kernels import launch
-from tpfuse.kernels.configurations import Configuration
+from tpfuse.kernels.configurations import TABLE, Configuration, override, read_table
 from tpfuse.kernels.launch import Launch
 from tpfuse.profile import cases
 
@@ -59,22 +57,6 @@ def source_of(recorded: Launch, family: str) -> Any:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-@contextlib.contextmanager
-def _chosen_rows() -> Iterator[dict[int, Configuration]]:
-    """Collects the rows that `configurations.choose` gives, by identity."""
-    rows: dict[int, Configuration] = {}
-    fits = Configuration.fits
-
-    def watched(row: Configuration, *arguments: Any) -> bool:
-        fitting: bool = fits(row, *arguments)
-        if fitting:
-            rows[id(row)] = row
-        return fitting
-
-    with mock.patch.object(Configuration, "fits", watched):
-        yield rows
-
-
 @dataclass
 class Recorded:
     """The work list. errors: (operator, family, dtype, one line) of launchers that raised."""
@@ -92,14 +74,15 @@ def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[s
     assert not launch.INTERPRETED, "kernels are interpreted in this process"
     jobs: dict[tuple[object, ...], Job] = {}
     errors = []
-    with _chosen_rows() as rows:
+    rows = read_table(TABLE)
+    with override(*rows) as chosen:
         for operator, family, dtype in itertools.product(operators, families, dtypes):
             try:
                 for job in _launched(operator, family, dtype):
                     jobs.setdefault((family, job.source.hash(), job.num_warps, job.num_stages), job)
             except Exception as error:
                 errors.append((operator, family, dtype, f"{type(error).__name__}: {' '.join(str(error).split())}"))
-    return Recorded(list(jobs.values()), list(rows.values()), errors)
+    return Recorded(list(jobs.values()), [row for row in rows if row in chosen], errors)
 
 
 def _launched(operator: str, family: str, dtype: str) -> list[Job]:

@@ -18,9 +18,17 @@ class Yardstick:
 
     def __init__(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> None:
         """Calls `function(**inputs)` and its backward with `grad`; inputs that are no floats have no gradient."""
-        self.plain = _evaluate(function, inputs, grad)
+        self.plain = evaluate(function, inputs, grad)
         wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-        self.truth = _evaluate(function, wide, grad.double())
+        self.truth = evaluate(function, wide, grad.double())
+
+    def bound(self, name: str) -> float:
+        """The error that "out", or the gradient of input `name`, may have."""
+        plain, truth = self.plain[name], self.truth[name]
+        error = (plain.double() - truth).abs().max().item() if truth.numel() else 0.0
+        scale = truth.abs().max().item() if truth.numel() else 0.0
+        units = 100 if plain.dtype == torch.float64 else 1
+        return 2 * error + units * torch.finfo(plain.dtype).eps * scale
 
     def check(self, name: str, actual: Tensor | None, part: object = ...) -> None:
         """Compares "out", or the gradient of input `name`, with `part` (an index) of the whole.
@@ -28,11 +36,17 @@ class Yardstick:
         Raises AssertionError that says by how much, and where.
         """
         assert actual is not None, f"{name}: there is no gradient"
-        plain, truth = self.plain[name], self.truth[name]
-        error = (plain.double() - truth).abs().max().item() if truth.numel() else 0.0
-        scale = truth.abs().max().item() if truth.numel() else 0.0
-        units = 100 if plain.dtype == torch.float64 else 1
-        check_error(name, actual, plain[part], truth[part], 2 * error + units * torch.finfo(plain.dtype).eps * scale)  # type: ignore[index]
+        check_error(name, actual, self.plain[name][part], self.truth[name][part], self.bound(name))  # type: ignore[index]
+
+    def error(self, name: str, actual: Tensor | None) -> float:
+        """The largest error of "out", or of the gradient of input `name`; inf where there is a NaN.
+
+        Raises AssertionError where there is no gradient, or one of another shape or dtype.
+        """
+        assert actual is not None, f"{name}: there is no gradient"
+        check_error(name, actual, self.plain[name], self.truth[name], torch.inf)
+        errors = (actual.detach().double() - self.truth[name]).abs().nan_to_num(nan=torch.inf)
+        return errors.max().item() if errors.numel() else 0.0
 
 
 def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: float) -> None:
@@ -50,7 +64,8 @@ def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: 
     )
 
 
-def _evaluate(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+def evaluate(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """The output of `function(**inputs)`, as "out", and by name the gradients of the inputs that have one."""
     leaves = {name: x.detach().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     out = function(**leaves)
     out.backward(grad.to(out.dtype))  # type: ignore[no-untyped-call]

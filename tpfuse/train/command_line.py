@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tpfuse.profile import tune
+from tpfuse.profile import tune, verify
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
 from tpfuse.train.config import parse_command, parse_prepare, parse_train
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
 from tpfuse.train.messages import fail
-from tpfuse.train.options import SampleCommand, TrainCommand, TuneCommand
+from tpfuse.train.options import SampleCommand, TrainCommand, TuneCommand, VerifyCommand
 from tpfuse.train.rank import train_rank
 from tpfuse.train.sample import sample
 from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
@@ -75,10 +75,16 @@ def _tune(arguments: Sequence[str]) -> int:
     return tune.run(operators, options.out, options.minutes)
 
 
+def _verify(arguments: Sequence[str]) -> int:
+    options = parse_command(VerifyCommand, arguments, "verify")
+    return verify.run(options.operators, options.json, options.compile)
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "sample": (_sample, "generate text with a trained model"),
     "prepare": (_prepare, "turn text into a token file"),
+    "verify": (_verify, "compare every kernel with its reference on this machine"),
     "tune": (_tune, "measure tile sizes of the kernels on this GPU"),
 }
 

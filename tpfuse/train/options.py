@@ -154,3 +154,15 @@ class TuneCommand:
     """Write the whole table there instead."""
     minutes: float = 0.0
     """No candidate is begun after this long; 0: no limit."""
+
+
+@dataclass(frozen=True)
+class VerifyCommand:
+    """Compare every kernel with its reference on this machine, and compile them all; exit status 1 where one fails."""
+
+    operators: tuple[str, ...] = ()
+    """Only these. Default: all."""
+    json: bool = False
+    """One JSON document on stdout."""
+    compile: bool = True
+    """Registers, spills and shared memory, for this machine's GPU, sm_90 where there is none."""

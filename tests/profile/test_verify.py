@@ -1,0 +1,159 @@
+"""`tpfuse verify`, in this process, which interprets; once as users run it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.profile import cases, verify
+from tpfuse.profile.case import Case
+from tpfuse.profile.compilation import Report
+from tpfuse.profile.resources import Compilation
+from tpfuse.testing.inputs import normal
+from tpfuse.train.command_line import run
+
+FAST = "rope"
+KERNEL = Compilation(FAST, "sm_90", "bfloat16", "rope_kernel", {"BLOCK": 64}, 4, 2, registers=48, shared=1024)
+
+
+def swish(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+    return x * weight.sigmoid()
+
+
+def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"x": normal(1, 33, dtype=dtype), "weight": normal(2, 33, dtype=dtype), "shift": torch.arange(33)}
+
+
+SOUND = Case("swish", "small", swish, swish, inputs)
+
+
+def failed(function: Any, dtype: str = "float32") -> verify.Comparison:
+    found = verify.compare(replace(SOUND, function=function), dtype, torch.device("cpu"))
+    assert not found.passed
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_case_that_equals_its_reference_passes(dtype: str) -> None:
+    found = verify.compare(SOUND, dtype, torch.device("cpu"))
+    assert found.passed
+    assert found.error is not None and 0 < found.error < found.bound
+    assert found.tensor in ("out", "x", "weight")
+
+
+def test_what_is_wrong_is_found_and_named() -> None:
+    wrong = failed(lambda x, weight, shift: swish(x, weight) * 1.01)
+    assert wrong.error is not None and wrong.error > 10 * wrong.bound
+
+    def wrong_gradient(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        return swish(x, weight) + (0.1 * weight - 0.1 * weight.detach())
+
+    assert failed(wrong_gradient).tensor == "weight"
+    assert failed(lambda x, weight, shift: swish(x, weight.detach())).failure.endswith("weight: there is no gradient")
+    assert "Mismatch in shape" in failed(lambda x, weight, shift: swish(x, weight)[1:]).failure
+    assert "expected torch.float16" in failed(lambda x, weight, shift: swish(x, weight).float(), "float16").failure
+    poisoned = failed(lambda x, weight, shift: swish(x, weight) * torch.where(shift == 5, torch.nan, 1))
+    assert poisoned.error is None
+
+
+def test_a_case_that_raises_is_one_line() -> None:
+    def raises(**tensors: Tensor) -> Tensor:
+        raise RuntimeError("three\n  lines\nof reasons")
+
+    assert failed(raises).failure == "RuntimeError: three lines of reasons"
+
+
+def use(
+    monkeypatch: pytest.MonkeyPatch, case: Case | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
+) -> None:
+    """Of the fast operator one case, and these instead of what the compiler would say."""
+    module = cases.load(FAST)
+    monkeypatch.setattr(module, "CASES", (case or module.CASES[0],))
+    monkeypatch.setattr(verify, "compile_in_subprocess", lambda *arguments: Report("3.7.1", list(kernels), []))
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch)
+    assert run(["verify", "--operators", FAST]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
+    assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3
+    (half,) = [line for line in lines if "bfloat16" in line]
+    assert half.split()[-3:] == ["48", "0", "1024"]
+    assert "interpreted" in lines[-2]
+    assert "compiled for sm_90" in lines[-1]
+
+
+def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch)
+    assert run(["verify", "--json", "--operators", FAST]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() == {"passed", "device", "family", "versions", "comparisons", "kernels"}
+    assert document["passed"] is True
+    assert document["family"] == "sm_90"
+    assert document["versions"]["torch"] == torch.__version__
+    assert [entry["dtype"] for entry in document["comparisons"]] == ["bfloat16", "float16", "float32"]
+    assert all(0 < entry["error"] <= entry["bound"] and entry["passed"] for entry in document["comparisons"])
+    assert document["kernels"][0]["kernel"] == "rope_kernel"
+
+
+def test_a_broken_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch, replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1))
+    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED swish, small, float32: " in out
+    use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
+    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED swish, small, float16: KeyError: 'nothing'" in captured.out
+    assert "Traceback" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("fault", [{"spilled": 8}, {"error": "out of range"}])
+def test_a_kernel_that_spills_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: dict[str, Any]
+) -> None:
+    use(monkeypatch, kernels=(KERNEL, replace(KERNEL, **fault)))
+    assert run(["verify", "--operators", FAST]) == 1
+    assert "FAILED rope sm_90 bfloat16 rope_kernel BLOCK=64 num_warps=4 num_stages=2: " in capsys.readouterr().out
+
+
+def test_an_operator_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--operators", FAST, "gemmm"]) == 2
+    captured = capsys.readouterr()
+    accepted = ", ".join(cases.names())
+    assert captured.err == (f"tpfuse verify: error: operator 'gemmm' is not known: expected some of {accepted}\n")
+    assert captured.out == ""
+
+
+def test_a_compiler_that_cannot_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cannot(*arguments: object) -> Report:
+        raise RuntimeError("compiling rope failed:\nno compiler")
+
+    use(monkeypatch)
+    monkeypatch.setattr(verify, "compile_in_subprocess", cannot)
+    assert run(["verify", "--operators", FAST]) == 1
+    assert capsys.readouterr().err == "tpfuse verify: error: compiling rope failed: no compiler\n"
+
+
+def test_the_command_starts_the_interpreter_itself() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", FAST]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+
+
+@pytest.mark.parametrize("operator", cases.names())
+def test_every_case_of_every_operator_passes(operator: str) -> None:
+    found = verify.compare_here([operator])
+    assert len(found) == 3 * len(cases.load(operator).CASES) > 0
+    assert not [comparison for comparison in found if not comparison.passed]

@@ -1,0 +1,216 @@
+"""`tpfuse verify`: every kernel beside its plain meaning on this machine, and what it takes of the GPU.
+
+Output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted where there is
+none: in a process of its own then, since Triton decides that when kernels are imported. Meanwhile the kernels are
+compiled for this machine's family of GPUs, for sm_90 where there is none.
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+import tpfuse
+from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import launch
+from tpfuse.profile import cases
+from tpfuse.profile.case import Case
+from tpfuse.profile.compilation import compile_in_subprocess
+from tpfuse.profile.gate import complaints
+from tpfuse.profile.recorded import DTYPES
+from tpfuse.profile.resources import Compilation
+from tpfuse.testing.compare import Yardstick, evaluate
+from tpfuse.testing.inputs import normal
+from tpfuse.train.errors import RunError, UserError
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case in one dtype. Of the output and the gradients, the one that uses most of what it is allowed."""
+
+    operator: str
+    case: str
+    dtype: str
+    tensor: str = ""  # "out", or the name of the input whose gradient it is
+    error: float | None = None  # None: not finite
+    bound: float = 0.0
+    failure: str = ""  # one line, where the case raised
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound."""
+        return not self.failure and self.error is not None and self.error <= self.bound
+
+
+def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
+    """Runs a case by the kernels and by its reference."""
+    place = case.operator, case.name, dtype
+    try:
+        inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
+        with torch.no_grad():
+            shape = case.reference(**inputs).shape
+        grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
+        with kernels("torch"):
+            yardstick = Yardstick(case.reference, inputs, grad)
+        with kernels("triton"):
+            actual = evaluate(case.function, inputs, grad)
+        measured = [(name, yardstick.error(name, actual.get(name)), yardstick.bound(name)) for name in yardstick.plain]
+    except Exception as error:
+        return Comparison(*place, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+    name, error, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
+    return Comparison(*place, name, error if math.isfinite(error) else None, bound)
+
+
+@contextlib.contextmanager
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def compare_here(operators: Sequence[str]) -> list[Comparison]:
+    """Every case of the operators in every dtype, in this process, which must have a GPU or interpret."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    with _unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
+        for operator in operators:
+            for case in cases.load(operator).CASES:
+                for dtype in DTYPES:
+                    status.update(f"{operator}: {case.name}, {dtype}")
+                    found.append(compare(case, dtype, device))
+    return found
+
+
+def compare_in_subprocess(operators: Sequence[str]) -> list[Comparison]:
+    """`compare_here` in a Python that interprets kernels."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", *operators],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if not done.stdout:
+        raise RunError(f"the interpreting process ended with exit status {done.returncode}")
+    entries = json.loads(done.stdout)["comparisons"]
+    return [Comparison(**{name: x for name, x in entry.items() if name != "passed"}) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Everything that `tpfuse verify` finds out. kernels: what was compiled, for `family`."""
+
+    device: str
+    family: str
+    comparisons: list[Comparison]
+    kernels: list[Compilation]
+
+    @property
+    def bad_kernels(self) -> list[Compilation]:
+        """Those that spill or do not compile."""
+        return [kernel for kernel in self.kernels if kernel.spilled or kernel.error]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return all(comparison.passed for comparison in self.comparisons) and not self.bad_kernels
+
+
+def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
+    """Compares and compiles the kernels of `operators` (all: an empty sequence) at the same time.
+
+    Raises UserError for an operator that is not known, RunError where the comparison or the compiler cannot start.
+    """
+    for name in operators:
+        if name not in cases.names():
+            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(cases.names())}")
+    operators = operators or cases.names()
+    gpu = torch.cuda.is_available()
+    family = launch.family(torch.device("cuda")) if gpu else "sm_90"
+    compare_all = compare_here if gpu or launch.INTERPRETED else compare_in_subprocess
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_in_subprocess, operators, [family], list(DTYPES)) if compile_too else None
+        comparisons = compare_all(operators)
+        try:
+            compiled = [] if compiling is None else compiling.result().compilations
+        except RuntimeError as error:
+            raise RunError(str(error)) from None
+    device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
+    return Verification(device, family, comparisons, compiled)
+
+
+def document(found: Verification) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "passed": found.passed,
+        "device": found.device,
+        "family": found.family,
+        "versions": {
+            "tpfuse": tpfuse.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+        "comparisons": [asdict(x) | {"passed": x.passed} for x in found.comparisons],
+        "kernels": [asdict(kernel) for kernel in found.kernels],
+    }
+
+
+def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
+    """The most that a kernel of an operator takes: registers, spilled bytes, shared memory."""
+    mine = [kernel for kernel in found.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
+    if not mine:
+        return ["", "", ""]
+    return [str(max(getattr(kernel, name) for kernel in mine)) for name in ("registers", "spilled", "shared")]
+
+
+def show(found: Verification, console: Console) -> None:
+    """The table, the reasons of what failed, and the last word."""
+    table = Table("operator", "case", "dtype", box=None)
+    for name in ("error", "bound", "registers", "spills", "shared"):
+        table.add_column(name, justify="right")
+    for operator in dict.fromkeys(x.operator for x in found.comparisons):
+        for dtype in DTYPES:
+            taken = _resources(found, operator, dtype)
+            for x in found.comparisons:
+                if (x.operator, x.dtype) == (operator, dtype):
+                    error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
+                    bound = f"{x.bound:.1e}" if x.tensor else ""
+                    style = None if x.passed else "bold red"
+                    table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
+                    taken = ["", "", ""]  # they are the operator's, not the case's
+    console.print(table)
+    for x in found.comparisons:
+        if not x.passed:
+            error = "not finite" if x.error is None else f"{x.error:.3e}"
+            reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
+            console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
+    for kernel in found.bad_kernels:
+        console.print(f"FAILED {next(complaints(kernel))}", markup=False, soft_wrap=True)
+    console.print(f"\ncompared on {found.device}")
+    if found.kernels:
+        console.print(f"compiled for {found.family}: the most registers, spilled bytes and shared memory of a kernel")
+
+
+def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
+    """The command. Exit status 1 where an error is out of bounds, or a kernel spills or does not compile."""
+    found = verify(operators, compile_too)
+    if as_json:
+        print(json.dumps(document(found)))
+    else:
+        show(found, Console(width=None if sys.stdout.isatty() else 160))
+    return int(not found.passed)
