@@ -137,7 +137,7 @@ def _child(function: Callable[[], None], path: Path, label: tuple[str, bool]) ->
 def run_apart(function: Callable[[], None], path: Path, label: tuple[str, bool], seconds: float) -> None:
     """Runs it in a process; one that dies, or is not done after `seconds`, leaves a row that says so."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.contenders"])
+    context.set_forkserver_preload(["benchmarks.contenders", "torch._dynamo"])
     process = context.Process(target=_child, args=(function, path, label))
     process.start()
     assert process.pid is not None

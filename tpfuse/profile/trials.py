@@ -8,7 +8,7 @@ from typing import Any
 
 from tpfuse.profile.trial import Trial
 from tpfuse.profile.trials_products import Attention, Gemm
-from tpfuse.profile.trials_rows import CrossEntropy, Merge, Norm, Rope
+from tpfuse.profile.trials_rows import AdamW, CrossEntropy, Merge, Norm, Rope
 
 
 def trials() -> list[Trial]:
@@ -30,6 +30,7 @@ def trials() -> list[Trial]:
         Rope("heads of 64", 4096, 32, 32, 64),
         Merge("16 heads of 64", 16, 4096, 64),
         Merge("16 heads of 128", 16, 4096, 128),
+        AdamW("124m adamw", 124_439_808),
         *(CrossEntropy(f"vocabulary {size}", tokens, size) for size in (50257, 32000, 1000)),
     ]
     return [trial for shape in shapes for trial in shape.trials()]
@@ -45,5 +46,6 @@ def tiny_trials() -> list[Trial]:
         CrossEntropy("tiny", 12, 40),
         Rope("tiny", 6, 2, 1, 16),
         Merge("tiny", 2, 6, 16),
+        AdamW("tiny", 100),
     ]
     return [trial for shape in shapes for trial in shape.trials()]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
+from tpfuse.kernels.adamw import adamw_
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.kernels.cross_entropy import cross_entropy_backward, cross_entropy_combine, cross_entropy_forward
 from tpfuse.kernels.layer_norm import layer_norm_forward
@@ -141,6 +142,35 @@ class Merge:
     def trials(self) -> list[Trial]:
         moved = 3 * 2 * 2.0 * self.H * self.T * self.D
         return [Trial(self.name, self.inputs, self.run, self.plain, moved, "TB/s")]
+
+
+_RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Update 3 of a shard [n]: bf16 gradient and parameter, float32 state."""
+
+    name: str
+    n: int
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        state = {name: torch.randn(self.n, device=device) for name in ("master", "exp_avg", "exp_avg_sq")}
+        state["exp_avg_sq"] = state["exp_avg_sq"].square()
+        rate, step = (torch.full((), value, device=device) for value in (1e-3, 3.0))
+        halves = {name: normal(device, dtype, self.n) for name in ("gradient", "parameter")}
+        return state | halves | {"lr": rate, "step": step}
+
+    def run(self, **inputs: Tensor) -> Outputs:
+        adamw_(**inputs, **_RATES)  # type: ignore[arg-type]
+        return inputs["master"], inputs["exp_avg"], inputs["exp_avg_sq"], inputs["parameter"]
+
+    def plain(self, master: Tensor, gradient: Tensor, parameter: Tensor, step: Tensor, **state: Tensor) -> Outputs:
+        after = reference.adamw(master, gradient.to(master.dtype), **state, step=3, **_RATES)  # type: ignore[arg-type]
+        return *after, after[0].to(parameter.dtype)
+
+    def trials(self) -> list[Trial]:
+        return [Trial(self.name, self.inputs, self.run, self.plain, 28.0 * self.n, "TB/s")]
 
 
 def _at_least_float(x: Tensor) -> Tensor:
