@@ -8,10 +8,15 @@ TP ?= $(if $(filter 0,$(GPUS)),2,$(if $(filter 1 3 5 7,$(GPUS)),1,2))
 TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0,torch>=2.11)
 BIN := .venv/bin
 
-.PHONY: help install train test lint types format clean
+# Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
+TRITONS := 3.6.0 3.7.1 3.9.0
+
+.PHONY: help install train test compiled compiled-matrix lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run all tests"
+	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
+	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
 
 .venv/installed: pyproject.toml
@@ -29,6 +34,19 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest
+
+compiled: install
+	mkdir -p build
+	$(BIN)/python -m tpfuse.profile.compilation --markdown > build/compiled.md
+	mv build/compiled.md benchmarks/results/compiled.md
+
+build/triton-%: | install
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
+compiled-matrix: $(addprefix build/triton-,$(TRITONS))
+	for version in $(TRITONS); do \
+		echo "Triton $$version"; \
+		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/profile/test_compilation.py || exit 1; \
+	done
 
 lint: install
 	$(BIN)/ruff check .

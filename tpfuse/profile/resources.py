@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import triton
-
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,15 @@ def _run(tool: str, *flags: str, on: bytes) -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(on)
         file.flush()
-        done = subprocess.run([str(_TOOLS / tool), *flags, file.name], capture_output=True, text=True, check=True)
+        done = subprocess.run([tool, *flags, file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{Path(tool).name} failed: {done.stderr.strip()}")
     return done.stdout + done.stderr
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     """Registers of a thread, and the bytes of local memory that it has for those that did not fit."""
-    text = _run("cuobjdump", "-res-usage", on=cubin)
+    text = _run(knobs.nvidia.cuobjdump.path, "-res-usage", on=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2]) + int(found[3])
@@ -119,12 +120,12 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 def disassembly(cubin: bytes) -> str:
     """SASS."""
-    return _run("nvdisasm", "-c", on=cubin)
+    return _run(knobs.nvidia.nvdisasm.path, "-c", on=cubin)
 
 
 def serializes(ptx: str) -> bool:
     """Whether ptxas says of a program for sm_90 that its wgmma instructions are serialized."""
-    return "serialized" in _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
+    return "serialized" in _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
 
 
 _PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS
