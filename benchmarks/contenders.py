@@ -2,7 +2,7 @@
 
 Every contender is a function of the same named inputs that returns one tensor. The yardstick is that of the tests
 (`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype says how large an
-error may be. While the check runs, memory that nobody wrote is NaN.
+error may be. While ours is checked, memory that nobody wrote is NaN.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Stage, Work
+from benchmarks.harness import OURS, Stage, Work
 from benchmarks.timing import Contender, one_line
 from tpfuse.testing.compare import Yardstick
 
@@ -49,7 +49,7 @@ class Operator:
 
     def _verdict(self, name: str, function: Function, yardstick: Yardstick) -> str:
         try:
-            with _poisoned():
+            with _poisoned() if name == OURS else contextlib.nullcontext():
                 found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
             for tensor, x in found.items():
                 yardstick.check(tensor, None if x is None else self.narrow(tensor, x))

@@ -24,6 +24,7 @@ def trials() -> list[Trial]:
         Gemm("unaligned", tokens, 4096, 1001, None),
         Attention("heads of 64, 4096 positions", 16, 16, 4096, 64),
         Attention("heads of 128, 4096 positions", 16, 16, 4096, 128),
+        Attention("heads of 256, 4096 positions", 8, 8, 4096, 256),
         Attention("70b tp4, 4096 positions", 16, 2, 4096, 128),
         *(Norm(f"width {width}", (1 << 26) // width, width) for width in (256, 768, 1600, 4096, 8192)),
         Rope("7b tp1 rope", 4096, 32, 32, 128),

@@ -12,6 +12,7 @@ On several ranks the first one measures and writes, and the others receive its r
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -97,12 +98,17 @@ def _tuned(
 def _chosen_rows(
     rows: Sequence[Configuration], all_trials: Sequence[Trial], tuner: Tuner
 ) -> list[tuple[Trial, list[Configuration]]]:
-    """For each trial the rows among these that its launcher chooses. A trial that fails chooses none."""
-    chosen = []
+    """For each trial the rows among these that its launcher chooses: nothing runs where launches can be recorded.
+
+    A trial that fails chooses none.
+    """
+    family, chosen = launch.family(tuner.device), []
+    recorded = family in launch.FAMILIES
+    device = torch.device("meta") if recorded else tuner.device
     for trial in all_trials if rows else []:
         try:
-            with override(*rows) as served:
-                trial.run(**trial.inputs(tuner.device, tuner.dtype))
+            with override(*rows) as served, launch.recording(family) if recorded else contextlib.nullcontext():
+                trial.run(**trial.inputs(device, tuner.dtype))
             chosen.append((trial, list(served)))
         except Exception as error:
             tuner.say(f"{trial.name}: left out, {one_line(error)}")

@@ -1,0 +1,82 @@
+"""The GPU's clock on a pretended torch.cuda: what is put on the stream, in which order, and what is made of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.harness import provenance
+from benchmarks.timing import Contender, DeviceClock, Timing, alternate, peak_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what was put on the stream."""
+    put: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            put.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 2.5  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: put.append(f"hold {cycles / 2e9 * 1e6:.0f} us"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: put.append("wait"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 20))
+    return put
+
+
+def _clock(stream: list[str]) -> DeviceClock:
+    clock = DeviceClock(CPU)
+    assert clock._other.nbytes == 1 << 28
+    clock._other = SimpleNamespace(sum=lambda: stream.append("read other memory"))  # type: ignore[assignment]
+    return clock
+
+
+def test_a_call_is_between_two_events_behind_a_full_cache(stream: list[str]) -> None:
+    clock = _clock(stream)
+    contender = Contender("ours", lambda x: stream.append(f"run {x}"), prepare=lambda: stream.append("prepare") or "it")
+    clock.start(contender, host=100e-6)
+    assert stream == ["prepare", "hold 250 us", "read other memory", "event", "run it", "event"]
+    assert clock.collect() == [2.5e-3] and clock.collect() == []
+    assert stream[-2:] == ["wait", "wait"]
+
+
+def test_the_stream_is_not_held_for_long(stream: list[str]) -> None:
+    _clock(stream).start(Contender("ours", lambda _: None), host=1.0)
+    assert stream[0] == "hold 5000 us"
+
+
+def test_warm_up_waits_around_the_call_that_the_host_is_timed_for(stream: list[str]) -> None:
+    contender = Contender("ours", lambda _: stream.append("run"), prepare=lambda: stream.append("prepare"))
+    assert 0 <= _clock(stream).warm_up(contender) < 1
+    assert stream == ["prepare", "wait", "run", "wait"] * 3
+
+
+def test_rounds_on_the_device(stream: list[str]) -> None:
+    (timing,) = alternate([Contender("ours", lambda _: None)], _clock(stream), seconds=0.0, least=3).values()
+    assert isinstance(timing, Timing) and timing.seconds == [2.5e-3] * 3
+
+
+def test_the_peak_is_what_came_on_top(stream: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: stream.append("reset"))
+    contender = Contender("ours", lambda _: stream.append("run"))
+    assert peak_bytes(contender, torch.device("cuda")) == 700
+    assert stream == ["wait", "reset", "run", "wait"]
+    assert peak_bytes(contender, CPU) is None
+
+
+def test_rows_of_a_gpu_name_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
+    found = provenance()
+    assert found["machine"] == "Toy GPU" and {"driver", "cuda"} <= found.keys()
