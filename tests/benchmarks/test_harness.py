@@ -108,8 +108,8 @@ def test_contenders_cannot_spoil_each_others_inputs(stage: Stage) -> None:
             x.data.zero_()
         return out
 
-    rows = _rows(stage, _plain, peer=greedy)
-    assert rows["forward", OURS]["check"] == "within the bound"
+    rows = _rows(stage, _plain, greedy=greedy, peer=_plain)
+    assert rows["forward", "peer"]["check"] == "within the bound"
 
 
 def test_a_case_that_cannot_be_built_is_a_row() -> None:
