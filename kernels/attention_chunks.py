@@ -4,7 +4,7 @@ The same walk as `attention_forward`, with the state (maximum, sum, output) carr
 nothing is merged or rounded in between. Chunks are found through a table of addresses on the device, so that they may
 lie in other ranks' memory, and a kernel that overlaps a ring with attention waits for a chunk where this one begins
 it. It is a kernel of its own because the plain form must not need a table, which the host would have to copy to the
-device for each launch; what both do with keys is one function, `attention_forward.attend`.
+device for each launch; what both do with keys is one function, `attention_online_softmax.attend`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.attention_forward import NOT_SPECIALIZED, attend, finish, initial_state, load_rows, strides
+from tpfuse.kernels.attention_forward import NOT_SPECIALIZED, strides
+from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows
 from tpfuse.kernels.attention_scores import aligned, dropout_rows, multiple_of_8, score_arguments
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
@@ -64,7 +65,7 @@ def attention_forward_chunks_kernel(
     batch = (batch_head // heads).to(tl.int64)
     head = (batch_head % heads).to(tl.int64)
     q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh)
-    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), tq, stride_qt, BLOCK_D, HEAD_SIZE, True)
+    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), tq, stride_qt, HEAD_SIZE, BLOCK_D, True)
     q_pos = q_offset + q_first + tl.arange(0, BLOCK_M)
     q_last = q_offset + min(q_first + BLOCK_M, tq) - 1
     dropout_row = q_pos
@@ -76,14 +77,15 @@ def attention_forward_chunks_kernel(
 
     acc, row_max, row_sum = initial_state(BLOCK_M, BLOCK_D)
     for chunk in range(chunks):
-        k_ptr = tl.multiple_of(tl.load(chunks_ptr + chunk), 16).to(element) + k_head
-        v_ptr = tl.multiple_of(tl.load(chunks_ptr + chunks + chunk), 16).to(element) + v_head
+        k_ptr = tl.multiple_of(tl.load(chunks_ptr + chunk).to(element), 16) + k_head
+        v_ptr = tl.multiple_of(tl.load(chunks_ptr + chunks + chunk).to(element), 16) + v_head
         k_offset = tl.load(chunks_ptr + 2 * chunks + chunk).to(tl.int32)
         acc, row_max, row_sum = attend(
             (acc, row_max, row_sum),
             q,
             q_offset + q_first,
             q_last,
+            (q_ptr, q_first, tq, stride_qt),
             (k_ptr, v_ptr, tk, stride_kt, stride_vt),
             (q_pos, k_offset, ahead, behind),
             (dropout_row, dropout_threshold),

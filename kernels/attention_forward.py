@@ -1,13 +1,8 @@
 """attention_forward: out = dropout(softmax(mask(q kᵀ scale))) v, and the log-sum-exp of the scores, in one pass.
 
-A program holds one tile of queries of one head and walks over the keys it sees with the running maximum, sum and
-output of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; flash attention, arXiv:2205.14135 and
-2307.08691), so that no score leaves the chip. Powers are of two, with scale log2(e) folded into one multiply-add per
-score. Blocks of keys that no query of the tile sees are skipped, and only those at the border of what is seen, or at
-the end of the keys, are masked: up to three loops over one body. Where the mask leaves later tiles more work, they
-start first. Whole heads follow each other, so that their keys stay in the L2 cache.
-
-out is stored as [B, Tq, H, D]: what the projection behind it reads is then contiguous.
+A program holds one tile of queries of one head and walks over the keys that it sees (`attention_online_softmax`). Where
+the mask leaves later tiles more work, they start first. Whole heads follow each other, so that their keys stay in the
+L2 cache. out is stored as [B, Tq, H, D]: what the projection behind it reads is then contiguous.
 """
 
 import torch
@@ -15,168 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.attention_scores import (
-    aligned,
-    document,
-    dropout_rows,
-    kept,
-    key_range,
-    multiple_of_8,
-    score_arguments,
-    visible,
-)
+from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows
+from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, multiple_of_8, score_arguments
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.launch import launch
-from tpfuse.kernels.tiles import dot, rounded
 
 # Arguments that change from call to call and gain nothing from a compilation of their own.
 NOT_SPECIALIZED = ["tq", "tk", "chunks", "tiles_m", "q_offset", "k_offset", "ahead", "behind"]
 NOT_SPECIALIZED += ["dropout_width", "dropout_key", "dropout_threshold"]
 
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
-
-@triton.jit
-def load_rows(ptr, first, offs, stop, stride, BLOCK_D: tl.constexpr, HEAD_SIZE: tl.constexpr, MASKED: tl.constexpr):
-    """Rows first + offs of a matrix [stop, HEAD_SIZE] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
-
-    ptr is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
-    """
-    offs_d = tl.arange(0, BLOCK_D)
-    stride = multiple_of_8(stride)
-    ptrs = ptr + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
-    if MASKED:
-        return tl.load(ptrs, mask=(first + offs < stop)[:, None] & (offs_d < HEAD_SIZE)[None, :], other=0.0)
-    elif HEAD_SIZE < BLOCK_D:
-        return tl.load(ptrs, mask=(offs_d < HEAD_SIZE)[None, :], other=0.0)
-    else:
-        return tl.load(ptrs)
-
-
-@triton.jit
-def attend_blocks(
-    state,
-    q,
-    keys,
-    sight,
-    dropout,
-    scale,
-    start,
-    stop,
-    MASKED: tl.constexpr,  # whether some of these blocks are not seen whole by all queries
-    HEAD_SIZE: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The state after the keys from start to stop; for the tuples see `attend`."""
-    acc, row_max, row_sum = state
-    k_ptr, v_ptr, tk, stride_kt, stride_vt = keys
-    q_pos, k_offset, ahead, behind = sight
-    dropout_row, dropout_threshold = dropout
-    offs_n = tl.arange(0, BLOCK_N)
-    scale_log2 = scale * _LOG2_E
-    for first in tl.range(start, stop, BLOCK_N):
-        k_pos = k_offset + first + offs_n
-        k = load_rows(k_ptr, first, offs_n, tk, stride_kt, q.shape[1], HEAD_SIZE, MASKED)
-        scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        if MASKED:
-            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
-        p = tl.exp2(scores * scale_log2 - subtracted[:, None])
-        shrink = tl.exp2(row_max * scale_log2 - subtracted)
-        row_sum = row_sum * shrink + tl.sum(p, axis=1)
-        row_max = new_max
-        if DROPOUT:
-            p = tl.where(kept(dropout_row[:, None], k_pos[None, :], dropout_threshold), p, 0.0)
-        v = load_rows(v_ptr, first, offs_n, tk, stride_vt, q.shape[1], HEAD_SIZE, MASKED)
-        acc = dot(rounded(p, v.dtype), v, acc * shrink[:, None])
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def attend(
-    state,
-    q,  # [BLOCK_M, BLOCK_D], the queries at positions q_first to q_last, both included
-    q_first,
-    q_last,
-    keys,
-    sight,
-    dropout,
-    scale,
-    HEAD_SIZE: tl.constexpr,
-    HAS_AHEAD: tl.constexpr,
-    HAS_BEHIND: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
-
-    keys: (k_ptr, v_ptr, their number, stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind); dropout: (of
-    `dropout_rows`, threshold).
-    """
-    start, full_start, full_stop, stop = key_range(
-        q_first, q_last, sight[1], keys[2], sight[2], sight[3], HAS_AHEAD, HAS_BEHIND, BLOCK_N
-    )
-    # fmt: off
-    if HAS_BEHIND:
-        state = attend_blocks(state, q, keys, sight, dropout, scale, start, full_start,
-                              True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    state = attend_blocks(state, q, keys, sight, dropout, scale, full_start, full_stop,
-                          False, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    return attend_blocks(state, q, keys, sight, dropout, scale, full_stop, stop,
-                         True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    # fmt: on
-
-
-@triton.jit
-def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The state of `attend` before any key."""
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    return acc, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
-
-
-@triton.jit
-def finish(
-    state,
-    out_ptr,  # [Tq, H, D] bf16, written: rows q_first and behind, of one head
-    lse_ptr,  # [Tq] fp32, written: likewise
-    heads,
-    q_first,
-    length_q,
-    scale,
-    dropout_scale,
-    HEAD_SIZE: tl.constexpr,
-):
-    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key."""
-    acc, row_max, row_sum = state
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = acc * (dropout_scale / row_sum)[:, None]
-    offs_m = q_first + tl.arange(0, acc.shape[0])
-    offs_d = tl.arange(0, acc.shape[1])
-    mask_m = offs_m < length_q
-    out_ptrs = out_ptr + (offs_m.to(tl.int64) * heads * HEAD_SIZE)[:, None] + offs_d[None, :]
-    tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :])
-    tl.store(lse_ptr + offs_m, row_max * scale + tl.log(row_sum), mask=mask_m)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "tq",
-        "tk",
-        "tiles_m",
-        "q_offset",
-        "k_offset",
-        "ahead",
-        "behind",
-        "dropout_width",
-        "dropout_key",
-        "dropout_threshold",
-    ]
-)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def attention_forward_kernel(
     q_ptr,  # [B, H, Tq, D] bf16, read
     k_ptr,  # [B, Hk, Tk, D] bf16, read
@@ -233,7 +77,7 @@ def attention_forward_kernel(
 
     q_first = pid_m * BLOCK_M
     offs_m = q_first + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, BLOCK_D, HEAD_SIZE, True)
+    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, HEAD_SIZE, BLOCK_D, True)
     q_pos = q_offset + offs_m
     dropout_row = q_pos
     if DROPOUT:
@@ -243,6 +87,7 @@ def attention_forward_kernel(
         q,
         q_offset + q_first,
         q_offset + min(q_first + BLOCK_M, length_q) - 1,
+        (q_ptr, q_first, length_q, stride_qt),
         (k_ptr, v_ptr, length_k, stride_kt, stride_vt),
         (q_pos, k_offset, ahead, behind),
         (dropout_row, dropout_threshold),

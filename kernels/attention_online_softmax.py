@@ -1,0 +1,163 @@
+"""The walk of a tile of queries over keys with the online softmax, which the forward kernels of attention share.
+
+A state (output, maximum, sum) of the keys seen so far is carried along (Milakov and Gimelshein 2018, arXiv:1805.02867;
+flash attention, arXiv:2205.14135 and 2307.08691), so that no score leaves the chip. Powers are of two, with scale
+log2(e) folded into one multiply-add for each score. Blocks of keys that no query of the tile sees are skipped, and only
+those at the border of what is seen, or at the end of the keys, are masked: up to three loops over one body.
+"""
+
+import triton
+import triton.language as tl
+
+from tpfuse.kernels.attention_scores import kept, key_range, multiple_of_8, visible
+from tpfuse.kernels.tiles import dot, rounded
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(ptr, first, offs, stop, stride, columns, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
+
+    ptr is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
+    """
+    offs_d = tl.arange(0, BLOCK_D)
+    stride = multiple_of_8(stride)
+    ptrs = ptr + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
+    if MASKED:
+        return tl.load(ptrs, mask=(first + offs < stop)[:, None] & (offs_d < columns)[None, :], other=0.0)
+    elif columns < BLOCK_D:
+        return tl.load(ptrs, mask=(offs_d < columns)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """q kᵀ by 64 elements of the head size at a time, read again for each block of keys.
+
+    For large float32 heads: as three tf32 products they do not fit into the registers as a whole.
+    """
+    q_ptr, q_first, length_q, stride_qt = source
+    scores = tl.zeros((BLOCK_M, offs_n.shape[0]), tl.float32)
+    for part in tl.range(0, HEAD_SIZE, 64):
+        left = HEAD_SIZE - part
+        q = load_rows(q_ptr + part, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, left, 64, True)
+        k = load_rows(k_ptr + part, first, offs_n, tk, stride_kt, left, 64, True)
+        scores = dot(q, tl.trans(k), scores)
+    return scores
+
+
+@triton.jit
+def attend_blocks(
+    state,
+    q,
+    source,
+    keys,
+    sight,
+    dropout,
+    scale,
+    start,
+    stop,
+    MASKED: tl.constexpr,  # whether some of these blocks are not seen whole by all queries
+    HEAD_SIZE: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state after the keys from start to stop; for the tuples see `attend`."""
+    acc, row_max, row_sum = state
+    k_ptr, v_ptr, tk, stride_kt, stride_vt = keys
+    q_pos, k_offset, ahead, behind = sight
+    dropout_row, dropout_threshold = dropout
+    offs_n = tl.arange(0, BLOCK_N)
+    scale_log2 = scale * _LOG2_E
+    for first in tl.range(start, stop, BLOCK_N):
+        k_pos = k_offset + first + offs_n
+        if q.dtype == tl.float32 and q.shape[1] > 128:
+            scores = scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[0])
+        else:
+            k = load_rows(k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED)
+            scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if MASKED:
+            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+        p = tl.exp2(scores * scale_log2 - subtracted[:, None])
+        shrink = tl.exp2(row_max * scale_log2 - subtracted)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        row_max = new_max
+        if DROPOUT:
+            p = tl.where(kept(dropout_row[:, None], k_pos[None, :], dropout_threshold), p, 0.0)
+        v = load_rows(v_ptr, first, offs_n, tk, stride_vt, HEAD_SIZE, q.shape[1], MASKED)
+        acc = dot(rounded(p, v.dtype), v, acc * shrink[:, None])
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def attend(
+    state,
+    q,  # [BLOCK_M, BLOCK_D], the queries at positions q_first to q_last, both included
+    q_first,
+    q_last,
+    source,
+    keys,
+    sight,
+    dropout,
+    scale,
+    HEAD_SIZE: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
+
+    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (k_ptr, v_ptr, their number,
+    stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind); dropout: (of `dropout_rows`, threshold).
+    """
+    start, full_start, full_stop, stop = key_range(
+        q_first, q_last, sight[1], keys[2], sight[2], sight[3], HAS_AHEAD, HAS_BEHIND, BLOCK_N
+    )
+    # fmt: off
+    if HAS_BEHIND:
+        state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start,
+                              True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop,
+                          False, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop,
+                         True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    # fmt: on
+
+
+@triton.jit
+def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The state of `attend` before any key."""
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    return acc, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+
+
+@triton.jit
+def finish(
+    state,
+    out_ptr,  # [Tq, H, D] bf16, written: rows q_first and behind, of one head
+    lse_ptr,  # [Tq] fp32, written: likewise
+    heads,
+    q_first,
+    length_q,
+    scale,
+    dropout_scale,
+    HEAD_SIZE: tl.constexpr,
+):
+    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key."""
+    acc, row_max, row_sum = state
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    out = acc * (dropout_scale / row_sum)[:, None]
+    offs_m = q_first + tl.arange(0, acc.shape[0])
+    offs_d = tl.arange(0, acc.shape[1])
+    mask_m = offs_m < length_q
+    out_ptrs = out_ptr + (offs_m.to(tl.int64) * heads * HEAD_SIZE)[:, None] + offs_d[None, :]
+    tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :])
+    tl.store(lse_ptr + offs_m, row_max * scale + tl.log(row_sum), mask=mask_m)
