@@ -55,6 +55,14 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def sigmoid_and_slope(x):
+    """sigmoid(x) and its derivative, without the cancellation in sigmoid(x) (1 - sigmoid(x))."""
+    e = tl.exp(-tl.abs(x))
+    scale = 1.0 / (1.0 + e)
+    return tl.where(x < 0.0, e, 1.0) * scale, e * scale * scale
+
+
+@triton.jit
 def activation_gradient(grad, x, ACTIVATION: tl.constexpr):
     """grad act'(x), both float32; of a gated pair, of the activation of its gate."""
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
@@ -62,16 +70,16 @@ def activation_gradient(grad, x, ACTIVATION: tl.constexpr):
         return grad * (cdf + x * (tl.exp(-0.5 * x * x) * _INVERSE_SQRT_2PI))
     elif ACTIVATION == "gelu_tanh":
         square = tl.minimum(x * x, 1e4)  # finite; the factor beside it is 0 long before that
-        s = tl.sigmoid((x + x * x * x * _CUBIC) * _TWICE_SQRT_2_OVER_PI)
+        s, s_slope = sigmoid_and_slope((x + x * x * x * _CUBIC) * _TWICE_SQRT_2_OVER_PI)
         slope = (1.0 + square * (3.0 * _CUBIC)) * _TWICE_SQRT_2_OVER_PI
-        return grad * (s + x * s * (1.0 - s) * slope)
+        return grad * (s + x * s_slope * slope)
     elif ACTIVATION == "relu":
         return tl.where(x <= 0.0, 0.0, grad)
     elif ACTIVATION == "relu2":
         return tl.where(x <= 0.0, 0.0, 2.0 * grad * x)
     elif ACTIVATION == "silu" or ACTIVATION == "swiglu":
-        s = tl.sigmoid(x)
-        return grad * s * (1.0 + x * (1.0 - s))
+        s, s_slope = sigmoid_and_slope(x)
+        return grad * (s + x * s_slope)
     else:
         tl.static_assert(ACTIVATION == "none")
         return grad

@@ -142,7 +142,7 @@ def gemm_forward(
         stride_rm=residual.stride(0) if residual is not None else 0,
         stride_rn=residual.stride(1) if residual is not None else 0,
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma},
+        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
     )
     if partials is not None:
         sum_partials(partials, out, bias=bias, residual=residual, preactivation=preactivation, activation=activation)

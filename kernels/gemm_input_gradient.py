@@ -125,7 +125,7 @@ def gemm_input_gradient(
         stride_wn=weight.stride(0),
         stride_wk=weight.stride(1),
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma},
+        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
     )
     if partials is not None:
         sum_partials(partials, out)

@@ -96,7 +96,7 @@ def gemm_weight_gradient_kernel(
     gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
     up = matrix(up_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_K, BLOCK_N, TMA)
-    tiles_n, tiles_k = tl.cdiv(N, BLOCK_M), tl.cdiv(K, BLOCK_N)
+    tiles_n, tiles_k = tl.cdiv(N, BLOCK_M), max(tl.cdiv(K, BLOCK_N), 1)  # K = 0 has a bias gradient still
     tiles = tiles_n * tiles_k
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
         pid_n, pid_k = grouped_tile(index % tiles, tiles_n, tiles_k, GROUP_M)
@@ -174,7 +174,7 @@ def gemm_weight_gradient(
     )  # fmt: skip
     tma = aligned and bool(row.blocks["TMA"])
     block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    tiles = triton.cdiv(n, block_m) * triton.cdiv(k, block_n)
+    tiles = triton.cdiv(n, block_m) * max(triton.cdiv(k, block_n), 1)
     splits, split_size = split_reduction(tiles, m, block_k, grad.device)
     partials = new_partials(splits, halves * n, k, grad.device)
     bias_partials = new_partials(splits, 1, halves * n, grad.device) if with_bias else None
@@ -206,7 +206,7 @@ def gemm_weight_gradient(
         stride_ok=out.stride(1) if partials is None else 1,
         stride_bn=bias.stride(0) if bias is not None and bias_partials is None else 1,
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma},
+        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
     )
     if partials is not None:
         sum_partials(partials, out, residual=accumulate_into)

@@ -55,20 +55,30 @@ def launches(dtype: torch.dtype) -> None:
     m, n, k = 8192, 16384, 4096
     for activation in ACTIVATIONS:
         width = n // 2 if activation in GATED else n
-        x, weight, grad = empty(m, k), empty(n, k), empty(m, width)
         keep = activation is not None
-        gemm_forward(x, weight, empty(n), empty(m, width), activation=activation, keep_preactivation=keep)
-        gemm_input_gradient(grad, weight, empty(m, n), activation=activation)
-        gemm_weight_gradient(grad, x, empty(m, n), activation=activation, with_bias=True)
-    into, bias_into = (torch.empty(shape, device="meta") for shape in ((n, k), (n,)))
-    gemm_weight_gradient(empty(m, n), empty(m, k), with_bias=True, accumulate_into=into, accumulate_bias_into=bias_into)
-    for activation in (None, "gelu", "swiglu"):
+        gemm_forward(
+            empty(m, k), empty(n, k), empty(n), empty(m, width), activation=activation, keep_preactivation=keep
+        )
+    for activation in (None, "gelu", "geglu"):
+        width = n // 2 if activation in GATED else n
+        gemm_input_gradient(empty(m, width), empty(n, k), empty(m, n), activation=activation)
+        into, bias_into = (torch.empty(shape, device="meta") for shape in ((n, k), (n,)))
+        gemm_weight_gradient(
+            empty(m, width),
+            empty(m, k),
+            empty(m, n),
+            activation=activation,
+            with_bias=True,
+            accumulate_into=into,
+            accumulate_bias_into=bias_into,
+        )
+    for activation in ("gelu", "geglu"):
         width = n // 2 if activation in GATED else n
         gemm_forward(empty(16, k), empty(n, k), activation=activation)  # one token of 16 sequences
+        gemm_input_gradient(empty(16, width), empty(n, k), empty(16, n), activation=activation)
         x, weight, grad = empty(m, k + 1), empty(n, k + 1), empty(m, width)  # rows that TMA cannot read
         gemm_forward(x, weight, activation=activation)
         gemm_input_gradient(grad, weight, empty(m, n), activation=activation)
         gemm_weight_gradient(grad, x, empty(m, n), activation=activation, with_bias=True)
-    x, weight, grad = empty(m, 768), empty(768, 768), empty(m, 768)  # few tiles: split reductions
-    gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")
-    gemm_weight_gradient(grad, x, with_bias=True)
+    gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")  # few tiles: split
+    gemm_weight_gradient(empty(m, 768), empty(m, 768), with_bias=True)

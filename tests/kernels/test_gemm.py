@@ -1,0 +1,198 @@
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import gemm, gemm_tiles, reference
+from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import launch
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+
+SIZES = (1, 16, 63, 64, 100, 257)
+SHAPES = sorted(
+    {(s, 64, 100) for s in SIZES} | {(63, s, 257) for s in SIZES} | {(100, 16, s) for s in SIZES} | {(1, 1, 1)}
+)
+
+
+def _exact(x: Tensor, weight: Tensor, *terms: Tensor) -> Tensor:
+    """x Wᵀ + terms of whole numbers, rounded once."""
+    out = x.double() @ weight.double().t()
+    for term in terms:
+        out = out + term.double()
+    return out.float().to(x.dtype)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every launch of the product."""
+    seen: list[dict[str, Any]] = []
+
+    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        seen.append({"grid": grid} | arguments)
+        launch(kernel, grid, **arguments)
+
+    monkeypatch.setattr(gemm, "launch", spy)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_sizes(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight = integers(1, m, k, dtype=dtype), integers(2, n, k, dtype=dtype)
+    bias, residual = integers(3, n, dtype=dtype), integers(4, m, n, dtype=dtype)
+    out, kept = gemm_forward(x, weight, bias, residual)
+    assert kept is None
+    assert torch.equal(out, _exact(x, weight, bias, residual))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("with_bias", "with_residual"), itertools.product([False, True], repeat=2))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue(activation: str | None, with_bias: bool, with_residual: bool, dtype: torch.dtype) -> None:
+    m, n, k = 33, 140, 40
+    inputs = {"x": normal(1, m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
+    if with_bias:
+        inputs["bias"] = normal(3, n, dtype=dtype)
+    pre = Yardstick(reference.linear, inputs, torch.zeros(m, n))
+    width = n // 2 if activation in GATED else n
+    if with_residual:
+        inputs["residual"] = normal(4, m, width, dtype=dtype)
+    whole = Yardstick(
+        lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
+    )
+    out, kept = gemm_forward(**inputs, activation=activation, keep_preactivation=True)
+    whole.check("out", out)
+    pre.check("out", kept)
+    again, nothing = gemm_forward(**inputs, activation=activation)
+    assert nothing is None
+    assert torch.equal(again, out)
+
+
+def _views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
+    """[rows, columns] of whole numbers with every kind of strides; what lies around is NaN."""
+    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
+    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
+    wide = torch.full((rows + 8, columns + 8), torch.nan)
+    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
+    return {
+        "transposed": integers(seed, columns, rows).t(),
+        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
+        "rows of a wider one": wide[4 : rows + 4, :columns],
+        "one row": integers(seed, 1, columns).expand(rows, columns),
+        "one column": integers(seed, rows, 1).expand(rows, columns),
+    }
+
+
+@pytest.mark.parametrize("kind", _views(0, 1, 1))
+def test_strides(kind: str) -> None:
+    m, n, k = 70, 36, 68
+    plain = {
+        "x": integers(1, m, k),
+        "weight": integers(2, n, k),
+        "bias": integers(3, n),
+        "residual": integers(4, m, n),
+    }
+    views = {"x": _views(5, m, k)[kind], "weight": _views(6, n, k)[kind], "residual": _views(7, m, n)[kind]}
+    views["bias"] = _views(8, n, 3)[kind][:, 1]
+    for name in plain:
+        inputs = plain | {name: views[name]}
+        out, _ = gemm_forward(**inputs)
+        assert torch.equal(out, _exact(inputs["x"], inputs["weight"], inputs["bias"], inputs["residual"])), name
+    out, _ = gemm_forward(**views)
+    assert torch.equal(out, _exact(views["x"], views["weight"], views["bias"], views["residual"]))
+
+
+def test_gated_halves_meet_at_any_width() -> None:
+    for width in (1, 15, 65):
+        x, weight, bias = integers(1, 20, 9), integers(2, 2 * width, 9), integers(3, 2 * width)
+        weight[:width] = weight[:width].abs() + 9  # silu of a large gate is the gate itself
+        x = x.abs() + 9
+        out, kept = gemm_forward(x, weight, bias, activation="swiglu", keep_preactivation=True)
+        gate, up = _exact(x, weight, bias).split(width, dim=1)
+        assert torch.equal(out, gate * up)
+        assert torch.equal(kept, torch.cat([gate, up], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tma_where_rows_are_aligned(dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
+    for k, tma in ((64, True), (104, True), (100, dtype == torch.float32), (63, False), (0, False)):
+        x, weight = integers(1, 70, k, dtype=dtype), integers(2, 36, k, dtype=dtype)
+        assert torch.equal(gemm_forward(x, weight)[0], _exact(x, weight))
+        assert launches[-1]["TMA"] == tma, k
+
+
+def test_what_tma_cannot_read() -> None:
+    x = torch.zeros(64, 64)
+    assert gemm_tiles.allows_tma(x, None, x[:, :40], x[8:])
+    for refused in (x.t(), x[:, 1:], x[:, :63].contiguous(), x[:0], x[:, ::2], x[:1].expand(64, 64)):
+        assert not gemm_tiles.allows_tma(x, refused)
+
+
+def test_every_tile_has_a_program(launches: list[dict[str, Any]]) -> None:
+    gemm_forward(torch.zeros(257, 16), torch.zeros(257, 16))
+    gemm_forward(torch.zeros(16, 16), torch.zeros(16, 16))
+    assert [seen["grid"] for seen in launches] == [(3,), (1,)]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu2", "swiglu"])
+def test_nan_and_inf_stay_in_their_row(activation: str) -> None:
+    x, weight = normal(1, 70, 70), normal(2, 70, 70)
+    clean, _ = gemm_forward(x, weight, activation=activation)
+    x[3, 69], x[5, 0] = torch.nan, torch.inf
+    out, _ = gemm_forward(x, weight, activation=activation)
+    expected = reference.linear(x.double(), weight.double(), activation_name=activation)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isinf(), expected.isinf())
+    others = torch.ones(70, dtype=torch.bool)
+    others[[3, 5]] = False
+    assert torch.equal(out[others], clean[others])
+
+
+def test_float16_overflows_only_when_it_is_stored() -> None:
+    x, weight = torch.full((2, 64), 128.0).half(), torch.full((3, 64), 16.0).half()
+    residual = torch.full((2, 3), -65504.0).half()
+    assert gemm_forward(x, weight)[0].isinf().all()
+    assert torch.equal(gemm_forward(x, weight, None, residual)[0], torch.full((2, 3), 131072.0 - 65504).half())
+
+
+def test_ten_runs_are_equal() -> None:
+    x, weight, bias = normal(1, 100, 257), normal(2, 64, 257), normal(3, 64)
+    runs = [gemm_forward(x, weight, bias, activation="gelu")[0] for _ in range(10)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+def test_empty_sizes() -> None:
+    for m, n, k in ((0, 5, 3), (5, 0, 3), (0, 0, 0)):
+        out, kept = gemm_forward(torch.zeros(m, k), torch.zeros(n, k), keep_preactivation=True)
+        assert out.shape == (m, n)
+        assert kept is not None and kept.shape == (m, n)
+    bias, residual = integers(1, 6), integers(2, 4, 6)
+    out, kept = gemm_forward(torch.zeros(4, 0), torch.zeros(6, 0), bias, residual, keep_preactivation=True)
+    assert torch.equal(out, bias + residual)
+    assert torch.equal(kept, bias.expand(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"gemm_forward: x has shape \(4,\): expected \[M, K\]"),
+        ({"weight": torch.zeros(6, 4)}, r"gemm_forward: weight has shape \(6, 4\): expected \(6, 3\)"),
+        ({"weight": torch.zeros(6)}, r"gemm_forward: weight has shape \(6,\): expected \(6, 3\)"),
+        ({"bias": torch.zeros(5)}, r"gemm_forward: bias has shape \(5,\): expected \(6,\)"),
+        ({"residual": torch.zeros(4, 5)}, r"gemm_forward: residual has shape \(4, 5\): expected \(4, 6\)"),
+        ({"residual": torch.zeros(4, 6), "activation": "geglu"}, r"expected \(4, 3\)"),
+        ({"weight": torch.zeros(5, 3), "activation": "swiglu"}, r"weight has 5 rows: swiglu expects an even number"),
+        ({"activation": "tanh"}, r"gemm_forward: activation 'tanh' is not known"),
+        ({"bias": torch.zeros(6).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
+        ({"x": torch.zeros(4, 3).long()}, r"x is torch.int64: expected float32, float16 or bfloat16"),
+        ({"weight": torch.zeros(6, 3, device="meta")}, r"weight is on meta, x on cpu: expected one device"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": torch.zeros(4, 3), "weight": torch.zeros(6, 3)}
+    with pytest.raises(ValueError, match=message):
+        gemm_forward(**good | changes)
