@@ -17,14 +17,15 @@ from tpfuse.comm import collectives
 from tpfuse.comm.layout import is_sharded, local_slices
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.flat_adamw import MOMENTS, FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Part
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
-from tpfuse.train.optimizer import MOMENTS, FlatAdamW, learning_rate
 from tpfuse.train.options import TrainCommand
+from tpfuse.train.schedule import learning_rate
 
 _FIRST_SCALE = 2.0**16  # of the loss in float16; halved at an overflow, doubled after 2000 steps without one
 _SCALE_INTERVAL = 2000
@@ -64,7 +65,8 @@ class Trainer:
         self.model = GPT(config, device_mesh=tensor_mesh, device=device, dtype=self.dtype)
         initialize(self.model, options.train.seed)
         self.buckets = GradientBuckets(self.model, data_group=self.data_group, world_group=self.world_group)
-        self.optimizer = FlatAdamW(self.buckets, options.optim)
+        betas = options.optim.beta1, options.optim.beta2
+        self.optimizer = FlatAdamW(self.buckets, betas=betas, weight_decay=options.optim.weight_decay)
         self.step = 0
         self.loss_scale = _FIRST_SCALE if self.dtype is torch.float16 else 1.0
         self.steps_since_overflow = 0
@@ -97,10 +99,10 @@ class Trainer:
         batches = self.micro_batches(windows, self.step)
         for index, (ids, targets, sequences) in enumerate(batches):
             self.buckets.start(last=index == len(batches) - 1)
-            losses = self.model(ids, targets, dropout_at=at, sequences_B=sequences)
-            loss = losses.sum()
-            (loss * (self.loss_scale / tokens)).backward()
-            total += loss.detach()
+            weight = self.loss_scale / tokens
+            loss = self.model(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
+            loss.backward()
+            total += loss.detach() / weight
         self.buckets.finish()
         squared, loss, stop = self._agree(total, stop_wanted())
         norm = squared**0.5 / self.loss_scale
@@ -158,7 +160,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(batches):
             for ids, targets, _ in self.micro_batches(windows, number):
-                total += self.model(ids, targets).sum()
+                total += self.model(ids, targets, loss_weight=1.0)
         if self.tp_rank:
             total.zero_()
         tokens = batches * self.options.train.batch * self.config.n_positions

@@ -19,10 +19,12 @@ def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interle
         return {"q": q, "k": k, "positions": integers(4, 2, 21, low=0, high=49, dtype=torch.int64)}
 
     def function(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        return torch.cat(rope(q, k, cos, sin, positions, interleaved=interleaved), dim=2)
+        tables = cos.to(q.device), sin.to(q.device)
+        return torch.cat(rope(q, k, *tables, positions, interleaved=interleaved), dim=2)
 
     def plain(q: Tensor, k: Tensor, positions: Tensor) -> Tensor:
-        return torch.cat([reference.rope(x, cos, sin, positions, interleaved=interleaved) for x in (q, k)], dim=2)
+        tables = cos.to(q.device), sin.to(q.device)
+        return torch.cat([reference.rope(x, *tables, positions, interleaved=interleaved) for x in (q, k)], dim=2)
 
     return Case("rope", name, function, plain, inputs)
 

@@ -1,0 +1,120 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.adamw import adamw_
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.inputs import normal
+
+RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+def _state(n: int) -> list[Tensor]:
+    """Master and moments of a shard that has been trained."""
+    return [normal(1, n), normal(2, n) * 1e-2, normal(3, n).square() * 1e-4]
+
+
+def _update(state: list[Tensor], gradient: Tensor, step: float = 1, **options: Any) -> Tensor | None:
+    """Changes `state`; returns the parameter."""
+    parameter = options.pop("parameter", None)
+    lr, number = torch.tensor([options.pop("lr", 1e-2)]), torch.tensor([step], dtype=options.pop("step_dtype", None))
+    master, exp_avg, exp_avg_sq = state
+    adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, lr=lr, step=number, **(RATES | options))
+    return parameter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("n", [0, 1, 16, 63, 100, 257, 16385])
+@pytest.mark.parametrize("step", [1, 2, 7, 1000, 100000])
+def test_against_reference(n: int, step: int, dtype: torch.dtype) -> None:
+    gradient, state = normal(4, n, dtype=dtype), _state(n)
+    plain, truth = list(map(torch.clone, state)), [x.double() for x in state]
+    truth = reference.adamw(truth[0], gradient.double(), *truth[1:], lr=1e-2, step=step, **RATES)
+    number = [torch.tensor(float(step))]
+    lists = [[plain[0]], [gradient.float()], [plain[1]], [plain[2]], [], number]
+    torch._fused_adamw_(*lists, lr=1e-2, amsgrad=False, maximize=False, **RATES)
+    parameter = _update(state, gradient, step, parameter=torch.empty(n, dtype=dtype))
+    assert torch.equal(parameter, state[0].to(dtype))
+    for name, actual, other, expected in zip(("master", "exp_avg", "exp_avg_sq"), state, plain, truth, strict=True):
+        scale, error = (x.abs().max().item() if n else 0.0 for x in (expected, other.double() - expected))
+        check_error(name, actual, other, expected, 2 * error + torch.finfo(torch.float32).eps * scale)
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.9999])
+def test_bias_corrections_keep_their_digits(beta2: float) -> None:
+    """With a constant gradient g both corrected moments are g and g²: every update is lr, whatever the betas."""
+    for step in (1, 2, 30, 500):
+        share = 1 - beta2 ** (step - 1)
+        state = [torch.zeros(8), torch.full((8,), 1 - 0.9 ** (step - 1)) * 0.5, torch.full((8,), share) * 0.25]
+        _update(state, torch.full((8,), 0.5), step, lr=1.0, beta2=beta2, eps=0.0, weight_decay=0.0)
+        torch.testing.assert_close(state[0], torch.full((8,), -1.0), rtol=3e-7 / (1 - 0.9**step), atol=0)
+
+
+def test_gradient_is_scaled_and_clipped() -> None:
+    gradient, expected, actual = normal(4, 100), _state(100), _state(100)
+    _update(expected, gradient * 0.25)
+    _update(actual, gradient * 8, scale=torch.tensor(1 / 8), clip=torch.tensor([0.25]))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_numbers_of_updates_may_be_integers() -> None:
+    expected, actual = _state(100), _state(100)
+    _update(expected, normal(4, 100), 5)
+    _update(actual, normal(4, 100), 5, step_dtype=torch.int64)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_place(value: float) -> None:
+    gradient, expected = normal(4, 100), _state(100)
+    gradient[7] = value
+    state = _state(100)
+    _update(state, gradient)
+    torch._fused_adamw_(
+        *([x] for x in (expected[0], gradient, *expected[1:])),
+        [], [torch.tensor(1.0)], lr=1e-2, amsgrad=False, maximize=False, **RATES,
+    )  # fmt: skip
+    for actual, other in zip(state, expected, strict=True):
+        assert torch.equal(actual.isfinite(), torch.arange(100) != 7)
+        assert torch.equal(actual.isnan(), other.isnan())
+
+
+def test_only_the_shard_is_written() -> None:
+    flats = [torch.full((40,), 7.0) for _ in range(4)]
+    master, exp_avg, exp_avg_sq, parameter = (flat[8:31] for flat in flats)
+    adamw_(master, normal(4, 23), exp_avg, exp_avg_sq, parameter, torch.tensor(0.1), step=torch.tensor(1.0), **RATES)
+    for flat in flats:
+        assert torch.equal(flat[:8], torch.full((8,), 7.0)) and torch.equal(flat[31:], torch.full((9,), 7.0))
+        assert (flat[8:31] != 7).all()
+
+
+def test_same_bits_in_every_run() -> None:
+    states = [_state(1000) for _ in range(10)]
+    for state in states:
+        _update(state, normal(4, 1000, dtype=torch.bfloat16), 3)
+    assert all(torch.equal(a, b) for state in states for a, b in zip(state, states[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"master": torch.zeros(8).double()}, r"gradient is torch\.float32: expected .* float64"),
+        ({"master": torch.zeros(2, 4)}, r"master is torch\.float32 \(2, 4\): expected float32 \[n\]"),
+        ({"master": torch.zeros(8).long()}, r"master is torch\.int64 \(8,\)"),
+        ({"gradient": torch.zeros(7)}, r"gradient has shape \(7,\): expected \(8,\)"),
+        ({"gradient": torch.zeros(8).int()}, r"gradient is torch\.int32: expected float16 or bfloat16 or float32"),
+        ({"exp_avg": torch.zeros(8).half()}, r"exp_avg is torch\.float16: expected float32"),
+        ({"exp_avg_sq": torch.zeros(8, device="meta")}, "exp_avg_sq is on meta, master on cpu"),
+        ({"parameter": torch.zeros(16)[::2]}, r"parameter has strides \(2,\): expected contiguous"),
+        ({"step": torch.zeros(2)}, r"step has shape \(2,\): expected one element"),
+        ({"lr": torch.zeros((), dtype=torch.float64)}, r"lr is torch\.float64: expected float32"),
+        ({"clip": torch.zeros((), device="meta")}, "clip is on meta, master on cpu"),
+    ],
+)
+def test_bad_input(change: dict[str, Tensor], message: str) -> None:
+    arguments = {name: torch.zeros(8) for name in ("master", "gradient", "exp_avg", "exp_avg_sq", "parameter")}
+    with pytest.raises(ValueError, match=message):
+        adamw_(**arguments | {"lr": torch.tensor(0.1), "step": torch.tensor(1.0)} | change, **RATES)

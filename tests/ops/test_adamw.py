@@ -1,0 +1,112 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.ops.adamw import _update, adamw_
+from tpfuse.testing.inputs import normal
+
+RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+SIZES = (100, 1, 63)
+
+
+def _shards(dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Masters, gradients, moments and parameters of shards of SIZES."""
+    lists = [[normal(10 * i + j, n) for j, n in enumerate(SIZES)] for i in range(5)]
+    lists[3] = [x.square() for x in lists[3]]
+    return [*lists[:4], [x.to(dtype) for x in lists[4]]]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_equals_torchs_optimizer(name: Kernels) -> None:
+    masters, _, exp_avgs, exp_avg_sqs, parameters = _shards(torch.bfloat16)
+    for moment in (*exp_avgs, *exp_avg_sqs):
+        moment.zero_()
+    leaves = [x.clone().requires_grad_() for x in masters]
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for step in range(1, 6):
+        gradients = [normal(step, n) for n in SIZES]
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        optimizer.step()
+        with kernels(name):
+            adamw_(masters, gradients, exp_avgs, exp_avg_sqs, parameters, step=torch.tensor(float(step)), **RATES)
+    for leaf, master, parameter in zip(leaves, masters, parameters, strict=True):
+        if name == "torch":
+            assert torch.equal(master, leaf)
+        torch.testing.assert_close(master, leaf.detach(), rtol=1e-6, atol=1e-6)
+        assert torch.equal(parameter, master.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_scalars_on_the_device_and_half_gradients(name: Kernels) -> None:
+    expected, actual = _shards(), _shards()
+    expected[1] = [x.bfloat16().float() * 0.25 for x in expected[1]]
+    actual[1] = [x.bfloat16() * 2 for x in actual[1]]
+    with kernels(name):
+        adamw_(*expected, step=torch.tensor(3.0), **RATES)
+        factors = {"scale": torch.tensor([0.5]), "clip": torch.tensor(0.25)}
+        adamw_(*actual, step=torch.tensor([3]), **RATES | {"lr": torch.tensor(1e-2)}, **factors)
+    assert torch.equal(actual[1][0], _shards()[1][0].bfloat16() * 2)  # gradients are read alone
+    for a, b in zip(actual, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x is actual[1] or a is actual[1] or torch.allclose(x, y, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_float32_parameters_are_their_own_masters(name: Kernels) -> None:
+    with_parameters, alone = _shards(), _shards()
+    with kernels(name):
+        adamw_(*with_parameters, step=torch.tensor(3.0), **RATES)
+        adamw_(*alone[:4], [None] * 3, step=torch.tensor(3.0), **RATES)
+        adamw_([], [], [], [], [], step=torch.tensor(3.0), **RATES)
+    for master, parameter, other in zip(with_parameters[0], with_parameters[4], alone[0], strict=True):
+        assert torch.equal(master, other) and torch.equal(parameter, master)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_backward_has_saved_is_known_to_be_overwritten(name: Kernels) -> None:
+    shards = _shards()
+    weight = shards[0][0].requires_grad_()
+    product = (weight * weight).sum()
+    with kernels(name), torch.no_grad():
+        adamw_(*shards, step=torch.tensor(1.0), **RATES)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_operator_is_registered_right_and_compiles() -> None:
+    master, gradient, exp_avg, exp_avg_sq, parameter = (tensors[0] for tensors in _shards())
+    rates = [torch.tensor(1e-2), *list(RATES.values())[1:], torch.tensor(2.0), None, torch.tensor(0.5)]
+    torch.library.opcheck(_update, (master, gradient, exp_avg, exp_avg_sq, parameter, *rates))
+    torch.library.opcheck(_update, (master, gradient, exp_avg, exp_avg_sq, None, *rates))
+
+    def step(shards: list[list[Tensor]], number: Tensor) -> None:
+        adamw_(*shards, step=number, **RATES)
+
+    expected, actual = _shards(), _shards()
+    with kernels("triton"):
+        step(expected, torch.tensor(2.0))
+        torch.compile(step, fullgraph=True, backend="aot_eager")(actual, torch.tensor(2.0))
+    assert all(torch.equal(x, y) for a, b in zip(actual, expected, strict=True) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_bad_input(name: Kernels) -> None:
+    def call(index: int, tensors: list[Any], **options: Any) -> None:
+        shards = _shards()
+        shards[index] = tensors
+        adamw_(*shards, **{"step": torch.tensor(1.0)} | RATES | options)
+
+    good = _shards()
+    with kernels(name):
+        with pytest.raises(ValueError, match="adamw: 2 gradients: expected 3, as many as masters"):
+            call(1, good[1][:2])
+        with pytest.raises(ValueError, match=r"gradient has shape \(63,\): expected \(100,\)"):
+            call(1, good[1][::-1])
+        with pytest.raises(ValueError, match=r"exp_avg is torch\.float16: expected float32"):
+            call(2, [x.half() for x in good[2]])
+        with pytest.raises(ValueError, match=r"step has shape \(3,\): expected one element"):
+            call(0, good[0], step=torch.zeros(3))

@@ -1,0 +1,118 @@
+"""adamw_: an update of several flat shards; kernels/adamw.py has the formula.
+
+torch's own fused update where the kernels do not run: one call for all shards. Both have the same state, so that what
+one has saved the other continues.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels import adamw
+
+
+def adamw_(
+    masters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    parameters: Sequence[Tensor | None],
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    scale: Tensor | None = None,
+    clip: Tensor | None = None,
+) -> None:
+    """Update number `step` (from 1) of every shard in place: of master and moments, and of the parameter from master.
+
+    masters, exp_avgs, exp_avg_sqs: [n] each, float32 (float64 on torch's path); gradients: [n] of that dtype or a half
+    one; parameters: [n] of a half type, or None where the master is the parameter. lr: a tensor on the device where a
+    CUDA graph shall see it change. step, scale, clip: one element each, float32 (step also int64), on the device; the
+    gradients are multiplied by scale and clip. Raises ValueError where the lists differ in length or the tensors in
+    shape, dtype or device.
+    """
+    lists = {"gradients": gradients, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "parameters": parameters}
+    for name, tensors in lists.items():
+        if len(tensors) != len(masters):
+            raise ValueError(f"adamw: {len(tensors)} {name}: expected {len(masters)}, as many as masters")
+    shards = list(zip(masters, gradients, exp_avgs, exp_avg_sqs, parameters, strict=True))
+    scalars = {"step": step, "scale": scale, "clip": clip} | ({"lr": lr} if isinstance(lr, Tensor) else {})
+    for shard in shards:
+        adamw.check_shard(*shard, **scalars)
+    if not shards:
+        return
+    rates = beta1, beta2, eps, weight_decay
+    if not use_triton(masters[0]):
+        _by_torch(shards, lr, *rates, step, scale, clip)
+    else:
+        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=step.device)
+        # Not through the operator where nothing is traced: it takes as long as the launch.
+        update = _update if torch.compiler.is_compiling() else adamw.adamw_
+        for shard in shards:
+            update(*shard, rate, *rates, step, scale, clip)
+    if not torch.compiler.is_compiling():  # neither kernel tells autograd, which refuses what was saved before
+        torch.autograd.graph.increment_version([x for shard in shards for x in (shard[0], shard[4]) if x is not None])
+
+
+def _by_torch(
+    shards: Sequence[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]],
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    scale: Tensor | None,
+    clip: Tensor | None,
+) -> None:
+    masters, gradients, exp_avgs, exp_avg_sqs, parameters = (list(tensors) for tensors in zip(*shards, strict=True))
+    gradients = [x.to(master.dtype) for x, master in zip(gradients, masters, strict=True)]
+    for factor in (scale, clip):
+        if factor is not None:
+            gradients = [x * factor for x in gradients]
+    torch._fused_adamw_(  # what torch.optim.AdamW(fused=True) calls, which would advance each shard's number by itself
+        masters,
+        gradients,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step.view(()).float()] * len(masters),
+        lr=lr.item() if isinstance(lr, Tensor) and lr.device.type == "cpu" else lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    for master, parameter in zip(masters, parameters, strict=True):
+        if parameter is not None:
+            parameter.copy_(master)
+
+
+@custom_op("tpfuse::adamw_", mutates_args=("master", "exp_avg", "exp_avg_sq", "parameter"))
+def _update(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    parameter: Tensor | None,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    scale: Tensor | None,
+    clip: Tensor | None,
+) -> None:
+    adamw.adamw_(
+        master, gradient, exp_avg, exp_avg_sq, parameter, lr, beta1, beta2, eps, weight_decay, step, scale, clip
+    )
