@@ -29,7 +29,7 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
 from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.ops.autograd import autocast, once_differentiable
-from tpfuse.ops.cross_entropy import check_target, gradient_, losses
+from tpfuse.ops.cross_entropy import IGNORE, check_target, gradient_, losses
 
 _ALIGNMENT = 16  # entries: rows of logits at multiples of 32 bytes are what TMA, wide loads and store masks want
 
@@ -121,8 +121,7 @@ def chunks(
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The weighted sum, the losses, and for an upstream gradient of 1 dX and dW, or empty ones where not needed."""
-    start, _ = shard_range(vocabulary, *rank_and_size(group))
-    width, tokens = len(weight), len(x)
+    width, tokens, wanted = len(weight), len(x), needs_x or needs_weight
     padded = F.pad(weight, (0, 0, 0, -width % _ALIGNMENT)) if triton and width % _ALIGNMENT else weight
     each = x.new_empty(tokens, dtype=_computed(x.dtype))
     grad_x = x.new_empty(x.shape if needs_x else 0)
@@ -133,13 +132,13 @@ def chunks(
         rows = slice(first, first + chunk)
         all_logits = _logits(x[rows], padded, triton)
         logits = all_logits[:, :width]
-        each[rows], normalizer = losses(logits, target[rows], vocabulary, group, triton=triton)
-        if not (needs_x or needs_weight):
+        scale = None if weights is None else weights[rows]
+        each[rows] = _losses_and_gradient_(logits, target[rows], scale, vocabulary, group, wanted, triton)
+        if not wanted:
             continue
-        gradient_(logits, target[rows], start, normalizer, None if weights is None else weights[rows], triton=triton)
         grad_logits = all_logits.to(x.dtype)
         if needs_x:
-            grad_x[rows] = gemm_input_gradient(grad_logits, padded) if triton else grad_logits @ weight
+            _store_input_gradient(grad_logits, padded, grad_x[rows], triton)
         if needs_weight:
             grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight, triton)
         del all_logits, logits, grad_logits  # before the next chunk's are made
@@ -157,6 +156,38 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
 def _logits(x: Tensor, weight: Tensor, triton: bool) -> Tensor:
     """x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
     return gemm_forward(x, weight)[0] if triton else (x @ weight.t()).to(_computed(x.dtype))
+
+
+def _losses_and_gradient_(
+    logits: Tensor,
+    target: Tensor,
+    scale: Tensor | None,
+    vocabulary: int,
+    group: dist.ProcessGroup | None,
+    wanted: bool,
+    triton: bool,
+) -> Tensor:
+    """The losses of a chunk; where wanted its logits become the gradient, times scale."""
+    if triton or group is not None:
+        start, _ = shard_range(vocabulary, *rank_and_size(group))
+        each, normalizer = losses(logits, target, vocabulary, group, triton=triton)
+        if wanted:
+            gradient_(logits, target, start, normalizer, scale, triton=triton)
+        return each
+    log_softmax = F.log_softmax(logits, 1)  # of a whole vocabulary, torch's own has fewer passes
+    each = F.nll_loss(log_softmax, target, ignore_index=IGNORE, reduction="none")
+    if wanted:
+        scale = torch.where(target == IGNORE, 0, torch.ones_like(each) if scale is None else scale).unsqueeze(1)
+        torch.exp(log_softmax, out=logits).mul_(scale).scatter_add_(1, target.clamp(min=0).unsqueeze(1), -scale)
+    return each
+
+
+def _store_input_gradient(grad: Tensor, weight: Tensor, out: Tensor, triton: bool) -> None:
+    """out = grad W."""
+    if triton:
+        out.copy_(gemm_input_gradient(grad, weight))
+    else:
+        torch.mm(grad, weight, out=out)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None, triton: bool) -> Tensor:
@@ -200,10 +231,12 @@ def _scaled(
     needs: tuple[bool, ...], grad: Tensor, each: Tensor, grad_x: Tensor, grad_weight: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients of x, weight, target and weights for an upstream gradient of the sum, []."""
-    inputs = [
-        _product(grad, made) if needed else None for needed, made in zip(needs, (grad_x, grad_weight), strict=False)
-    ]
-    return *inputs, None, each * grad if needs[3] else None
+    return (
+        _product(grad, grad_x) if needs[0] else None,
+        _product(grad, grad_weight) if needs[1] else None,
+        None,
+        each * grad if needs[3] else None,
+    )
 
 
 def _product(grad: Tensor, made: Tensor) -> Tensor:
