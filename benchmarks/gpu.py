@@ -157,7 +157,7 @@ def run_apart(function: Callable[[], None], path: Path, label: tuple[str, bool],
     elif process.exitcode:
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else f"exit status {process.exitcode}"
         _write(path, _failed(label[0], "all that follow", label[1], f"the process ended with {name}"))
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)  # with the compiler's processes, where there are some
     process.kill()
     process.join()

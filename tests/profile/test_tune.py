@@ -1,5 +1,6 @@
 """The tuner on the CPU: interpreted kernels, a clock that is told what to say, a table of its own."""
 
+import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -184,6 +185,17 @@ def test_a_present_row_that_does_not_work_is_left(table: Path) -> None:
 def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
     tuner = replace(_tuner(_Clock(_seconds)), deadline=0.0)
     assert tune(["toy"], tuner, [_toy(1000)], SPACE, table) == [] and table.read_text() == TEXT
+
+
+def test_a_search_ends_with_the_time(table: Path) -> None:
+    def slow(row: Configuration) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    clock = _Clock(slow)
+    tuner = replace(_tuner(clock), deadline=time.monotonic() + 0.3)
+    (found,) = tune(["toy"], tuner, [_toy(1000)], SPACE, table)
+    assert len(clock.measured) <= 3 and found.measured.startswith("Toy GPU")
 
 
 def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpfuse.profile.trial import Trial
 from tpfuse.profile.trials_products import Attention, Gemm
-from tpfuse.profile.trials_rows import AdamW, CrossEntropy, Merge, Norm, Rope
+from tpfuse.profile.trials_rows import AdamW, CrossEntropy, Dropout, Merge, Norm, Rope
 
 
 def trials() -> list[Trial]:
@@ -31,6 +31,7 @@ def trials() -> list[Trial]:
         Rope("heads of 64", 4096, 32, 32, 64),
         Merge("16 heads of 64", 16, 4096, 64),
         Merge("16 heads of 128", 16, 4096, 128),
+        Dropout("124m dropout", 8 * tokens, 768),
         AdamW("124m adamw", 124_439_808),
         *(CrossEntropy(f"vocabulary {size}", tokens, size) for size in (50257, 32000, 1000)),
     ]
@@ -47,6 +48,7 @@ def tiny_trials() -> list[Trial]:
         CrossEntropy("tiny", 12, 40),
         Rope("tiny", 6, 2, 1, 16),
         Merge("tiny", 2, 6, 16),
+        Dropout("tiny", 12, 40),
         AdamW("tiny", 100),
     ]
     return [trial for shape in shapes for trial in shape.trials()]

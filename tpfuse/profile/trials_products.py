@@ -106,8 +106,8 @@ class Attention:
     def plain_forward(self, q: Tensor, k: Tensor, v: Tensor, **_: Tensor) -> Outputs:
         return (reference.attention(q, k, v)[0],)
 
-    def backward(self, **inputs: Tensor) -> Outputs:
-        return tuple(attention_backward(**inputs))[:3]
+    def backward(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Outputs:
+        return attention_backward(grad_out, q, k, v, out, lse)
 
     def plain_backward(self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, **_: Tensor) -> Outputs:
         return gradients(lambda **x: reference.attention(**x)[0], {"q": q, "k": k, "v": v}, grad_out)

@@ -6,13 +6,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.kernels.cross_entropy import cross_entropy_backward, cross_entropy_combine, cross_entropy_forward
+from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.kernels.layer_norm import layer_norm_forward
 from tpfuse.kernels.layer_norm_backward import layer_norm_backward
 from tpfuse.kernels.rope import rope_forward
+from tpfuse.ops.dropout import dropout
 from tpfuse.profile.trial import Outputs, Trial, gradients, normal
 
 
@@ -106,13 +109,13 @@ class Rope:
         tables = {"cos": angles.cos(), "sin": angles.sin(), "positions": torch.arange(self.T, device=device)}
         return {x: normal(device, dtype, 2, self.T, h, self.D) for x, h in (("q", self.H), ("k", self.Hk))} | tables
 
-    def run(self, **inputs: Tensor) -> Outputs:
-        q, k = rope_forward(**inputs)
-        assert k is not None
-        return q, k
+    def run(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Outputs:
+        q_out, k_out = rope_forward(q, k, cos, sin, positions)
+        assert k_out is not None
+        return q_out, k_out
 
-    def plain(self, q: Tensor, k: Tensor, **tables: Tensor) -> Outputs:
-        return reference.rope(q, **tables), reference.rope(k, **tables)
+    def plain(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Outputs:
+        return reference.rope(q, cos, sin, positions), reference.rope(k, cos, sin, positions)
 
     def trials(self) -> list[Trial]:
         moved = 2 * 2 * 2.0 * self.T * (self.H + self.Hk) * self.D
@@ -132,16 +135,39 @@ class Merge:
         outs = {f"out_{x}": normal(device, dtype, 2, self.H, self.T, self.D) for x in "ab"}
         return outs | {f"lse_{x}": torch.randn(2, self.H, self.T, device=device) for x in "ab"}
 
-    def run(self, **inputs: Tensor) -> Outputs:
-        return tuple(attention_merge(**inputs))
+    def run(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
+        return attention_merge(out_a, lse_a, out_b, lse_b)
 
-    def plain(self, **inputs: Tensor) -> Outputs:
-        out, lse = reference.attention_merge(**inputs)
-        return out.to(inputs["out_a"].dtype), lse
+    def plain(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
+        out, lse = reference.attention_merge(out_a, lse_a, out_b, lse_b)
+        return out.to(out_a.dtype), lse
 
     def trials(self) -> list[Trial]:
         moved = 3 * 2 * 2.0 * self.H * self.T * self.D
         return [Trial(self.name, self.inputs, self.run, self.plain, moved, "TB/s")]
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """A mask by position on [M, C]."""
+
+    name: str
+    M: int
+    C: int
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        key = torch.full((1,), 12345, dtype=torch.int64, device=device)
+        return {"x": normal(device, dtype, self.M, self.C), "rows": torch.arange(self.M, device=device), "key": key}
+
+    def run(self, x: Tensor, rows: Tensor, key: Tensor) -> Outputs:
+        return (dropout_forward(x, 0.1, rows, key),)
+
+    def plain(self, x: Tensor, rows: Tensor, key: Tensor) -> Outputs:
+        with kernels("torch"):
+            return (dropout(x, 0.1, rows, key),)
+
+    def trials(self) -> list[Trial]:
+        return [Trial(self.name, self.inputs, self.run, self.plain, 4.0 * self.M * self.C, "TB/s")]
 
 
 _RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
