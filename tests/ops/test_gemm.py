@@ -1,0 +1,226 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import reference
+from tpfuse.kernels.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
+from tpfuse.kernels.activations import GATED as KERNEL_GATED
+from tpfuse.ops.activation import ACTIVATIONS, GATED
+from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import integers, normal
+
+NAMES = (None, *ACTIVATIONS)
+HALVES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def _inputs(activation: str | None, dtype: torch.dtype, names: str = "x weight bias residual") -> dict[str, Tensor]:
+    n, k = 70, 36
+    width = n // 2 if activation in GATED else n
+    tensors = {
+        "x": normal(1, 3, 11, k, dtype=dtype),
+        "weight": normal(2, n, k, dtype=dtype) / 4,
+        "bias": normal(3, n, dtype=dtype),
+        "residual": normal(4, 3, 11, width, dtype=dtype),
+    }
+    return {name: tensors[name] for name in names.split()}
+
+
+def _check_all(inputs: dict[str, Tensor], activation: str | None, choice: Any) -> None:
+    """Output and every gradient of gemm against the yardstick."""
+    shape = _result(inputs, activation).shape
+    grad = normal(9, *shape, dtype=inputs["x"].dtype)
+    yardstick = Yardstick(lambda **tensors: _result(tensors, activation), inputs, grad)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    with kernels(choice):
+        out = gemm(**leaves, activation=activation)
+        out.backward(grad)
+    yardstick.check("out", out)
+    for name, leaf in leaves.items():
+        yardstick.check(name, leaf.grad)
+
+
+def _result(inputs: dict[str, Tensor], activation: str | None) -> Tensor:
+    return reference.linear(activation_name=activation, **inputs)
+
+
+def test_kernels_and_operators_know_the_same_names() -> None:
+    assert set(KERNEL_ACTIVATIONS) == set(NAMES)
+    assert KERNEL_GATED == GATED
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("activation", NAMES)
+def test_output_and_every_gradient(activation: str | None, dtype: torch.dtype, choice: str) -> None:
+    _check_all(_inputs(activation, dtype), activation, choice)
+
+
+@pytest.mark.parametrize("names", ["x weight", "x weight bias", "x weight residual"])
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_without_bias_or_residual(activation: str | None, names: str) -> None:
+    _check_all(_inputs(activation, torch.bfloat16, names), activation, "triton")
+
+
+@pytest.mark.parametrize("needed", ["x", "weight", "bias", "residual"])
+def test_one_gradient_alone(needed: str) -> None:
+    inputs = _inputs("gelu", torch.float32)
+    inputs[needed].requires_grad_()
+    with kernels("triton"):
+        gemm(**inputs, activation="gelu").sum().backward()
+    actual = inputs[needed].grad
+    inputs[needed].grad = None
+    _result(inputs, "gelu").sum().backward()
+    torch.testing.assert_close(actual, inputs[needed].grad)
+
+
+def test_views_and_a_single_row() -> None:
+    x, weight = integers(1, 20, 5, 8).transpose(0, 1), integers(2, 8, 12).t()
+    with kernels("triton"):
+        assert torch.equal(gemm(x, weight), x @ weight.t())
+        assert torch.equal(gemm(x[0, 0], weight), x[0, 0] @ weight.t())
+        assert torch.equal(
+            gemm(x[:, :, None], weight, residual=x.new_ones(5, 20, 1, 12)), x[:, :, None] @ weight.t() + 1
+        )
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+@pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (4, 0)])
+def test_empty(shape: tuple[int, ...], choice: Any) -> None:
+    inputs = {"x": torch.zeros(shape), "weight": torch.ones(5, shape[-1]), "bias": integers(1, 5)}
+    for x in inputs.values():
+        x.requires_grad_()
+    with kernels(choice):
+        out = gemm(**inputs, activation="relu")
+        out.sum().backward()
+    assert torch.equal(out, inputs["bias"].relu().expand(*shape[:-1], 5))
+    grads = {name: x.grad for name, x in inputs.items()}
+    assert all(grad is not None and grad.shape == inputs[name].shape for name, grad in grads.items())
+    rows = out.numel() // 5
+    assert torch.equal(grads["bias"], (inputs["bias"] > 0) * float(rows))
+    assert torch.equal(grads["weight"], torch.zeros(5, shape[-1]))
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_gradcheck_of_the_torch_path(activation: str | None) -> None:
+    inputs = {name: x.requires_grad_() for name, x in _inputs(activation, torch.float64).items()}
+    small = (inputs["x"][0, :3], inputs["weight"][:6], inputs["bias"][:6])
+    with kernels("triton"):  # float64 is torch's
+        assert torch.autograd.gradcheck(lambda x, w, b: gemm(x, w, b, activation=activation), small)
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_opcheck(activation: str | None) -> None:
+    inputs = _inputs(activation, torch.float32)
+    rows = {name: x.reshape(-1, x.shape[-1]) if x.ndim == 3 else x for name, x in inputs.items()}
+    leaves = [rows[name].clone().requires_grad_() for name in ("x", "weight", "bias", "residual")]
+    keep = activation is not None
+    torch.library.opcheck(torch.ops.tpfuse.gemm_forward.default, (*leaves, activation, keep))
+    kept = normal(5, 33, 70) if keep else None
+    grad = normal(6, *rows["residual"].shape)
+    torch.library.opcheck(torch.ops.tpfuse.gemm_input_gradient.default, (grad, rows["weight"], kept, activation))
+    torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, True))
+    torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, False))
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+def test_compiles_as_one_graph(choice: Any) -> None:
+    def block(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return gemm(x, weight, bias, activation="gelu", residual=residual).square()
+
+    inputs = [x.requires_grad_() for x in _inputs("gelu", torch.float32).values()]
+    with kernels(choice):
+        eager = torch.autograd.grad(block(*inputs).sum(), inputs)
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        actual = torch.autograd.grad(compiled(*inputs).sum(), inputs)
+    for a, e in zip(actual, eager, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_no_preactivation_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    real = torch.ops.tpfuse.gemm_forward.default
+
+    def spy(*arguments: Any) -> Any:
+        kept.append(arguments[-1])
+        return real(*arguments)
+
+    monkeypatch.setattr("tpfuse.ops.gemm._forward", spy)
+    inputs = _inputs("gelu", torch.float32)
+    with kernels("triton"):
+        gemm(**inputs, activation="gelu")
+        inputs["weight"].requires_grad_()
+        gemm(**inputs, activation="gelu")
+        gemm(**inputs, activation=None)
+        with torch.no_grad():
+            gemm(**inputs, activation="gelu")
+    assert kept == [False, True, False, False]
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+def test_autocast(choice: Any) -> None:
+    inputs = _inputs("gelu", torch.float32)
+    for x in inputs.values():
+        x.requires_grad_()
+    with kernels(choice), torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = gemm(inputs["x"], inputs["weight"], inputs["bias"], activation="gelu")
+        out = gemm(**inputs, activation="gelu")
+    assert plain.dtype == torch.bfloat16
+    assert out.dtype == torch.float32  # the residual's
+    out.sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs.values())
+    torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("activation", NAMES)
+def test_products_by_themselves(activation: str | None) -> None:
+    inputs = _inputs(activation, torch.float32, "x weight bias")
+    grad = normal(9, 3, 11, 35 if activation in GATED else 70)
+    into = integers(7, 70, 36)
+    results = []
+    for choice in ("torch", "triton"):
+        with kernels(choice):
+            out, kept = product(*inputs.values(), activation, True)
+            assert (kept is None) == (activation is None)
+            assert product(*inputs.values(), activation, False)[1] is None
+            added, none = weight_gradient(grad, inputs["x"], kept, activation, accumulate_into=into.clone())
+            assert none is None
+            results.append(
+                (
+                    out,
+                    input_gradient(grad, inputs["weight"], kept, activation),
+                    *weight_gradient(grad, inputs["x"], kept, activation, with_bias=True),
+                    added,
+                )
+            )
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    expected = _result(leaves, activation)
+    expected.backward(grad)
+    truth = (expected, *(leaf.grad for leaf in (leaves["x"], leaves["weight"], leaves["bias"])))
+    for result in results:
+        for actual, wanted in zip(result, (*truth, into + leaves["weight"].grad), strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("choice", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(())}, r"x has shape \(\): expected \[\.\.\., K\]"),
+        ({"x": torch.zeros(4, 3).long()}, r"x is torch.int64: expected a float dtype"),
+        ({"weight": torch.zeros(6, 4)}, r"weight has shape \(6, 4\): expected \[N, 3\]"),
+        ({"bias": torch.zeros(5)}, r"bias has shape \(5,\): expected \(6,\)"),
+        ({"residual": torch.zeros(4, 1)}, r"residual has shape \(4, 1\): expected \(2, 6\)"),
+        ({"weight": torch.zeros(5, 3), "activation": "geglu"}, r"weight has 5 rows: geglu expects an even number"),
+        ({"weight": torch.zeros(6, 3).half()}, r"weight is torch.float16, x is torch.float32: expected one dtype"),
+        ({"bias": torch.zeros(6, device="meta")}, r"bias is on meta, x on cpu: expected one device"),
+        ({"activation": "gelo"}, r"'gelo' is not known: expected None or one of gelu"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], message: str, choice: Any) -> None:
+    good: dict[str, Any] = {"x": torch.zeros(2, 3), "weight": torch.zeros(6, 3)}
+    with kernels(choice), pytest.raises(ValueError, match=message):
+        gemm(**good | changes)
