@@ -74,6 +74,14 @@ def test_small_and_large_logits(scale: float, dtype: torch.dtype) -> None:
     _compare((normal(1, 33, 130) * scale).to(dtype), (66,))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_computed_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    logits, target, grad = normal(1, 33, 101, dtype=dtype), _targets(33, 101), normal(2, 33)
+    loss, gradient = _by_kernels(logits, target, grad)
+    wide_loss, wide_gradient = _by_kernels(logits.float(), target, grad)
+    assert torch.equal(loss, wide_loss) and torch.equal(gradient, wide_gradient.to(dtype))
+
+
 def test_logits_of_any_float32() -> None:
     _compare(normal(1, 33, 130) * 1e38)
 
