@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -128,12 +128,17 @@ def compile_here(
 ) -> Report:
     """Records and compiles in this process's children. The kernels must not be interpreted here."""
     recorded = record(operators, families, dtypes)
-    results = {}
-    for index, result in compile_jobs(recorded.jobs, keep):
-        results[index] = result
+    unique: dict[tuple[object, ...], Job] = {}
+    for job in recorded.jobs:
+        unique.setdefault(job.key, job)  # some operators share kernels
+    jobs = list(unique.values())
+    found = {}
+    for index, result in compile_jobs(jobs, keep):
+        found[jobs[index].key] = result
         on_done(result)
+    results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     failed = [Compilation(*place, "", {}, 0, 0, error=reason) for *place, reason in recorded.errors]
-    return Report(triton.__version__, [results[index] for index in range(len(results))] + failed, recorded.rows)
+    return Report(triton.__version__, results + failed, recorded.rows)
 
 
 def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:

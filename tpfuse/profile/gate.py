@@ -11,7 +11,7 @@ from tpfuse.profile.resources import LIMITS, Compilation
 # The newest matrix instruction of each family.
 NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
-# (kernel, a constant) -> why its tiles cannot use the newest instruction; mma.sync must be there.
+# (kernel, a constant) -> why its products are not as fast as they could be. Tensor cores must be there all the same.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 # Rows of sm_80 serve the GPUs that have less shared memory than an A100 too.
@@ -32,18 +32,23 @@ def _complaints(result: Compilation) -> Iterator[str]:
         yield f"{result.spilled} bytes of registers are spilled"
     if result.shared > SHARED[result.family]:
         yield f"{result.shared} bytes of shared memory, {SHARED[result.family]} are allowed"
-    if result.dot:
-        newest = NEWEST[result.family]
-        if newest not in result.tensor_cores and not (exception(result) and "mma.sync" in result.tensor_cores):
-            yield f"no {newest} instruction for its dot, {'+'.join(result.tensor_cores) or 'no tensor core'} instead"
-    else:
-        for name, widths in (("loaded", result.loads), ("stored", result.stores)):
-            if widths and narrow(widths) > 0.5:
-                yield f"most is {name} in accesses of less than 16 bytes: {widths}"
-    if result.serialized:
-        yield "its wgmma instructions wait for one another: ptxas serializes them"
+    if result.dot and not result.tensor_cores:
+        yield "its dot is not done by tensor cores"
+    elif result.dot and slow(result) and exception(result) is None:
+        yield slow(result)
+    if not result.dot and narrow(result) > 0.25:
+        yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
         yield "its warps have no roles of their own, as WARP_SPECIALIZE asks for"
+
+
+def slow(result: Compilation) -> str:
+    """Why its products take longer than the family can: an older instruction, or such as do not overlap."""
+    if NEWEST[result.family] not in result.tensor_cores:
+        return f"{'+'.join(result.tensor_cores)} instructions for its dot, not {NEWEST[result.family]}"
+    if result.serialized:
+        return f"its wgmma instructions wait for one another: {result.serialized}"
+    return ""
 
 
 def exception(result: Compilation) -> tuple[str, str] | None:
@@ -52,10 +57,10 @@ def exception(result: Compilation) -> tuple[str, str] | None:
     return next((key for key in EXCEPTIONS if key[0] == result.kernel and key[1] in constants), None)
 
 
-def narrow(widths: dict[int, int]) -> float:
-    """The share of the bytes that are moved by instructions of less than 16 bytes a thread."""
-    narrow = sum(width * count for width, count in widths.items() if width < 16)
-    return narrow / sum(width * count for width, count in widths.items())
+def narrow(result: Compilation) -> float:
+    """The share of what it loads and stores, instruction by instruction, that moves less than 16 bytes of a thread."""
+    moved = [(width, width * count) for widths in (result.loads, result.stores) for width, count in widths.items()]
+    return sum(size for width, size in moved if width < 16) / max(1, sum(size for _, size in moved))
 
 
 def named(result: Compilation) -> str:

@@ -34,6 +34,11 @@ class Job:
     num_stages: int
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for jobs that give the same kernel."""
+        return self.family, self.source.hash(), self.num_warps, self.num_stages
+
+    @property
     def constants(self) -> dict[str, Any]:
         """The kernel's constexpr parameters, and None for pointers that are not given."""
         named = {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
@@ -67,7 +72,7 @@ class Recorded:
 
 
 def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Recorded:
-    """What the operators would launch, each kernel once, and the rows of configurations.toml that they chose.
+    """What the operators would launch, each kernel of theirs once, and the rows of configurations.toml that they chose.
 
     The kernels must not be interpreted in this process.
     """
@@ -79,7 +84,7 @@ def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[s
         for operator, family, dtype in itertools.product(operators, families, dtypes):
             try:
                 for job in _launched(operator, family, dtype):
-                    jobs.setdefault((family, job.source.hash(), job.num_warps, job.num_stages), job)
+                    jobs.setdefault((operator, *job.key), job)
             except Exception as error:
                 errors.append((operator, family, dtype, f"{type(error).__name__}: {' '.join(str(error).split())}"))
     return Recorded(list(jobs.values()), [row for row in rows if row in chosen], errors)

@@ -73,7 +73,7 @@ class Compilation:
     stores: dict[int, int] = field(default_factory=dict)
     bulk: bool = False  # whether tiles are moved by TMA
     specialized: bool = False  # whether warps have roles of their own
-    serialized: bool = False  # whether ptxas made each wgmma wait for the one before
+    serialized: str = ""  # why ptxas makes each wgmma wait for the one before
     error: str = ""
 
 
@@ -95,7 +95,7 @@ def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
         stores=access_widths(ptx, "st"),
         bulk="cp.async.bulk.tensor" in ptx,
         specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
-        serialized="wgmma.mma_async" in ptx and serializes(ptx),
+        serialized=serialized(ptx) if "wgmma.mma_async" in ptx else "",
     )
 
 
@@ -123,9 +123,11 @@ def disassembly(cubin: bytes) -> str:
     return _run(knobs.nvidia.nvdisasm.path, "-c", on=cubin)
 
 
-def serializes(ptx: str) -> bool:
-    """Whether ptxas says of a program for sm_90 that its wgmma instructions are serialized."""
-    return "serialized" in _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
+def serialized(ptx: str) -> str:
+    """Why ptxas makes each wgmma of a program for sm_90 wait for the one before; empty where it does not."""
+    text = _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
+    found = re.search(r"serialized due to (.+?)( in (the )?function|$)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 _PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS
