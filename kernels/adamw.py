@@ -101,7 +101,8 @@ def adamw_(
     step float32 or int64. The gradient is multiplied by scale and clip; one that is not finite goes into the state as
     it is: whether to skip the update is the caller's to decide. Raises ValueError for other shapes, dtypes, devices.
     """
-    check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, lr=lr, step=step, scale=scale, clip=clip)
+    scalars = {"lr": lr, "step": step, "scale": scale, "clip": clip}
+    check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
     if master.dtype != torch.float32:
         raise ValueError(f"adamw: master is {master.dtype}: expected float32")
     row = choose("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
@@ -141,7 +142,7 @@ def check_shard(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     parameter: Tensor | None,
-    **scalars: Tensor | None,
+    scalars: dict[str, Tensor | None],
 ) -> None:
     """Raises ValueError unless these are what `adamw_` takes, but for a state in float64 too."""
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):

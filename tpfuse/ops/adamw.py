@@ -43,9 +43,9 @@ def adamw_(
         if len(tensors) != len(masters):
             raise ValueError(f"adamw: {len(tensors)} {name}: expected {len(masters)}, as many as masters")
     shards = list(zip(masters, gradients, exp_avgs, exp_avg_sqs, parameters, strict=True))
-    scalars = {"step": step, "scale": scale, "clip": clip} | ({"lr": lr} if isinstance(lr, Tensor) else {})
+    scalars = {"lr": lr if isinstance(lr, Tensor) else None, "step": step, "scale": scale, "clip": clip}
     for shard in shards:
-        adamw.check_shard(*shard, **scalars)
+        adamw.check_shard(*shard, scalars)
     if not shards:
         return
     rates = beta1, beta2, eps, weight_decay

@@ -38,7 +38,8 @@ def rope(
     last = len(cos) - 1
     check_range(positions, 0, last, f"rope: positions from {{low}} to {{high}}: expected 0 to {last}")
     if use_triton(q):
-        return _forward(q, k, cos, sin, positions, interleaved, inverse)
+        rotated: tuple[Tensor, Tensor] = _forward(q, k, cos, sin, positions, interleaved, inverse)
+        return rotated
     cos, sin = cos.detach(), sin.detach()
     q, k = (reference.rope(x, cos, sin, positions, interleaved=interleaved, inverse=inverse) for x in (q, k))
     return q, k

@@ -42,11 +42,11 @@ CASES = (
 
 def launches(dtype: torch.dtype) -> None:
     """Float32 and half gradients into a half parameter; float32 alone."""
-    state = [torch.empty(1 << 22, device="meta") for _ in range(3)]
+    master, exp_avg, exp_avg_sq = (torch.empty(1 << 22, device="meta") for _ in range(3))
     scalar = torch.empty((), device="meta")
     parameter = None if dtype == torch.float32 else torch.empty(1 << 22, dtype=dtype, device="meta")
     for gradient_dtype in {dtype, torch.float32}:
         gradient = torch.empty(1 << 22, dtype=gradient_dtype, device="meta")
         for factor in (None, scalar):
-            rates = _OPTIONS | {"lr": scalar}
-            adamw.adamw_(state[0], gradient, *state[1:], parameter, **rates, step=scalar, scale=factor, clip=factor)
+            rates = _OPTIONS | {"lr": scalar, "step": scalar, "scale": factor, "clip": factor}
+            adamw.adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, **rates)
