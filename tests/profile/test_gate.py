@@ -105,6 +105,13 @@ def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch:
     assert "not done by tensor cores" in next(complaints(without))
 
 
+@pytest.mark.parametrize(("family", "kibibytes"), [("sm_80", 99), ("sm_90", 227), ("sm_100", 227)])
+def test_shared_memory_up_to_the_limit(toys: Report, family: str, kibibytes: int) -> None:
+    _, product = results(toys, "sound", family)
+    assert not list(complaints(Compilation(**vars(product) | {"shared": kibibytes * 1024})))
+    assert list(complaints(Compilation(**vars(product) | {"shared": kibibytes * 1024 + 1})))
+
+
 def test_sums_may_be_stored_one_by_one(toys: Report) -> None:
     copy, _ = results(toys, "sound", "sm_90")
     assert not list(complaints(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {4: 2}})))

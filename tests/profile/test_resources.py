@@ -34,6 +34,7 @@ def test_instructions_of_a_program() -> None:
     [
         ("sm_90", 32, 0, 4, 16),  # 64 warps
         ("sm_90", 33, 0, 4, 12),  # registers: 40 for each of 32 threads of 51 warps, 12 on each scheduler
+        ("sm_90", 88, 0, 1, 20),  # 23 warps, but five on each scheduler
         ("sm_90", 255, 0, 8, 1),
         ("sm_90", 168, 0, 8, 1),  # 12 warps
         ("sm_90", 168, 0, 4, 3),

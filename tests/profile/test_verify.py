@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.kernel_choice import implementation
 from tpfuse.profile import cases, verify
 from tpfuse.profile.case import Case
 from tpfuse.profile.compilation import Report
@@ -60,6 +61,21 @@ def test_what_is_wrong_is_found_and_named() -> None:
     assert "expected torch.float16" in failed(lambda x, weight, shift: swish(x, weight).float(), "float16").failure
     poisoned = failed(lambda x, weight, shift: swish(x, weight) * torch.where(shift == 5, torch.nan, 1))
     assert poisoned.error is None
+    assert not poisoned.failure
+
+
+def test_the_function_runs_by_kernels_and_the_reference_without() -> None:
+    seen = []
+
+    def watched(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        seen.append(implementation("cpu"))
+        return swish(x, weight)
+
+    assert verify.compare(replace(SOUND, reference=watched), "float32", torch.device("cpu")).passed
+    assert set(seen) == {"torch"}
+    seen.clear()
+    assert verify.compare(replace(SOUND, function=watched), "float32", torch.device("cpu")).passed
+    assert seen == ["triton"]
 
 
 def test_a_case_that_raises_is_one_line() -> None:

@@ -25,6 +25,17 @@ def test_the_error_of_the_dtype_passes_and_more_does_not(dtype: torch.dtype) -> 
         yardstick.check("out", out)
 
 
+def test_the_error_beside_its_bound() -> None:
+    yardstick, out = _yardstick(torch.bfloat16)
+    assert 0 < yardstick.error("out", out) <= yardstick.bound("out")
+    out[5, 3] += 1
+    assert 0.5 < yardstick.error("out", out) < 1.5
+    out[5, 3] = float("nan")
+    assert yardstick.error("out", out) == torch.inf
+    with pytest.raises(AssertionError, match="there is no gradient"):
+        yardstick.error("x", None)
+
+
 def test_shape_dtype_and_presence_are_checked() -> None:
     yardstick, out = _yardstick(torch.float32)
     with pytest.raises(AssertionError, match=r"shape \(62, 9\), expected \(63, 9\)"):

@@ -137,7 +137,10 @@ def compile_here(
         found[jobs[index].key] = result
         on_done(result)
     results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
-    failed = [Compilation(*place, "", {}, 0, 0, error=reason) for *place, reason in recorded.errors]
+    failed = [
+        Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
+        for operator, family, dtype, reason in recorded.errors
+    ]
     return Report(triton.__version__, results + failed, recorded.rows)
 
 

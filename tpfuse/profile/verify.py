@@ -44,14 +44,14 @@ class Comparison:
     case: str
     dtype: str
     tensor: str = ""  # "out", or the name of the input whose gradient it is
-    error: float | None = None  # None: not finite
+    error: float | None = None  # None: not finite, or the case raised
     bound: float = 0.0
-    failure: str = ""  # one line, where the case raised
+    failure: str = ""  # one line, what it raised
 
     @property
     def passed(self) -> bool:
         """Whether the error is within the bound."""
-        return not self.failure and self.error is not None and self.error <= self.bound
+        return self.error is not None and self.error <= self.bound
 
 
 def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
@@ -59,18 +59,18 @@ def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
     place = case.operator, case.name, dtype
     try:
         inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
-        with torch.no_grad():
-            shape = case.reference(**inputs).shape
-        grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
         with kernels("torch"):
+            with torch.no_grad():
+                shape = case.reference(**inputs).shape
+            grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
             yardstick = Yardstick(case.reference, inputs, grad)
         with kernels("triton"):
             actual = evaluate(case.function, inputs, grad)
         measured = [(name, yardstick.error(name, actual.get(name)), yardstick.bound(name)) for name in yardstick.plain]
     except Exception as error:
         return Comparison(*place, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
-    name, error, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
-    return Comparison(*place, name, error if math.isfinite(error) else None, bound)
+    name, largest, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
+    return Comparison(*place, name, largest if math.isfinite(largest) else None, bound)
 
 
 @contextlib.contextmanager

@@ -44,15 +44,14 @@ class Yardstick:
         Raises AssertionError where there is no gradient, or one of another shape or dtype.
         """
         assert actual is not None, f"{name}: there is no gradient"
-        check_error(name, actual, self.plain[name], self.truth[name], torch.inf)
+        _check_kind(name, actual, self.plain[name])
         errors = (actual.detach().double() - self.truth[name]).abs().nan_to_num(nan=torch.inf)
         return errors.max().item() if errors.numel() else 0.0
 
 
 def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: float) -> None:
     """Raises AssertionError unless `actual` has plain's shape and dtype and is within `bound` of the truth."""
-    assert actual.shape == plain.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(plain.shape)}"
-    assert actual.dtype == plain.dtype, f"{name}: {actual.dtype}, expected {plain.dtype}"
+    _check_kind(name, actual, plain)
     if not actual.numel():
         return
     errors = (actual.detach().double() - truth).abs().flatten()
@@ -62,6 +61,11 @@ def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: 
         f"{name}{list(place)} is {actual.flatten()[worst].item()}, expected {truth.flatten()[worst].item()}:"
         f" error {errors[worst].item():.3e}, allowed {bound:.3e}"
     )
+
+
+def _check_kind(name: str, actual: Tensor, plain: Tensor) -> None:
+    assert actual.shape == plain.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(plain.shape)}"
+    assert actual.dtype == plain.dtype, f"{name}: {actual.dtype}, expected {plain.dtype}"
 
 
 def evaluate(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
