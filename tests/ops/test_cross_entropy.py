@@ -127,15 +127,22 @@ def test_all_ranks_have_the_same_bits_in_every_run(kind: str) -> None:
     assert all(torch.equal(first, x) for x in others)
 
 
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-def test_the_logits_are_the_callers(kind: str) -> None:
-    logits, target = normal(7, 20, 50).requires_grad_(), _targets(20, 50)
+def _used_twice(kind: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    start, stop = shard_range(50, rank, world)
+    logits, target = normal(7, 20, 50)[:, start:stop].clone().requires_grad_(), _targets(20, 50)
     with kernels(kind):
         before = logits.detach().clone()
-        loss = cross_entropy(logits, target, 50, None).sum()
+        loss = cross_entropy(logits, target, 50, group_of(tensor_mesh())).sum()
         (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
         (again,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert torch.equal(first, again) and torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("kind", ["torch", "triton"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_logits_are_the_callers(world: int, kind: str) -> None:
+    pool(world).run(_used_twice, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

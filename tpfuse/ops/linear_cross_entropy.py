@@ -242,8 +242,8 @@ def _scaled(
 def _product(grad: Tensor, made: Tensor) -> Tensor:
     """grad [] times a tensor, computed in grad's dtype and rounded once.
 
-    By torch's rules a number of no dimensions takes the other's dtype before it multiplies: 1 / tokens would be rounded
-    to bfloat16, a loss scale of 2^16 be infinite in float16. One of one dimension does not.
+    By torch's rules a number of no dimensions takes the other's dtype before it multiplies, on CUDA in fact: 1 / tokens
+    would be rounded to bfloat16, a loss scale of 2^16 be infinite in float16. One of one dimension does not.
     """
     return torch.mul(made, grad.view(1), out=torch.empty_like(made))
 
