@@ -29,6 +29,7 @@ def attention_forward_chunks_kernel(
     out_ptr,  # [B, Tq, H, D] bf16, written
     lse_ptr,  # [B, H, Tq] fp32, written
     head_rows_ptr,  # [B, H] int64, read
+    dropout_key_ptr,  # [] int64, read
     heads,
     group,
     tq,
@@ -49,7 +50,6 @@ def attention_forward_chunks_kernel(
     behind,
     scale,
     dropout_width,
-    dropout_key: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale,
     HEAD_SIZE: tl.constexpr,
@@ -70,7 +70,7 @@ def attention_forward_chunks_kernel(
     q_last = q_offset + min(q_first + BLOCK_M, tq) - 1
     dropout_row = q_pos
     if DROPOUT:
-        dropout_row = dropout_rows(tl.load(head_rows_ptr + batch_head), q_pos, dropout_width, dropout_key)
+        dropout_row = dropout_rows(tl.load(head_rows_ptr + batch_head), q_pos, dropout_width, tl.load(dropout_key_ptr))
     element: tl.constexpr = tl.pointer_type(q_ptr.dtype.element_ty)
     k_head = multiple_of_8(batch * stride_kb + head // group * stride_kh)
     v_head = multiple_of_8(batch * stride_vb + head // group * stride_vh)
@@ -112,7 +112,7 @@ def attention_forward_chunks(
     q_offset: int = 0,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    dropout_key: int = 0,
+    dropout_key: Tensor | None = None,
     head_rows: Tensor | None = None,
     dropout_width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def attention_forward_chunks(
     q = aligned(q)
     out = torch.empty((batch, tq, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tq), dtype=torch.float32, device=q.device)
-    row = choose("attention_forward", q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
+    row = choose("attention_chunks", q.device, q.dtype, D=arguments["BLOCK_D"])
     tiles_m = triton.cdiv(tq, row.blocks["BLOCK_M"])
     launch(
         attention_forward_chunks_kernel,

@@ -17,7 +17,7 @@ from tpfuse.kernels.launch import launch
 
 # Arguments that change from call to call and gain nothing from a compilation of their own.
 NOT_SPECIALIZED = ["tq", "tk", "chunks", "tiles_m", "q_offset", "k_offset", "ahead", "behind"]
-NOT_SPECIALIZED += ["dropout_width", "dropout_key", "dropout_threshold"]
+NOT_SPECIALIZED += ["dropout_width", "dropout_threshold"]
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -30,6 +30,7 @@ def attention_forward_kernel(
     cu_seqlens_q_ptr,  # [S + 1] int32, read
     cu_seqlens_k_ptr,  # [S + 1] int32, read
     head_rows_ptr,  # [B or S, H] int64, read
+    dropout_key_ptr,  # [] int64, read
     heads,
     group,
     tq,
@@ -50,7 +51,6 @@ def attention_forward_kernel(
     behind,
     scale,
     dropout_width,
-    dropout_key: tl.int64,
     dropout_threshold: tl.int64,
     dropout_scale,
     HEAD_SIZE: tl.constexpr,
@@ -81,7 +81,9 @@ def attention_forward_kernel(
     q_pos = q_offset + offs_m
     dropout_row = q_pos
     if DROPOUT:
-        dropout_row = dropout_rows(tl.load(head_rows_ptr + sequence_head), q_pos, dropout_width, dropout_key)
+        dropout_row = dropout_rows(
+            tl.load(head_rows_ptr + sequence_head), q_pos, dropout_width, tl.load(dropout_key_ptr)
+        )
     state = attend(
         initial_state(BLOCK_M, BLOCK_D),
         q,
@@ -117,7 +119,7 @@ def attention_forward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     dropout_p: float = 0.0,
-    dropout_key: int = 0,
+    dropout_key: Tensor | None = None,
     head_rows: Tensor | None = None,
     dropout_width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -130,10 +132,11 @@ def attention_forward(
 
     cu_seqlens_q, cu_seqlens_k: [S + 1] int32 on the device, from 0 to the number of rows, where the rows of one batch
     element are S documents behind each other; each sees itself alone and has positions of its own. max_seqlen_q: the
-    length of the longest in q, or more (rows behind it are not written).
+    length of the longest in q, or more. Rows behind the last document have 0 and -inf.
 
     dropout_p, dropout_key: of the probabilities, `tpfuse.ops.dropout`'s mask of row head_rows * dropout_width +
-    query position and column key position; head_rows: [B, H] ([S, H] with documents) int64; dropout_width: default Tk.
+    query position and column key position; dropout_key: [] int64; head_rows: [B, H] ([S, H] with documents) int64;
+    dropout_width: default Tk.
 
     Returns out, in q's dtype and shape and a view of [B, Tq, H, D], and lse [B, H, Tq] float32, without dropout. A
     query that sees no key (or none with a score above -inf) has 0 and -inf. Values in a block at the border of what is
@@ -158,6 +161,9 @@ def attention_forward(
     q, k, v = aligned(q), aligned(k), aligned(v)
     out = torch.empty((batch, tq, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tq), dtype=torch.float32, device=q.device)
+    if cu_seqlens_q is not None:  # nobody else writes what is behind the last document
+        out.zero_()
+        lse.fill_(float("-inf"))
     row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
     tiles_m = triton.cdiv(longest, row.blocks["BLOCK_M"])
     launch(

@@ -134,7 +134,7 @@ def score_arguments(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     dropout_p: float,
-    dropout_key: int,
+    dropout_key: Tensor | None,
     head_rows: Tensor | None,
     dropout_width: int | None,
 ) -> dict[str, Any]:
@@ -143,12 +143,13 @@ def score_arguments(
     Raises ValueError that names the argument, what was received and what is accepted.
     """
     sequences = check_heads(operator, q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_scores(operator, q, sequences, window, scale, dropout_p, head_rows)
+    check_scores(operator, q, sequences, window, scale, dropout_p, dropout_key, head_rows)
     ahead, behind = bounds(causal, window)
     return {
         "cu_seqlens_q_ptr": cu_seqlens_q,
         "cu_seqlens_k_ptr": cu_seqlens_k,
         "head_rows_ptr": None if head_rows is None or dropout_p == 0.0 else head_rows.contiguous(),
+        "dropout_key_ptr": None if dropout_p == 0.0 else dropout_key,
         "heads": q.shape[1],
         "group": q.shape[1] // max(k.shape[1], 1),
         "tq": q.shape[2],
@@ -159,7 +160,6 @@ def score_arguments(
         "behind": behind or 0,
         "scale": q.shape[3] ** -0.5 if scale is None else scale,
         "dropout_width": k.shape[2] if dropout_width is None else dropout_width,
-        "dropout_key": dropout_key,
         "dropout_threshold": dropout_threshold(dropout_p),
         "HEAD_SIZE": q.shape[3],
         "BLOCK_D": triton.next_power_of_2(q.shape[3]),
@@ -208,6 +208,7 @@ def check_scores(
     window: int | None,
     scale: float | None,
     dropout_p: float,
+    dropout_key: Tensor | None,
     head_rows: Tensor | None,
 ) -> None:
     """Raises ValueError for a window, a scale or a dropout that means nothing."""
@@ -223,6 +224,10 @@ def check_scores(
         raise ValueError(
             f"{operator}: head_rows is None: expected the number of each sequence and head, which dropout needs"
         )
-    check_integers(operator, "head_rows", head_rows, (torch.int64,))
-    check_device(operator, "q", q, "head_rows", head_rows)
-    check_shape(operator, "head_rows", head_rows, (sequences, q.shape[1]))
+    if dropout_key is None:
+        raise ValueError(f"{operator}: dropout_key is None: expected one of tpfuse.ops.dropout.dropout_keys")
+    shapes = {"head_rows": (sequences, q.shape[1]), "dropout_key": ()}
+    for name, x in (("head_rows", head_rows), ("dropout_key", dropout_key)):
+        check_integers(operator, name, x, (torch.int64,))
+        check_device(operator, "q", q, name, x)
+        check_shape(operator, name, x, shapes[name])

@@ -152,11 +152,6 @@ def attention(
     return torch.matmul(probabilities, v), scores.logsumexp(dim=3)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
-    """The output of causal `attention` for q [B, H, Tq, D], the last Tq of the Tk positions of k and v."""
-    return attention(q, k, v, q_offset=k.shape[2] - q.shape[2], dropout_mask=dropout_mask)[0]
-
-
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Attention to two disjoint sets of keys as one: outs [..., D], log-sum-exps [...] of each -> of both together."""
     lse = torch.logaddexp(lse_a, lse_b)

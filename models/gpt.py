@@ -31,7 +31,7 @@ from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.ops.attention import causal_attention
+from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 
 
@@ -125,12 +125,10 @@ class Attention(nn.Module):
         if cache is not None:
             k_BHTD, v_BHTD = cache.append(self.layer, k_BHTD, v_BHTD)
         if state is None or self.dropout == 0.0:
-            y_BHTD = causal_attention(q_BHTD, k_BHTD, v_BHTD)
+            y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD)
         else:
-            key = state.key(4 * self.layer + 1)
-            y_BHTD = causal_attention(
-                q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout, head_rows=state.head_rows, key=key
-            )
+            key = torch.tensor(state.key(4 * self.layer + 1), device=q_BHTD.device)
+            y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout, head_rows=state.head_rows, key=key)
         y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
         if len(qkv_MN) > tokens:
             y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - tokens))

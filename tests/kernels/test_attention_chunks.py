@@ -58,7 +58,7 @@ def test_chunks_of_any_length_in_any_order(options: dict[str, Any], dtype: torch
 def test_dropout() -> None:
     q, k, v = _inputs(63, 99, torch.float32)
     head_rows = torch.tensor([[7, 5], [2, 100]])
-    dropped: dict[str, Any] = {"dropout_p": 0.4, "dropout_key": 12345678901, "head_rows": head_rows}
+    dropped: dict[str, Any] = {"dropout_p": 0.4, "dropout_key": torch.tensor(12345678901), "head_rows": head_rows}
     out, lse = _in_chunks(q, k, v, 33, (1, 0, 2), q_offset=36, **dropped)
     keep = keep_mask(head_rows.unsqueeze(-1) * 99 + torch.arange(36, 99), 99, 0.4, 12345678901)
     inputs = {"q": q, "k": k, "v": v}

@@ -8,7 +8,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.testing.compare import Yardstick
-from tpfuse.testing.inputs import normal
+from tpfuse.testing.inputs import integers, normal
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,6 +75,14 @@ def test_large_scores_do_not_overflow() -> None:
     _check(inputs, out, lse, causal=False)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    q, k = torch.zeros(1, 1, 32, 16, dtype=dtype), normal(2, 1, 1, 256, 16, dtype=dtype)
+    v = integers(3, 1, 1, 256, 16, low=0, high=9, dtype=dtype)  # their sums need more bits than a half type has
+    out, _ = attention_forward(q, k, v, causal=False)
+    assert torch.equal(out, (v.float().sum(dim=2, keepdim=True) / 256).to(dtype).expand_as(out))
+
+
 def _dropout_mask(head_rows: Tensor, tq: int, q_offset: int, k_offset: int, tk: int, width: int, key: int) -> Tensor:
     rows = head_rows.unsqueeze(-1) * width + torch.arange(q_offset, q_offset + tq)
     columns = keep_mask(rows, max(width, k_offset + tk), 0.3, key)
@@ -89,7 +97,7 @@ def test_dropout(dtype: torch.dtype, key: int) -> None:
     head_rows = torch.tensor([[3, 4], [2**33, 11]])
     options: dict[str, Any] = {"q_offset": 40, "k_offset": 3}
     keep = _dropout_mask(head_rows, 63, 40, 3, 100, 130, key)
-    dropped = {"dropout_p": 0.3, "dropout_key": key, "head_rows": head_rows, "dropout_width": 130}
+    dropped = {"dropout_p": 0.3, "dropout_key": torch.tensor(key), "head_rows": head_rows, "dropout_width": 130}
     out, lse = attention_forward(**inputs, **options, **dropped)
     _check(inputs, out, lse, **options, dropout_mask=keep.double() / 0.7)
     assert torch.equal(lse, attention_forward(**inputs, **options)[1])
@@ -100,7 +108,7 @@ def test_what_dropout_drops_is_the_explicit_mask(window: int | None) -> None:
     q, k = normal(1, 1, 2, 100, 64) / 8, normal(2, 1, 1, 64, 64)
     v = torch.eye(64).expand(1, 1, 64, 64)
     head_rows = torch.tensor([[5, 9]])
-    dropped = {"dropout_p": 0.3, "dropout_key": 2**60 + 5, "head_rows": head_rows}
+    dropped = {"dropout_p": 0.3, "dropout_key": torch.tensor(2**60 + 5), "head_rows": head_rows}
     out, _ = attention_forward(q, k, v, window=window, **dropped)  # type: ignore[arg-type]
     keep = _dropout_mask(head_rows, 100, 0, 0, 64, 64, 2**60 + 5)
     distance = torch.arange(100).unsqueeze(1) - torch.arange(64)
@@ -136,7 +144,7 @@ def test_documents_are_attended_one_by_one(options: dict[str, Any], dtype: torch
 def test_dropout_counts_positions_within_the_document() -> None:
     inputs = _inputs((1, 2, 2, 70, 70, 16), torch.float32)
     cu, head_rows = _cumulative((30, 40)), torch.tensor([[4, 8], [15, 2]])
-    dropped: dict[str, Any] = {"dropout_p": 0.3, "dropout_key": 3, "dropout_width": 50}
+    dropped: dict[str, Any] = {"dropout_p": 0.3, "dropout_key": torch.tensor(3), "dropout_width": 50}
     lengths: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 40}
     out, lse = attention_forward(**inputs, **dropped, **lengths, head_rows=head_rows)
     for index, rows in enumerate((slice(0, 30), slice(30, 70))):

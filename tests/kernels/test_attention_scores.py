@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_loaded_16_bytes_at_a_time_are_copied() -> None:
 def _bad(message: str, **changed: object) -> None:
     q, k = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 7, 16)
     arguments = {"q": q, "k": k, "v": k, "causal": True, "window": None, "q_offset": 0, "k_offset": 0, "scale": None}
-    arguments |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "dropout_p": 0.0, "dropout_key": 0}
+    arguments |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "dropout_p": 0.0, "dropout_key": torch.tensor(0)}
     arguments |= {"head_rows": None, "dropout_width": None}
     score_arguments("attention", **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):

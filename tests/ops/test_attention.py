@@ -1,80 +1,300 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
+from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.kernels import reference
-from tpfuse.ops.attention import causal_attention
-from tpfuse.ops.dropout import dropout_key, keep_mask
+from tpfuse.ops import attention as module
+from tpfuse.ops.attention import attention
+from tpfuse.ops.dropout import keep_mask
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+KEY = torch.tensor(-(2**61) - 7)
+HEAD_ROWS = torch.tensor([[4, 5, 6, 7], [10, 11, 12, 2**35]])
+Options = dict[str, Any]
 
 
-def _check(yardstick: Yardstick, leaves: dict[str, torch.Tensor], out: torch.Tensor, grad: torch.Tensor) -> None:
+def _inputs(dtype: torch.dtype, tq: int = 40, tk: int = 70, batch: int = 2, heads: int = 4) -> dict[str, Tensor]:
+    return {"q": normal(1, batch, heads, tq, 16, dtype=dtype)} | {
+        name: normal(seed, batch, 2, tk, 16, dtype=dtype) for name, seed in (("k", 2), ("v", 3))
+    }
+
+
+def _both(result: tuple[Tensor, Tensor]) -> Tensor:
+    """[..., D + 1]: out and the log-sum-exp in one tensor, so that one yardstick measures both and all gradients."""
+    out, lse = result
+    return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], dim=-1)
+
+
+def _mask(options: Options, tq: int, tk: int) -> Tensor | None:
+    """What the reference multiplies probabilities with."""
+    if not options.get("dropout_p"):
+        return None
+    q_pos = torch.arange(tq) + options.get("q_offset", tk - tq)
+    first, width = options.get("k_offset", 0), options.get("dropout_width", tk)
+    rows = options["head_rows"].unsqueeze(-1) * width + q_pos
+    keep = keep_mask(rows, width, options["dropout_p"], options["key"])[..., first : first + tk]
+    return keep.double() / (1 - options["dropout_p"])
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    plain = {name: value for name, value in options.items() if name in ("causal", "window", "k_offset", "scale")}
+    default = k.shape[2] - q.shape[2] if options.get("causal", True) else 0
+    mask = _mask(options, q.shape[2], k.shape[2])
+    return reference.attention(
+        q,
+        k,
+        v,
+        q_offset=options.get("q_offset", default),
+        dropout_mask=None if mask is None else mask.to(q.dtype),
+        **plain,
+    )
+
+
+def _check(name: Kernels, inputs: dict[str, Tensor], options: Options) -> None:
+    grad = normal(4, *inputs["q"].shape[:3], 17, dtype=inputs["q"].dtype)
+    yardstick = Yardstick(lambda **x: _both(_reference(**x, options=options)), inputs, grad)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    with kernels(name):
+        result = attention(**leaves, **options, return_lse=True)
+        _both(result).backward(grad)
+    assert result[1].dtype == (torch.float64 if inputs["q"].dtype == torch.float64 else torch.float32)
+    yardstick.check("out", _both(result))
+    for name_, leaf in leaves.items():
+        yardstick.check(name_, leaf.grad)
+
+
+CASES: tuple[Options, ...] = (
+    {},
+    {"causal": False, "scale": 0.3},
+    {"window": 15},
+    {"causal": False, "window": 9, "q_offset": 20},
+    {"q_offset": 7, "k_offset": 20},  # queries that see no key
+    {"dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS},
+    {"dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS, "q_offset": 50, "k_offset": 10, "dropout_width": 200},
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", CASES)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_against_reference(name: Kernels, options: Options, dtype: torch.dtype) -> None:
+    if (name, dtype) != ("triton", torch.float64):
+        _check(name, _inputs(dtype), options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tq", "tk", "options"),
+    [
+        (16, 16, {}),
+        (63, 63, {}),
+        (63, 63, {"scale": 0.1}),
+        (1, 100, {}),
+        (7, 63, {}),
+        (30, 20, {"causal": False}),
+        (16, 40, {"q_offset": 39}),
+    ],
+)
+def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options, dtype: torch.dtype) -> None:
+    """scaled_dot_product_attention where it can do it."""
+    inputs = _inputs(dtype, tq, tk)
+    grad = normal(4, *inputs["q"].shape, dtype=dtype)
+    yardstick = Yardstick(lambda **x: _reference(**x, options=options)[0], inputs, grad)
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    out = attention(**leaves, **options)
     out.backward(grad)
     yardstick.check("out", out)
     for name, leaf in leaves.items():
         yardstick.check(name, leaf.grad)
 
 
-def _inputs(tq: int, tk: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {"q": normal(1, 2, 3, tq, 20, dtype=dtype)} | {
-        name: normal(seed, 2, 3, tk, 20, dtype=dtype) for name, seed in (("k", 2), ("v", 3))
-    }
+ENDS_Q, ENDS_K = [0, 20, 20, 35], [0, 30, 40, 70]
+DOCUMENTS: Options = {
+    "cu_seqlens_q": torch.tensor(ENDS_Q, dtype=torch.int32),
+    "cu_seqlens_k": torch.tensor(ENDS_K, dtype=torch.int32),
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tq", "tk"), [(2, 2), (63, 63), (100, 100), (1, 100), (7, 63), (62, 63)])
-def test_against_reference(tq: int, tk: int, dtype: torch.dtype) -> None:
-    inputs, grad = _inputs(tq, tk, dtype), normal(4, 2, 3, tq, 20, dtype=dtype)
-    yardstick = Yardstick(reference.causal_attention, inputs, grad)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"q_offset": 5}, {"causal": False, "window": 12, "dropout_p": 0.3, "key": KEY}])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_documents(name: Kernels, options: Options, dtype: torch.dtype) -> None:
+    inputs = _inputs(dtype, batch=1)
+    rows = torch.arange(12).view(3, 4)
+    dropout = {"head_rows": rows, "dropout_width": 70} if "key" in options else {}
+
+    def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        for i, (a, b, c, d) in enumerate(zip(ENDS_Q, ENDS_Q[1:], ENDS_K, ENDS_K[1:], strict=False)):
+            alone = {"q_offset": 0} | options | dropout | ({"head_rows": rows[i : i + 1]} if dropout else {})
+            parts.append(_both(_reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], alone)))
+        return torch.nn.functional.pad(torch.cat(parts, dim=2), (0, 0, 0, 5))
+
+    grad = normal(4, 1, 4, 40, 17, dtype=dtype)
+    yardstick = Yardstick(apart, inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    _check(yardstick, leaves, causal_attention(**leaves), grad)
+    with kernels(name):
+        result = attention(**leaves, **options, **dropout, **DOCUMENTS, return_lse=True)
+        _both(result).backward(grad)
+    yardstick.check("out", _both(result))
+    for leaf_name, leaf in leaves.items():
+        yardstick.check(leaf_name, leaf.grad)
+    assert (result[1][:, :, 35:] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tq", "tk"), [(63, 63), (1, 100), (7, 63)])
-def test_dropout(tq: int, tk: int, dtype: torch.dtype) -> None:
-    inputs, grad = _inputs(tq, tk, dtype), normal(4, 2, 3, tq, 20, dtype=dtype)
-    key, head_rows = dropout_key(1, 2, 3), torch.tensor([[4, 5, 6], [10, 11, 12]])
-    rows = head_rows.unsqueeze(-1) * tk + torch.arange(tk - tq, tk)
-    mask = keep_mask(rows, tk, 0.3, key).to(dtype) / 0.7
+@pytest.mark.parametrize("options", [{}, {"window": 3, "q_offset": 4}, {"q_offset": 1, "k_offset": 4}])
+def test_gradcheck_of_the_torch_path(options: Options) -> None:
+    inputs = tuple(x[:1, :, :, :3].requires_grad_() for x in _inputs(torch.float64, 4, 6).values())
 
-    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return reference.causal_attention(q, k, v, mask.to(q.dtype))
+    def function(*tensors: Tensor) -> Tensor:
+        return _both(attention(*tensors, **options, return_lse=True))
 
-    yardstick = Yardstick(whole, inputs, grad)
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    out = causal_attention(**leaves, dropout_p=0.3, head_rows=head_rows, key=key)
-    _check(yardstick, leaves, out, grad)
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def _arguments(dtype: torch.dtype) -> tuple[tuple[Any, ...], Options]:
+    inputs = [x.requires_grad_() for x in _inputs(dtype, 20, 20).values()]
+    options = {"causal": True, "window": None, "q_offset": 0, "k_offset": 0, "scale": None, "dropout_p": 0.3}
+    options |= {"dropout_width": 20, "max_seqlen_q": 20, "max_seqlen_k": 20}
+    return (*inputs, None, None, HEAD_ROWS, KEY), options
+
+
+def test_custom_operators_are_registered_right() -> None:
+    tensors, options = _arguments(torch.float32)
+    torch.library.opcheck(module._forward, tensors, options)
+    with torch.no_grad():
+        out, lse = module._forward(*tensors, **options)
+    saved = (out, lse, *(x.detach() for x in tensors[:3]), out, lse, *tensors[3:])
+    torch.library.opcheck(module._gradients, saved, options)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_compiled_without_a_graph_break(name: Kernels) -> None:
+    options = {"window": 15, "dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS}
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _both(attention(q, k, v, **options, return_lse=True))
+
+    found = []
+    torch._dynamo.reset()
+    with kernels(name):
+        for function in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+            leaves = [x.requires_grad_() for x in _inputs(torch.float32).values()]
+            out = function(*leaves)
+            out.backward(normal(4, *out.shape))
+            found.append([out, *(leaf.grad for leaf in leaves)])
+    for eager, compiled in zip(*found, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_one_of_two_results_may_go_unused(name: Kernels) -> None:
+    leaves = [x.requires_grad_() for x in _inputs(torch.float32).values()]
+    with kernels(name):
+        out, lse = attention(*leaves, return_lse=True)
+        both = torch.autograd.grad(out.sum() + lse.sum(), leaves, retain_graph=True)
+        first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+        second = torch.autograd.grad(lse.sum(), leaves, allow_unused=True)
+    for whole, a, b in zip(both, first, second, strict=True):
+        torch.testing.assert_close(a if b is None else a + b, whole)
+
+
+def test_both_paths_drop_the_same() -> None:
+    """Where v is the identity out shows which probabilities are left."""
+    q, k = normal(1, 2, 4, 16, 16), normal(2, 2, 2, 16, 16)
+    v = torch.eye(16).expand(2, 2, 16, 16)
+    found = []
+    for name in ("torch", "triton"):
+        with kernels(name):
+            found.append(attention(q, k, v, dropout_p=0.5, head_rows=HEAD_ROWS, key=KEY) != 0)
+    assert torch.equal(*found)
 
 
 def test_heads_and_sequences_are_dropped_alike_wherever_they_are() -> None:
-    q, k, v = _inputs(63, 63, torch.float64).values()
-    head_rows = torch.arange(6).view(2, 3)
-    whole = causal_attention(q, k, v, dropout_p=0.5, head_rows=head_rows, key=7)
+    q, k, v = _inputs(torch.float64, 63, 63).values()
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    whole = attention(q, k, v, dropout_p=0.5, head_rows=HEAD_ROWS, key=KEY)
     for b in range(2):
-        for h in range(3):
+        for h in range(4):
             part = (slice(b, b + 1), slice(h, h + 1))
-            alone = causal_attention(q[part], k[part], v[part], dropout_p=0.5, head_rows=head_rows[part], key=7)
+            alone = attention(q[part], k[part], v[part], dropout_p=0.5, head_rows=HEAD_ROWS[part], key=KEY)
             torch.testing.assert_close(alone, whole[part], rtol=1e-12, atol=1e-12)
 
 
-def test_one_position_sees_itself() -> None:
-    q, k, v = _inputs(1, 1, torch.float32).values()
-    assert torch.equal(causal_attention(q, k, v), v)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_is_seen(name: Kernels) -> None:
+    q, k, v = _inputs(torch.float32, 63, 63).values()
+    with kernels(name):
+        before = attention(q, k, v)
+        k[:, :, 40:], v[:, :, 40:] = 1e4, -1e4
+        assert torch.equal(attention(q, k, v)[:, :, :40], before[:, :, :40])
+        one = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+        assert torch.equal(one, v[:, :, :1].repeat_interleave(2, dim=1))
 
 
-def test_the_future_is_not_seen() -> None:
-    q, k, v = _inputs(63, 63, torch.float32).values()
-    before = causal_attention(q, k, v)
-    k[:, :, 40:], v[:, :, 40:] = 1e4, -1e4
-    assert torch.equal(causal_attention(q, k, v)[:, :, :40], before[:, :, :40])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_autocast(name: Kernels) -> None:
+    leaves = [x.requires_grad_() for x in _inputs(torch.float32, 20, 20).values()]
+    with kernels(name), torch.autocast("cpu", torch.bfloat16):
+        out, lse = attention(*leaves, return_lse=True)
+        out.sum().backward()
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert all(leaf.grad is not None and leaf.grad.dtype == torch.float32 for leaf in leaves)
 
 
-def test_bad_input_is_refused() -> None:
-    q = torch.zeros(1, 1, 3, 4)
-    with pytest.raises(ValueError, match="3 queries to 2 keys"):
-        causal_attention(q, q[:, :, :2], q[:, :, :2])
-    with pytest.raises(ValueError, match="needs head_rows"):
-        causal_attention(q, q, q, dropout_p=0.1)
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)])
+def test_empty(name: Kernels, shape: tuple[int, int, int]) -> None:
+    batch, tq, tk = shape
+    leaves = [x.requires_grad_() for x in _inputs(torch.float32, tq, tk, batch).values()]
+    with kernels(name):
+        out, lse = attention(*leaves, causal=False, return_lse=True)
+        out.sum().backward()
+    assert out.shape == leaves[0].shape and lse.shape == out.shape[:3]
+    assert not out.any() and (lse == -torch.inf).all()
+    for leaf in leaves:
+        assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(4, 3, 16)}, r"q is torch.float32 \(4, 3, 16\): expected floats \[B, H, Tq, D\]"),
+        ({"q": torch.zeros(1, 4, 3, 16).long()}, "q is torch.int64"),
+        ({"k": torch.zeros(1, 2, 3, 24)}, r"k has shape \(1, 2, 3, 24\): expected \[1, Hk, Tk, 16\], as q"),
+        ({"v": torch.zeros(1, 2, 4, 16)}, r"v has shape \(1, 2, 4, 16\): expected \(1, 2, 3, 16\)"),
+        ({"v": torch.zeros(1, 2, 3, 16).half()}, "v is torch.float16, q is torch.float32: expected one dtype"),
+        ({"k": torch.zeros(1, 2, 3, 16, device="meta")}, "k is on meta, q on cpu: expected one device"),
+        ({"q": torch.zeros(1, 3, 3, 16)}, "k has 2 heads, q 3: expected a divisor of q's"),
+        ({"q": torch.zeros(1, 4, 4, 16)}, "of 4 queries to 3 keys: expected at least as many keys, or q_offset"),
+        ({"window": 0}, "window 0: expected at least 1"),
+        ({"scale": 0.0}, "scale 0.0: expected a positive number"),
+        ({"dropout_p": 1.0}, "dropout_p 1.0: expected 0 <= dropout_p < 1"),
+        ({"dropout_p": 0.1}, "head_rows is None"),
+        ({"dropout_p": 0.1, "head_rows": HEAD_ROWS[:1]}, "dropout_key is None"),
+        ({"dropout_p": 0.1, "head_rows": HEAD_ROWS}, r"head_rows has shape \(2, 4\): expected \(1, 4\)"),
+        ({"cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32)}, "cu_seqlens_k is None: expected both"),
+        ({name: torch.tensor([0, 3]) for name in DOCUMENTS}, "cu_seqlens_q is torch.int64: expected int32"),
+        (DOCUMENTS | {"cu_seqlens_k": DOCUMENTS["cu_seqlens_k"][:2]}, "cu_seqlens_k has shape"),
+    ],
+)
+def test_bad_input_is_refused(name: Kernels, change: Options, message: str) -> None:
+    good: Options = {"q": torch.zeros(1, 4, 3, 16), "k": torch.zeros(1, 2, 3, 16), "v": torch.zeros(1, 2, 3, 16)}
+    if message.startswith("dropout_key") or message.startswith("head_rows has"):
+        change = change | ({} if "key" in message else {"key": KEY})
+    with kernels(name), pytest.raises(ValueError, match=f"attention:? {message}"):
+        attention(**(good | change))
+
+
+def test_head_sizes_that_the_kernels_do_not_take() -> None:
+    for size in (8, 20, 264):
+        x = torch.zeros(1, 1, 2, size)
+        attention(x, x, x)
+        with kernels("triton"), pytest.raises(ValueError, match=f"head size {size}: expected a multiple of 8"):
+            attention(x, x, x)

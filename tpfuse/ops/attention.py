@@ -1,48 +1,255 @@
-"""attention: softmax(q kᵀ / sqrt(D)) v, causal.
+"""attention: softmax(q kᵀ scale) v over the keys that each query sees, and the log-sum-exp of its scores.
 
-torch's scaled_dot_product_attention, except with dropout: its masks come from a generator and depend on how
-heads and batch are laid out, ours are a function of the global position (see `dropout`), so that path forms
-the probabilities.
+On CUDA flash attention by Triton kernels (`tpfuse.kernels.attention_forward`, `attention_backward`); with the torch
+path scaled_dot_product_attention where it can express what is asked for, and otherwise its definition, which holds all
+probabilities. Dropout is one of those: torch's masks come from a generator and depend on how heads and batch are laid
+out, ours are a function of the global position (see `tpfuse.ops.dropout`), on both paths the same.
+
+The log-sum-exp is differentiable too: results for several sets of keys can be merged with it.
 """
 
+from typing import Any, Literal, TypedDict, Unpack, overload
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.library import custom_op
 
-from tpfuse.ops.dropout import dropout
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.attention_backward import attention_backward
+from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.attention_scores import check_scores
+from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.ops.autograd import autocast
+from tpfuse.ops.dense_attention import dense_attention
 
 
-def causal_attention(
+class Options(TypedDict, total=False):
+    """The keywords of `attention` that do not change what it returns."""
+
+    causal: bool
+    window: int | None
+    q_offset: int | None
+    k_offset: int
+    scale: float | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    dropout_p: float
+    head_rows: Tensor | None
+    key: Tensor | None
+    dropout_width: int | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
+    causal: bool = True,
+    window: int | None = None,
+    q_offset: int | None = None,
+    k_offset: int = 0,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dropout_p: float = 0.0,
     head_rows: Tensor | None = None,
-    key: int = 0,
-) -> Tensor:
-    """Causal attention of the last Tq of Tk positions.
+    key: Tensor | None = None,
+    dropout_width: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, Tq] float32 (float64 for float64).
 
-    q: [B, H, Tq, D]; k, v: [B, H, Tk, D], Tk >= Tq, the query at row i having position Tk - Tq + i (keys
-    before it come from a cache). head_rows: [B, H] int64, the number of each (sequence, head) in the whole
-    batch, for dropout of the probabilities under `key`. Returns [B, H, Tq, D] in q's dtype. Raises ValueError
-    where there are fewer keys than queries, or dropout is asked for without head_rows.
+    q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); of one float
+    dtype, on one device, any strides. The kernels take D from 16 to 256 in multiples of 8.
+    Query i has position q_offset + i, key j has k_offset + j. causal: keys behind the query's position are not seen;
+    window: nor are those at a distance of window or more. A query that sees no key has 0 and -inf. q_offset: default
+    Tk - Tq where causal (the keys before the first query come from a cache), 0 otherwise and with documents. scale:
+    default 1 / sqrt(D).
+
+    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, from 0 to the number of rows, where the rows of the one batch element are
+    S documents behind each other; each sees itself alone, and has positions of its own. max_seqlen_q, max_seqlen_k: the
+    lengths of the longest, or more; they spare the kernels looking for longer ones.
+
+    dropout_p: of the probabilities, with the mask of `tpfuse.ops.dropout` under `key` (one of `dropout_keys`) for row
+    head_rows * dropout_width + query position and column key position. head_rows: [B, H] ([S, H] with documents) int64,
+    the number of each (sequence, head) in the whole batch; dropout_width: the number of positions in the whole
+    sequence, default Tk.
+
+    Under torch.autocast in its dtype. Raises ValueError that names the argument, what was received, what is accepted.
     """
+    q, k, v = _autocast(q, k, v)
+    sequences = _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows)
     tq, tk = q.shape[2], k.shape[2]
-    if tk < tq:
-        raise ValueError(f"attention of {tq} queries to {tk} keys: expected at least as many keys")
-    if dropout_p == 0.0 and tq == tk:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if dropout_p == 0.0 and tq == 1:
-        return F.scaled_dot_product_attention(q, k, v)
-    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    visible = torch.ones(tq, tk, dtype=torch.bool, device=q.device).tril(tk - tq)
-    upcast = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    probabilities = upcast.masked_fill(~visible, float("-inf")).softmax(dim=-1).to(q.dtype)
-    if dropout_p:
-        if head_rows is None:
-            raise ValueError("dropout in attention needs head_rows, the global number of each sequence and head")
-        positions = torch.arange(tk - tq, tk, device=q.device)
-        rows = head_rows.unsqueeze(-1) * tk + positions
-        probabilities = dropout(probabilities, dropout_p, rows, key)
-    return torch.matmul(probabilities, v)
+    if q_offset is None:
+        q_offset = tk - tq if causal and cu_seqlens_q is None else 0
+        if q_offset < 0:
+            raise ValueError(f"attention of {tq} queries to {tk} keys: expected at least as many keys, or q_offset")
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, head_rows, key)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "q_offset": q_offset,
+        "k_offset": k_offset,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "dropout_width": tk if dropout_width is None else dropout_width,
+    }
+    if not use_triton(q):
+        out, lse = dense_attention(*tensors, return_lse=return_lse, **options)
+    else:
+        longest_q = tq if max_seqlen_q is None else max_seqlen_q
+        longest_k = tk if max_seqlen_k is None else max_seqlen_k
+        out, lse = _forward(*tensors, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q_, k_, v_ = autocast(q, k, v)
+    assert q_ is not None and k_ is not None and v_ is not None
+    return q_, k_, v_
+
+
+@custom_op("tpfuse::attention_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    head_rows: Tensor | None,
+    dropout_key: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    q_offset: int,
+    k_offset: int,
+    scale: float | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    dropout_width: int,
+) -> tuple[Tensor, Tensor]:
+    # fmt: off
+    return attention_forward(
+        q, k, v, causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, scale=scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, dropout_p=dropout_p,
+        dropout_key=dropout_key, head_rows=head_rows, dropout_width=dropout_width,
+    )
+    # fmt: on
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, tq, size = q.shape
+    lse = q.new_empty((batch, heads, tq), dtype=torch.float32)
+    return q.new_empty((batch, tq, heads, size)).transpose(1, 2), lse
+
+
+@custom_op("tpfuse::attention_backward", mutates_args=())
+def _gradients(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    head_rows: Tensor | None,
+    dropout_key: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    q_offset: int,
+    k_offset: int,
+    scale: float | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    dropout_width: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # fmt: off
+    return attention_backward(
+        grad_out, q, k, v, out, lse, grad_lse=grad_lse, causal=causal, window=window, q_offset=q_offset,
+        k_offset=k_offset, scale=scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, dropout_p=dropout_p, dropout_key=dropout_key,
+        head_rows=head_rows, dropout_width=dropout_width,
+    )
+    # fmt: on
+
+
+@_gradients.register_fake
+def _(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(
+    ctx: Any,
+    inputs: tuple[Tensor | None, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    gradients = _gradients(grad_out, grad_lse, *inputs[:3], out, lse, *inputs[3:], **ctx.options)
+    return *gradients, None, None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+    """Raises ValueError unless the tensors fit each other; returns the number of sequences."""
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(f"attention: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
+    batch, heads, _, size = q.shape
+    if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, size):
+        raise ValueError(f"attention: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
+    check_shape("attention", "v", v, tuple(k.shape))
+    for name, x in (("k", k), ("v", v)):
+        check_device("attention", "q", q, name, x)
+        if x.dtype != q.dtype:
+            raise ValueError(f"attention: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
+    if heads % k.shape[1] if k.shape[1] else heads:
+        raise ValueError(f"attention: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return batch
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ValueError(f"attention: {missing} is None: expected both cumulative lengths, or neither")
+    if batch != 1:
+        raise ValueError(f"attention: q has batch size {batch}: expected 1 with cu_seqlens, documents one by one")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_integers("attention", name, x, (torch.int32,))
+        check_device("attention", "q", q, name, x)
+        if x.dim() != 1 or not len(x):
+            raise ValueError(f"attention: {name} has shape {tuple(x.shape)}: expected [S + 1]")
+    check_shape("attention", "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+    return len(cu_seqlens_q) - 1

@@ -90,7 +90,7 @@ def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float 
         cu_seqlens_k=cu_seqlens,
         max_seqlen_q=2048 if documents else None,
         dropout_p=dropout_p,
-        dropout_key=-(2**60) - 1,
+        dropout_key=torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None,
         head_rows=torch.empty(max(documents, 1), 32, dtype=torch.int64, device="meta") if dropout_p else None,
         **options,
     )

@@ -1,0 +1,84 @@
+"""attention by torch's own operators: what `tpfuse.ops.attention` runs where no Triton kernel does.
+
+scaled_dot_product_attention, or where it cannot express what is asked for the definition, with all scores in memory. A
+query that sees no key is computed as if it saw all, and its result replaced: softmax has no gradient at such a row.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfuse.ops.dropout import keep_mask
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    head_rows: Tensor | None,
+    dropout_key: Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    q_offset: int,
+    k_offset: int,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty unless asked for."""
+    tq, tk = q.shape[2], k.shape[2]
+    grouped = q.shape[1] != k.shape[1]
+    if not (dropout_p or return_lse or window is not None or cu_seqlens_q is not None) and q.numel() and k.numel():
+        all_seen = not causal or q_offset >= k_offset + tk - 1
+        if all_seen or (tq == tk and q_offset == k_offset):
+            is_causal = not all_seen
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+            return out, out.new_empty(0)
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    document_q, q_pos = _positions(tq, q_offset, cu_seqlens_q, q.device)
+    document_k, k_pos = _positions(tk, k_offset, cu_seqlens_k, q.device)
+    hidden = _hidden(q_pos.unsqueeze(1), k_pos, causal, window)
+    if cu_seqlens_q is not None:
+        documents = len(cu_seqlens_q) - 1
+        hidden |= (document_q.unsqueeze(1) != document_k) | (document_k == documents)
+    blind = hidden.all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(hidden & ~blind, float("-inf"))
+    probabilities = scores.softmax(dim=-1).to(q.dtype)
+    if dropout_p:
+        assert head_rows is not None and dropout_key is not None
+        heads = head_rows.unsqueeze(-1) if cu_seqlens_q is None else _of_queries(head_rows, document_q)
+        counters = (heads * dropout_width + q_pos).unsqueeze(-1) * dropout_width + k_pos
+        keep = keep_mask(counters, 1, dropout_p, dropout_key).squeeze(-1)
+        probabilities = probabilities * (keep.to(q.dtype) / (1.0 - dropout_p))
+    out = torch.matmul(probabilities, v).masked_fill(blind, 0.0)
+    if not return_lse:
+        return out, out.new_empty(0)
+    return out, scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), float("-inf"))
+
+
+def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Each row's document (behind the last one: how many there are) and its position in it, [length] each."""
+    rows = torch.arange(length, device=device)
+    if cu_seqlens is None:
+        return torch.zeros_like(rows), rows + offset
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
+    return document, rows - cu_seqlens[document] + offset
+
+
+def _hidden(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a query does not see a key."""
+    distance = q_pos - k_pos
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return hidden if window is None else hidden | (distance.abs() >= window)
+
+
+def _of_queries(head_rows: Tensor, document: Tensor) -> Tensor:
+    """head_rows [S, H] of each query's document: [1, H, Tq]; any value behind the last document."""
+    return head_rows[document.clamp(max=len(head_rows) - 1)].t().unsqueeze(0)
