@@ -177,6 +177,8 @@ def test_no_work_for_gradients_that_are_not_wanted(needs_x: bool, needs_weight: 
         "gemm_weight_gradient_kernel": needs_weight,
     }.items():
         assert launched.count(name) == 4 * wanted, name
+    strides = [launch.arguments["stride_m"] for launch in record.launches if "stride_m" in launch.arguments]
+    assert strides and all(stride % 16 == 0 for stride in strides), "rows of logits that TMA cannot read"
 
 
 class _Peak(TorchDispatchMode):
@@ -222,7 +224,7 @@ def test_a_quarter_of_the_plain_memory(triton: bool, chunk: int) -> None:
     inputs = _meta_inputs(32768, 768, 50257)
     plain, fused = _peak(_plain, *inputs), _peak(_chunked, *inputs, chunk, triton)
     assert plain > 3 * 4 * 32768 * 50257  # the logits in bfloat16 and twice in float32: the tracker sees what there is
-    bound = plain / 4 if not triton else plain / 16
+    bound = plain / 4 if not triton else plain / 20
     print(f"plain {plain / 2**30:.2f} GiB, chunks of {chunk}, triton {triton}: {fused / 2**30:.2f} GiB")
     assert fused <= bound
 
