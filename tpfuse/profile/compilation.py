@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton.compiler import make_backend
+from triton.runtime.cache import triton_key
 
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
@@ -90,8 +92,16 @@ def _work(job: Job, sender: Connection, keep: Path | None) -> None:
         sender.send(result)
 
 
+def _warm_up(families: set[str]) -> None:
+    """What Triton finds out once in a process, the hash of itself above all, and workers then inherit."""
+    triton_key()
+    for family in families:
+        make_backend(target(family)).hash()
+
+
 def compile_jobs(jobs: Sequence[Job], keep: Path | None = None) -> Iterator[tuple[int, Compilation]]:
     """(index, result) of each job as it is done, on all cores. keep: a folder for what the compiler makes."""
+    _warm_up({job.family for job in jobs})
     context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be sent
     waiting = list(enumerate(jobs))[::-1]
     running: dict[Any, tuple[int, BaseProcess]] = {}
