@@ -33,6 +33,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+from tpfuse.ops.dropout import dropout_keys
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Attention(nn.Module):
         if state is None or self.dropout == 0.0:
             y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD)
         else:
-            key = torch.tensor(state.key(4 * self.layer + 1), device=q_BHTD.device)
+            key = state.keys[4 * self.layer + 1]
             y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout, head_rows=state.head_rows, key=key)
         y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
         if len(qkv_MN) > tokens:
@@ -239,13 +240,15 @@ class GPT(nn.Module):
         ids_BT: Tensor,
         targets_BT: Tensor | None = None,
         *,
+        loss_weight: float | None = None,
         dropout_at: tuple[int, int] | None = None,
         sequences_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Losses [B, T] in nats where targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
-        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. dropout_at: (seed, step) where
+        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. loss_weight: where given, their
+        weighted sum [] instead of the losses, for which the logits are never held whole. dropout_at: (seed, step) where
         dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default 0 … B-1. cache:
         holds the positions before these, and these afterwards. Raises ValueError where there is no token, the
         context is too short, or an id is not in the vocabulary.
@@ -276,6 +279,8 @@ class GPT(nn.Module):
             return logits_MV[:tokens].view(batch, length, -1)
         targets_M = F.pad(targets_BT.reshape(-1), (0, padding), value=IGNORE)
         wte = self.transformer.wte
+        if loss_weight is not None:
+            return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
         return losses_M[:tokens].view(batch, length)
 
@@ -290,4 +295,5 @@ class GPT(nn.Module):
         heads = self.config.n_head // self.tp
         heads_H = torch.arange(self.rank * heads, (self.rank + 1) * heads, device=rows_m.device)
         head_rows_BH = sequences_B.unsqueeze(1) * self.config.n_head + heads_H
-        return DropoutState(seed, step, sequence_m * length + rows_m % length, head_rows_BH)
+        keys = dropout_keys(rows_m, seed, step, 4 * self.config.n_layer)
+        return DropoutState(keys, sequence_m * length + rows_m % length, head_rows_BH)

@@ -60,6 +60,25 @@ def test_losses_and_gradients_are_those_of_one_rank(world: int, batch: int, leng
     pool(world).run(_losses_and_gradients, CONFIG, batch, length)
 
 
+def _weighted_sum(config: GPTConfig) -> None:
+    plain, model = _model(config), _model(config, sharded=True)
+    ids, targets = _batch(3, 5, config.vocab_size)
+    expected, actual = 0.3 * plain(ids, targets).sum(), model(ids, targets, loss_weight=0.3)
+    assert actual.shape == ()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    for total in (expected, actual):
+        total.backward()
+    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+        assert parameter.grad is not None and wanted.grad is not None, name
+        torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_weighted_sum_of_the_losses_without_whole_logits(world: int) -> None:
+    pool(world).run(_weighted_sum, GPTConfig(61, 8, 24, 2, 12))
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
     pool(world).run(_losses_and_gradients, GPTConfig(2, 16, 24, 1, 12, dropout=0.1), 2, 5)

@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 
-from tpfuse.ops.dropout import dropout, dropout_key, keep_mask
+from tpfuse.kernel_choice import kernels
+from tpfuse.ops.dropout import dropout, dropout_key, dropout_keys, keep_mask
+from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 
-KEY = dropout_key(1, 2, 3)
+KEY = torch.tensor(dropout_key(1, 2, 3))
 
 
 def _splitmix64(counter: int, key: int) -> int:
@@ -21,7 +23,7 @@ def _splitmix64(counter: int, key: int) -> int:
 def test_the_hash_is_splitmix64(p: float) -> None:
     rows = torch.tensor([0, 1, 5, 2**40])
     expected = [
-        [(_splitmix64(row * 63 + c, KEY) + 2**63) % 2**64 >= round(p * 2**64) for c in range(63)]
+        [(_splitmix64(row * 63 + c, int(KEY)) + 2**63) % 2**64 >= round(p * 2**64) for c in range(63)]
         for row in rows.tolist()
     ]
     assert torch.equal(keep_mask(rows, 63, p, KEY), torch.tensor(expected))
@@ -47,7 +49,9 @@ def test_share_of_what_is_dropped(p: float) -> None:
 
 def test_sites_steps_seeds_and_neighbours_are_independent() -> None:
     rows = torch.arange(1000)
-    masks = [keep_mask(rows, 100, 0.5, dropout_key(*k)) for k in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1))]
+    masks = [
+        keep_mask(rows, 100, 0.5, torch.tensor(dropout_key(*k))) for k in ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1))
+    ]
     masks += [masks[0].roll(1, 0), masks[0].roll(1, 1)]
     signs = torch.stack(masks).flatten(1).double() * 2 - 1
     correlation = signs @ signs.t() / signs.shape[1]
@@ -58,6 +62,29 @@ def test_keys_differ_and_stay() -> None:
     keys = {dropout_key(seed, step, site) for seed in range(12) for step in range(12) for site in range(12)}
     assert len(keys) == 12**3 and all(-(2**63) <= key < 2**63 for key in keys)
     assert dropout_key(0, 0, 0) == -6762612006551763605  # runs must not change with a release
+    assert dropout_keys(torch.empty(0), 3, 5, 4).tolist() == [dropout_key(3, 5, site) for site in range(4)]
+    torch.library.opcheck(dropout_keys, (torch.empty(0), 3, 5, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_triton_has_the_same_mask_and_gradient(dtype: torch.dtype, p: float) -> None:
+    rows = torch.tensor([[0, 5, 2**40], [7, 1, 2]])
+    x = normal(3, 2, 3, 100, dtype=dtype)
+    plain, own = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = dropout(plain, p, rows, KEY)
+    with kernels("triton"):
+        out = dropout(own, p, rows, KEY)
+    truth = x.double() * keep_mask(rows, 100, p, KEY) / (1 - p)
+    check_error("out", out, expected, truth, torch.finfo(dtype).eps * truth.abs().max().item())
+    out.backward(x)
+    expected.backward(x)
+    check_error("x", own.grad, plain.grad, truth, torch.finfo(dtype).eps * truth.abs().max().item())
+
+
+def test_the_operator_is_registered() -> None:
+    x, rows = normal(1, 5, 16).requires_grad_(), torch.arange(5)
+    torch.library.opcheck(torch.ops.tpfuse.dropout, (x, 0.3, rows, KEY))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -4,25 +4,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from tpfuse.ops.dropout import dropout, dropout_key
+from tpfuse.ops.dropout import dropout
 
 
 @dataclass(frozen=True)
 class DropoutState:
     """What a forward pass needs to know for its masks.
 
-    seed, step: of the run and of the optimizer step; rows: [m] int64, the number each of this rank's rows has
-    in the whole batch; head_rows: [B, H] int64, likewise for each (sequence, head) of this rank.
+    keys: [sites] int64, this step's (`tpfuse.ops.dropout.dropout_keys`); rows: [m] int64, the number each of this
+    rank's rows has in the whole batch; head_rows: [B, H] int64, likewise for each (sequence, head) of this rank.
     """
 
-    seed: int
-    step: int
+    keys: Tensor
     rows: Tensor
     head_rows: Tensor
-
-    def key(self, site: int) -> int:
-        """The key of one dropout site in this step."""
-        return dropout_key(self.seed, self.step, site)
 
 
 class Dropout(nn.Module):
@@ -34,7 +29,7 @@ class Dropout(nn.Module):
 
     def forward(self, x: Tensor, state: DropoutState | None) -> Tensor:
         """x: [m, C]; state None: nothing is dropped (evaluation)."""
-        return x if state is None or self.p == 0.0 else dropout(x, self.p, state.rows, state.key(self.site))
+        return x if state is None or self.p == 0.0 else dropout(x, self.p, state.rows, state.keys[self.site])
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""

@@ -9,9 +9,10 @@ from tpfuse.comm.layout import copy_whole_
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.layers.parameter import empty_parameter, local, shared_generator
 from tpfuse.ops.all_gather_linear import all_gather_linear
-from tpfuse.ops.collectives import gather_last, replicate
+from tpfuse.ops.collectives import all_gather, gather_last, replicate
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -64,6 +65,16 @@ class VocabParallelEmbedding(nn.Embedding):
         widest = -(-self.num_embeddings // self.group.size())
         padded = F.pad(logits, (0, widest - logits.shape[-1]))
         return gather_last(padded, self.group)[..., : self.num_embeddings]
+
+    def loss(self, x: Tensor, target: Tensor, weight: float) -> Tensor:
+        """weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks; no rank ever holds all its logits.
+
+        x: [m, C], whole or a shard, as for `project`; target: [M] int64, all tokens', -1 where there is no loss.
+        """
+        x = all_gather(x, self.group) if self.sequence_parallel else replicate(x, self.group)
+        weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        table = local(self.weight)
+        return linear_cross_entropy(x, table, target, self.num_embeddings, self.group, weights=weights)[0]
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""

@@ -4,12 +4,19 @@ A generator that is advanced call by call gives other masks on other shardings. 
 `r` is kept iff hash(key, r * width + c) is in the upper part of its range; any rank can compute any part of
 the mask. The hash is the output function of splitmix64 (Steele, Lea and Flood 2014, variant 13 of Stafford's
 mixers) over counter * golden ratio + key: a bijection of the counter whose bits pass BigCrush.
+
+Keys are tensors on the device: a compiled model and a CUDA graph take those of the next step as they take its batch.
 """
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
+
+from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.dropout import dropout_forward, threshold
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
 _MIX1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -22,25 +29,60 @@ def dropout_key(seed: int, step: int, site: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def keep_mask(rows: Tensor, width: int, p: float, key: int) -> Tensor:
+@custom_op("tpfuse::dropout_keys", mutates_args=())
+def dropout_keys(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
+    """`dropout_key` of the sites 0, 1, … of one step: [sites] int64 on the device of `like`."""
+    keys = torch.tensor([dropout_key(seed, step, site) for site in range(sites)], dtype=torch.int64, device="cpu")
+    return keys.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else keys
+
+
+@dropout_keys.register_fake
+def _(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
+    return like.new_empty(sites, dtype=torch.int64)
+
+
+def keep_mask(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
     """True where an element is kept: [..., width] for `rows` [...] int64, the global numbers of the rows."""
     columns = torch.arange(width, device=rows.device)
     x = (rows.unsqueeze(-1) * width + columns).mul_(_GOLDEN).add_(key)
     x.bitwise_xor_((x >> 30) & ((1 << 34) - 1)).mul_(_MIX1)
     x.bitwise_xor_((x >> 27) & ((1 << 37) - 1)).mul_(_MIX2)
     x.bitwise_xor_((x >> 31) & ((1 << 33) - 1))
-    threshold = round(p * 2.0**64) - 2**63  # the hash, read as int64, is uniform in [-2^63, 2^63)
-    return x >= threshold
+    return x >= threshold(p)
 
 
-def dropout(x: Tensor, p: float, rows: Tensor, key: int) -> Tensor:
+def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     """x with each element zeroed with probability p, the rest scaled by 1 / (1 - p).
 
     x: [..., C], any float dtype; rows: [...] int64, the number each row of x has in the unsharded tensor of
-    the whole batch; key: from `dropout_key`. Raises ValueError for p outside [0, 1).
+    the whole batch; key: [] int64, one of `dropout_keys`. Raises ValueError for p outside [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout p = {p}: expected 0 <= p < 1")
     if p == 0.0:
         return x
+    if use_triton(x):
+        return _dropout(x.flatten(0, -2), p, rows.flatten(), key).view(x.shape)
     return x * (keep_mask(rows, x.shape[-1], p, key).to(x.dtype) / (1.0 - p))
+
+
+@custom_op("tpfuse::dropout", mutates_args=())
+def _dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
+    return dropout_forward(x, p, rows, key)
+
+
+@_dropout.register_fake
+def _(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.p, rows, key = inputs
+    ctx.save_for_backward(rows, key)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return _dropout(grad, ctx.p, *ctx.saved_tensors), None, None, None
+
+
+_dropout.register_autograd(_backward, setup_context=_setup_context)
