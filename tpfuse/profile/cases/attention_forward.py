@@ -67,9 +67,9 @@ def launches(dtype: torch.dtype) -> None:
     for size in (64, 128, 256):
         _launch(dtype, size)
         _launch(dtype, size, documents=8, window=256, dropout_p=0.1)
+        q, k = _empty(32, size, dtype), _empty(8, size, dtype)
+        attention_forward_chunks(q, [k, k], [k, k], [0, k.shape[2]])
     _launch(dtype, 80, causal=False)
-    q, k = _empty(32, 128, dtype), _empty(8, 128, dtype)
-    attention_forward_chunks(q, [k, k], [k, k], [0, k.shape[2]])
     lse = torch.empty(1, 32, q.shape[2], device="meta")
     for out in (q, q.float()):
         attention_merge(out, lse, q, lse)
