@@ -9,7 +9,8 @@ those at the border of what is seen, or at the end of the keys, are masked: up t
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.attention_scores import kept, key_range, multiple_of_8, visible
+from tpfuse.kernels.attention_scores import key_range, multiple_of_8, visible
+from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.tiles import dot, rounded
 
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)

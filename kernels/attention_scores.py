@@ -5,10 +5,7 @@ position p sees the keys from p - behind to p + ahead; causal is ahead = 0, a wi
 w - 1 too where not causal. One pair of bounds serves every mask, and turned around (ahead for behind) it tells which
 queries see a key, so that forward and backward skip whole blocks by the same function.
 
-Dropout is the mask of `tpfuse.ops.dropout`: splitmix64's output function (Steele, Lea and Flood 2014) of the counter
-row * width + column, times the golden ratio, plus the key, with row = head_row * width + query position and column =
-key position. Modulo 2^64 the product splits into a part of the row and one of the column, which leaves one addition
-and two products for each element.
+Dropout is the mask of `kernels.dropout`, with row = head_row * width + query position and column = key position.
 """
 
 import math
@@ -20,10 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-
-_GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+from tpfuse.kernels.dropout import hashed_rows, threshold
 
 
 @triton.jit
@@ -77,19 +71,8 @@ def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def dropout_rows(head_row, q_pos, width, key):
-    """uint64, the rows' part of the hash of `kept`; head_row: int64, q_pos: any shape, key: 64 bits."""
-    row = head_row * width + q_pos
-    return (row * width).to(tl.uint64) * _GOLDEN + key.to(tl.uint64)
-
-
-@triton.jit
-def kept(rows, k_pos, threshold):
-    """Whether dropout keeps each element; rows: of `dropout_rows`, k_pos: the columns (they broadcast)."""
-    x = rows + k_pos.to(tl.uint64) * _GOLDEN
-    x = (x ^ (x >> 30)) * _MIX_1
-    x = (x ^ (x >> 27)) * _MIX_2
-    x = x ^ (x >> 31)
-    return x.to(tl.int64, bitcast=True) >= threshold
+    """uint64, the rows' part of the hash of `dropout.kept`; head_row: int64, q_pos: any shape, key: 64 bits."""
+    return hashed_rows(head_row * width + q_pos, width, key)
 
 
 @triton.jit
@@ -113,11 +96,6 @@ def aligned(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def dropout_threshold(p: float) -> int:
-    """An element is kept where its hash, read as int64, is at least this (as in `tpfuse.ops.dropout`)."""
-    return round(p * 2.0**64) - 2**63
 
 
 def score_arguments(
@@ -160,7 +138,7 @@ def score_arguments(
         "behind": behind or 0,
         "scale": q.shape[3] ** -0.5 if scale is None else scale,
         "dropout_width": k.shape[2] if dropout_width is None else dropout_width,
-        "dropout_threshold": dropout_threshold(dropout_p),
+        "dropout_threshold": threshold(dropout_p),
         "HEAD_SIZE": q.shape[3],
         "BLOCK_D": triton.next_power_of_2(q.shape[3]),
         "HAS_AHEAD": ahead is not None,

@@ -10,12 +10,11 @@ from tpfuse.kernels.attention_scores import (
     aligned,
     bounds,
     dropout_rows,
-    dropout_threshold,
-    kept,
     key_range,
     score_arguments,
     visible,
 )
+from tpfuse.kernels.dropout import kept, threshold
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.dropout import keep_mask
 
@@ -44,7 +43,7 @@ def test_the_mask_of_dropout_is_the_explicit_one(key: int, p: float, head_row: i
     out = torch.empty(32, 64, dtype=torch.bool)
     launch(
         _kept_kernel, (1,), num_warps=4, num_stages=1, out_ptr=out, head_row=head_row, q_offset=11, k_offset=36,
-        width=100, dropout_key=key, threshold=dropout_threshold(p), M=32, N=64,
+        width=100, dropout_key=key, threshold=threshold(p), M=32, N=64,
     )  # fmt: skip
     rows = head_row * 100 + torch.arange(11, 43)
     assert torch.equal(out, keep_mask(rows, 100, p, key)[:, 36:])
