@@ -36,6 +36,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "gemm_weight_gradient": _GEMM,
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "attention_forward": (_SCORES,),
+    "attention_chunks": (_SCORES,),
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
     "attention_backward_delta": ({"BLOCK_M": (16, 32, 64, 128), "num_warps": (2, 4, 8)},),
