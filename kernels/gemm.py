@@ -18,7 +18,15 @@ from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_result, store_tile
+from tpfuse.kernels.gemm_tiles import (
+    allows_tma,
+    load_tile,
+    matrix,
+    new_partials,
+    store_result,
+    store_tile,
+    tile_options,
+)
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -57,7 +65,7 @@ def gemm_forward_kernel(
     GATED: tl.constexpr = weight_up_ptr is not None
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
     weight = matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA) if GATED else None
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
@@ -111,16 +119,14 @@ def gemm_forward(
 
     aligned = allows_tma(x, gate, up)
     row = choose("gemm", x.device, x.dtype, M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned))
-    tma = aligned and bool(row.blocks["TMA"])
-    block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    options = tile_options(row, aligned)
+    block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tiles = triton.cdiv(m, block_m) * triton.cdiv(width, block_n)
     splits, split_size = split_reduction(tiles, k, block_k, x.device)
     partials = new_partials(splits, m, n, x.device)
     launch(
         gemm_forward_kernel,
         (min(tiles * splits, multiprocessors(x.device)),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         x_ptr=x,
         weight_ptr=gate,
         weight_up_ptr=up,
@@ -142,7 +148,7 @@ def gemm_forward(
         stride_rm=residual.stride(0) if residual is not None else 0,
         stride_rn=residual.stride(1) if residual is not None else 0,
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
+        **options,
     )
     if partials is not None:
         sum_partials(partials, out, bias=bias, residual=residual, preactivation=preactivation, activation=activation)

@@ -13,7 +13,7 @@ from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_tile
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix, new_partials, store_tile, tile_options
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -46,11 +46,12 @@ def gemm_input_gradient_kernel(
     GROUP_M: tl.constexpr,
 ):
     # A tile of the result is BLOCK_M rows of M by BLOCK_N columns of K; the reduction runs over N in blocks of BLOCK_K.
+    GATED: tl.constexpr = weight_up_ptr is not None
     grad = matrix(grad_ptr, M, N, stride_gm, BLOCK_M, BLOCK_K, TMA)
-    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA)
-    up = matrix(up_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA)
+    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA) if gate_ptr is not None else None
+    up = matrix(up_ptr, M, N, stride_pm, BLOCK_M, BLOCK_K, TMA) if GATED else None
     weight = matrix(weight_ptr, N, K, stride_wn, BLOCK_K, BLOCK_N, TMA)
-    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_K, BLOCK_N, TMA)
+    weight_up = matrix(weight_up_ptr, N, K, stride_wn, BLOCK_K, BLOCK_N, TMA) if GATED else None
     tiles_m, tiles_k = tl.cdiv(M, BLOCK_M), tl.cdiv(K, BLOCK_N)
     tiles = tiles_m * tiles_k
     for index in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0), warp_specialize=WARP_SPECIALIZE):
@@ -65,7 +66,7 @@ def gemm_input_gradient_kernel(
             )  # fmt: skip
             w = load_tile(weight, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
             acc = dot(p, w, acc)
-            if weight_up_ptr is not None:
+            if GATED:
                 w_up = load_tile(weight_up, n, first_k, N, K, stride_wn, stride_wk, BLOCK_K, BLOCK_N, TMA)
                 acc = dot(p_up, w_up, acc)
         store_tile(acc, out_ptr + split.to(tl.int64) * M * K, first_m, first_k, M, K, K, 1, BLOCK_M, BLOCK_N)
@@ -97,16 +98,14 @@ def gemm_input_gradient(
         "gemm_input_gradient", grad.device, grad.dtype,
         M=m, N=k, K=n, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
     )  # fmt: skip
-    tma = aligned and bool(row.blocks["TMA"])
-    block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    options = tile_options(row, aligned)
+    block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tiles = triton.cdiv(m, block_m) * triton.cdiv(k, block_n)
     splits, split_size = split_reduction(tiles, n, block_k, grad.device)
     partials = new_partials(splits, m, k, grad.device)
     launch(
         gemm_input_gradient_kernel,
         (min(tiles * splits, multiprocessors(grad.device)),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         grad_ptr=grad,
         gate_ptr=gate,
         up_ptr=up,
@@ -125,7 +124,7 @@ def gemm_input_gradient(
         stride_wn=weight.stride(0),
         stride_wk=weight.stride(1),
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
+        **options,
     )
     if partials is not None:
         sum_partials(partials, out)

@@ -1,12 +1,30 @@
 """What the products share: tiles of a matrix by pointers or by TMA, and what is done to a finished tile."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.activations import activate
+from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.tiles import rounded
+
+# Triton 3.6 cannot specialize warps around an epilogue in column parts.
+_PARTS_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
+
+
+def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
+    """What a product is launched with by its row: blocks, num_warps and num_stages. tma: whether operands allow it."""
+    blocks = dict(row.blocks)
+    blocks["TMA"] = tma and blocks["TMA"]
+    blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"]
+    num_warps = row.num_warps
+    if blocks["WARP_SPECIALIZE"] and blocks.get("EPILOGUE_PARTS", 1) > 1 and not _PARTS_SPECIALIZE:
+        blocks["WARP_SPECIALIZE"] = False
+        num_warps *= 2  # as many as would have multiplied
+    return blocks | {"num_warps": num_warps, "num_stages": row.num_stages}
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:
@@ -23,12 +41,12 @@ def _allows_tma(x: Tensor) -> bool:
 
 @triton.jit
 def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """What `load_tile` reads from: the pointer itself, or a descriptor of tiles of adjacent elements; None of None.
+    """What `load_tile` reads from: the pointer itself, or a descriptor of tiles of adjacent elements.
 
     The descriptor is made on the device: where warps are specialized Triton splits a tile among groups of warps, and
     cannot split what a descriptor of the host loads.
     """
-    if TMA and x_ptr is not None:
+    if TMA:
         return tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
     else:
         return x_ptr

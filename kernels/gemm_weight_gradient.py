@@ -18,7 +18,15 @@ from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
-from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, new_partials, store_tile
+from tpfuse.kernels.gemm_tiles import (
+    allows_tma,
+    column_parts,
+    load_tile,
+    matrix,
+    new_partials,
+    store_tile,
+    tile_options,
+)
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile, rounded
 
@@ -93,8 +101,8 @@ def gemm_weight_gradient_kernel(
     # A tile of the result is BLOCK_M rows of N by BLOCK_N columns of K; the reduction runs over M in blocks of BLOCK_K.
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     grad = matrix(grad_ptr, M, N, stride_gm, BLOCK_K, BLOCK_M, TMA)
-    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
-    up = matrix(up_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA)
+    gate = matrix(gate_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA) if gate_ptr is not None else None
+    up = matrix(up_ptr, M, N, stride_pm, BLOCK_K, BLOCK_M, TMA) if GATED else None
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_K, BLOCK_N, TMA)
     tiles_n, tiles_k = tl.cdiv(N, BLOCK_M), max(tl.cdiv(K, BLOCK_N), 1)  # K = 0 has a bias gradient still
     tiles = tiles_n * tiles_k
@@ -172,8 +180,8 @@ def gemm_weight_gradient(
         "gemm_weight_gradient", grad.device, grad.dtype,
         M=n, N=k, K=m, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
     )  # fmt: skip
-    tma = aligned and bool(row.blocks["TMA"])
-    block_m, block_n, block_k = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
+    options = tile_options(row, aligned)
+    block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tiles = triton.cdiv(n, block_m) * max(triton.cdiv(k, block_n), 1)
     splits, split_size = split_reduction(tiles, m, block_k, grad.device)
     partials = new_partials(splits, halves * n, k, grad.device)
@@ -181,8 +189,6 @@ def gemm_weight_gradient(
     launch(
         gemm_weight_gradient_kernel,
         (min(tiles * splits, multiprocessors(grad.device)),),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         grad_ptr=grad,
         gate_ptr=gate,
         up_ptr=up,
@@ -206,7 +212,7 @@ def gemm_weight_gradient(
         stride_ok=out.stride(1) if partials is None else 1,
         stride_bn=bias.stride(0) if bias is not None and bias_partials is None else 1,
         ACTIVATION=activation or "none",
-        **row.blocks | {"TMA": tma, "WARP_SPECIALIZE": tma and row.blocks["WARP_SPECIALIZE"]},
+        **options,
     )
     if partials is not None:
         sum_partials(partials, out, residual=accumulate_into)

@@ -86,6 +86,11 @@ def multiprocessors(device: torch.device) -> int:
     return _MULTIPROCESSORS.get(family(device), 3)
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Global memory of one launch, where kernels make TMA descriptors; the stream's order keeps it from early reuse."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any) -> None:
     """Runs `kernel` over `grid` on the device of its first tensor, or records it. An empty grid does nothing."""
     if 0 in grid:
@@ -96,4 +101,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: in
         return
     first = next(x for x in arguments.values() if isinstance(x, Tensor))
     with torch.cuda.device_of(first):  # Triton launches on the current device, whatever the tensors say
+        triton.set_allocator(
+            _scratch
+        )  # each time: it holds for a context, and autograd runs backward in another thread
         kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
