@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig, KeyValueCache
+from tpfuse.ops.dropout import dropout_key, keep_mask
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
@@ -122,12 +123,18 @@ def test_dropout_follows_the_sequence_not_its_place() -> None:
 
 
 def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = []
-    monkeypatch.setattr("tpfuse.layers.dropout.dropout_key", lambda *k: keys.append(k) or len(keys))
+    seen = []
+
+    def recorded(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
+        seen.append(int(key))
+        return keep_mask(rows, width, p, key)
+
+    for module in ("dropout", "dense_attention"):
+        monkeypatch.setattr(f"tpfuse.ops.{module}.keep_mask", recorded)
     ids, targets = _batch(1, 5, 101)
     _model()(ids, targets, dropout_at=(3, 4))
-    assert len(keys) == len(set(keys)) == 1 + 3 * CONFIG.n_layer
-    assert all(key[:2] == (3, 4) for key in keys)
+    assert len(seen) == len(set(seen)) == 1 + 3 * CONFIG.n_layer
+    assert set(seen) <= {dropout_key(3, 4, site) for site in range(4 * CONFIG.n_layer)}
 
 
 def _incremental() -> None:
