@@ -62,7 +62,8 @@ def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     if p == 0.0:
         return x
     if use_triton(x):
-        return _dropout(x.flatten(0, -2), p, rows.flatten(), key).view(x.shape)
+        out: Tensor = _dropout(x.flatten(0, -2), p, rows.flatten(), key)
+        return out.view(x.shape)
     return x * (keep_mask(rows, x.shape[-1], p, key).to(x.dtype) / (1.0 - p))
 
 

@@ -47,8 +47,8 @@ def gemm(
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
     keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
     rows = None if fused is None else fused.reshape(_flat(shape))
-    out, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)
-    out = out.reshape(shape)
+    flat, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)
+    out: Tensor = flat.reshape(shape)
     return out + residual if residual is not None and fused is None else out
 
 

@@ -43,8 +43,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     length = k.shape[2] // 3
-    parts = [[x[:, :, i * length : (i + 1) * length] for i in (2, 0, 1)] for x in (k, v)]
-    return attention_forward_chunks(q, *parts, [2 * length, 0, length], **options)[0]
+    keys, values = ([x[:, :, i * length : (i + 1) * length] for i in (2, 0, 1)] for x in (k, v))
+    return attention_forward_chunks(q, keys, values, [2 * length, 0, length], **options)[0]
 
 
 def _merged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
