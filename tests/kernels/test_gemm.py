@@ -8,6 +8,7 @@ from torch import Tensor
 from tpfuse.kernels import gemm, gemm_tiles, reference
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_split_k import split_reduction
 from tpfuse.kernels.launch import launch
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
@@ -130,6 +131,35 @@ def test_what_tma_cannot_read() -> None:
     assert gemm_tiles.allows_tma(x, None, x[:, :40], x[8:])
     for refused in (x.t(), x[:, 1:], x[:, :63].contiguous(), x[:0], x[:, ::2], x[:1].expand(64, 64)):
         assert not gemm_tiles.allows_tma(x, refused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+def test_split_reduction(activation: str | None, dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
+    m, n, k = 5, 24, 700
+    width = n // 2 if activation in GATED else n
+    inputs = {
+        "x": normal(1, m, k, dtype=dtype),
+        "weight": normal(2, n, k, dtype=dtype) / 25,
+        "bias": normal(3, n, dtype=dtype),
+        "residual": normal(4, m, width, dtype=dtype),
+    }
+    yardstick = Yardstick(
+        lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
+    )
+    runs = [gemm_forward(**inputs, activation=activation, keep_preactivation=True) for _ in range(10)]
+    assert {seen["splits"] for seen in launches} == {3}
+    yardstick.check("out", runs[0][0])
+    inputs.pop("residual")
+    Yardstick(reference.linear, inputs, torch.zeros(m, n)).check("out", runs[0][1])
+    assert all(torch.equal(out, runs[0][0]) for out, _ in runs)
+
+
+def test_every_part_of_a_reduction_has_elements() -> None:
+    for tiles, size, block in ((1, 700, 32), (1, 129, 16), (2, 4096, 64), (1, 1, 32), (1, 0, 32), (9, 4096, 32)):
+        splits, each = split_reduction(tiles, size, block, torch.device("cpu"))
+        assert splits == 1 or each % block == 0
+        assert (splits - 1) * each < max(size, 1) <= splits * each
 
 
 def test_every_tile_has_a_program(launches: list[dict[str, Any]]) -> None:

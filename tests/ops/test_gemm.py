@@ -119,7 +119,9 @@ def test_opcheck(activation: str | None) -> None:
     leaves = [rows[name].clone().requires_grad_() for name in ("x", "weight", "bias", "residual")]
     keep = activation is not None
     torch.library.opcheck(torch.ops.tpfuse.gemm_forward.default, (*leaves, activation, keep))
-    kept = normal(5, 33, 70) if keep else None
+    if not keep:
+        return
+    kept = normal(5, 33, 70)
     grad = normal(6, *rows["residual"].shape)
     torch.library.opcheck(torch.ops.tpfuse.gemm_input_gradient.default, (grad, rows["weight"], kept, activation))
     torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, True))
