@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpfuse.kernels.attention_backward_delta import LOG2_E, PADDING, attention_backward_delta, load_tile, query_row
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.attention_scores import (
     aligned,
     document,
     dropout_rows,
-    kept,
     key_range,
     multiple_of_8,
     score_arguments,
@@ -34,27 +34,14 @@ from tpfuse.kernels.attention_scores import (
 )
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.launch import launch
 from tpfuse.kernels.tiles import dot, rounded
 
 _OPERATOR = "attention_backward"
-_PADDING: tl.constexpr = tl.constexpr(128)  # rows behind each document's statistics: the largest BLOCK_M
-_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Numbers that change from call to call: no kernel of their own for 1 and multiples of 16.
 _CHANGING = ["tq", "tk", "tiles", "documents", "q_offset", "k_offset", "ahead", "behind", "dropout_width"]
-
-
-@triton.jit
-def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """Columns first_d, … of the rows (ptr, first, offs, stop, stride): first + offs of a matrix [stop, HEAD_SIZE]."""
-    ptr, first, offs, stop, stride = rows
-    offs_d = tl.arange(0, SLICE_D)
-    stride = multiple_of_8(stride)
-    ptrs = ptr + (tl.cast(first, tl.int64) * stride + first_d) + (offs[:, None] * stride + offs_d[None, :])
-    mask = (first + offs < stop)[:, None]
-    if HEAD_SIZE % SLICE_D != 0:
-        mask = mask & (first_d + offs_d < HEAD_SIZE)[None, :]
-    return tl.load(ptrs, mask=mask, other=0.0)
+_CHANGING += ["dropout_threshold"]
 
 
 @triton.jit
@@ -72,69 +59,15 @@ def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexp
 
 @triton.jit
 def store_tile(rows, tile, HEAD_SIZE: tl.constexpr):
-    """Stores `tile` [len(offs), BLOCK_D] as the rows (ptr, first, offs, stop, stride) of a matrix [stop, HEAD_SIZE]."""
+    """Stores `tile` [len(offs), BLOCK_D] as the rows (ptr, first, offs, stop, stride) of a matrix [stop, HEAD_SIZE].
+
+    The rows are compared otherwise than in `load_tile`: one comparison for both would stay in registers between them.
+    """
     ptr, first, offs, stop, stride = rows
     offs_d = tl.arange(0, tile.shape[1])
     ptrs = ptr + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
     mask = (offs < stop - first)[:, None] & (offs_d < HEAD_SIZE)[None, :]
     tl.store(ptrs, rounded(tile, ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN: tl.constexpr):
-    """The place of a document's first query in log2_sum and delta, [B, H, Tq + documents * _PADDING]."""
-    padding = sequence * _PADDING if VARLEN else 0
-    return (batch * heads + head) * (tq + documents * _PADDING) + first_q + padding
-
-
-@triton.jit(do_not_specialize=_CHANGING)
-def attention_backward_delta_kernel(
-    grad_out_ptr,  # [B, H, Tq, D] bf16, read
-    out_ptr,  # [B, H, Tq, D] bf16, read
-    lse_ptr,  # [B, H, Tq] fp32, read
-    grad_lse_ptr,  # [B, H, Tq] fp32, read; None where the log-sum-exp has no gradient
-    log2_sum_ptr,  # [B, H, Tq + documents * padding] fp32, written
-    delta_ptr,  # [B, H, Tq + documents * padding] fp32, written
-    cu_seqlens_q_ptr,  # [S + 1] int32, read
-    heads,
-    tq,
-    documents,
-    tiles,
-    stride_gb,
-    stride_gh,
-    stride_gt,
-    stride_ob,
-    stride_oh,
-    stride_ot,
-    HAS_GRAD_LSE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    first_m = tl.program_id(0) % tiles * BLOCK_M
-    head = (tl.program_id(0) // tiles % heads).to(tl.int64)
-    sequence = tl.program_id(0) // tiles // heads
-    batch = tl.full((), 0, tl.int64) if VARLEN else sequence.to(tl.int64)
-    first_q, length_q = document(cu_seqlens_q_ptr, sequence, tq, VARLEN)
-    if first_m >= length_q + _PADDING:
-        return
-    tile_m = tl.arange(0, BLOCK_M)
-    offs_m = first_m + tile_m
-    mask = offs_m < length_q
-    grad_out_ptr += multiple_of_8(batch * stride_gb + head * stride_gh + first_q * stride_gt)
-    out_ptr += multiple_of_8(batch * stride_ob + head * stride_oh + first_q * stride_ot)
-    grad_out = load_tile((grad_out_ptr, first_m, tile_m, length_q, stride_gt), 0, HEAD_SIZE, BLOCK_D)
-    out = load_tile((out_ptr, first_m, tile_m, length_q, stride_ot), 0, HEAD_SIZE, BLOCK_D)
-    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), axis=1)
-    row = (batch * heads + head) * tq + first_q + offs_m
-    if HAS_GRAD_LSE:
-        delta -= tl.load(grad_lse_ptr + row, mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
-    log2_sum = tl.where(lse == float("-inf"), float("inf"), lse * _LOG2_E)
-    row = query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN) + offs_m
-    tl.store(log2_sum_ptr + row, log2_sum, mask=offs_m < length_q + _PADDING)
-    tl.store(delta_ptr + row, delta, mask=offs_m < length_q + _PADDING)
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -220,6 +153,7 @@ def attention_backward_dkdv_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     blocks = tl.cdiv(stop - start, BLOCK_M)
+    # The heads' blocks in one loop: the loads of the next head are under way while this one's last block is computed.
     for step in tl.range(0, group * blocks):
         head = kv_head * group + step // blocks
         first_m = start + step % blocks * BLOCK_M
@@ -236,7 +170,7 @@ def attention_backward_dkdv_kernel(
             seen = visible(q_pos[None, :], k_pos[:, None], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(seen, scores, float("-inf"))
         row = query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN)
-        p = tl.exp2(scores * (scale * _LOG2_E) - tl.load(log2_sum_ptr + row + offs_m)[None, :])
+        p = tl.exp2(scores * (scale * LOG2_E) - tl.load(log2_sum_ptr + row + offs_m)[None, :])
         if DROPOUT:
             head_row = tl.load(head_rows_ptr + sequence * heads + head)
             hashed = dropout_rows(head_row, q_offset + offs_m, dropout_width, tl.load(dropout_key_ptr))
@@ -363,7 +297,7 @@ def attention_backward_dq_kernel(
         if (first_n < full_start) | (first_n >= full_stop):
             seen = visible(q_pos[:, None], k_pos[None, :], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(seen, scores, float("-inf"))
-        p = tl.exp2(scores * (scale * _LOG2_E) - log2_sum[:, None])
+        p = tl.exp2(scores * (scale * LOG2_E) - log2_sum[:, None])
         if DROPOUT:
             dp = tl.where(kept(hashed[:, None], k_pos[None, :], dropout_threshold), dp * dropout_scale, 0.0)
         dq = dot(rounded(p * (dp - delta[:, None]), k.dtype), k, dq)
@@ -427,7 +361,7 @@ def attention_backward(
     arguments |= {"documents": sequences if documents else 1, "dropout_scale": 1.0 / (1.0 - dropout_p)}
     arguments |= {"grad_out_ptr": grad_out, "q_ptr": q, "k_ptr": k, "v_ptr": v}
     arguments |= strides("g", grad_out) | strides("q", q) | strides("k", k) | strides("v", v)
-    arguments |= _statistics(grad_out, out, lse, grad_lse, cu_seqlens_q, sequences, longest_q)
+    arguments |= attention_backward_delta(grad_out, out, lse, grad_lse, cu_seqlens_q, sequences, longest_q)
     _launch_dkdv(arguments, sequences * k.shape[1], longest_k, dk, dv)
     _launch_dq(arguments, sequences * q.shape[1], longest_q, dq)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
@@ -452,51 +386,6 @@ def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
     batch, heads, length, size = x.shape
     make = torch.zeros if zero else torch.empty
     return make((batch, length, heads, size), dtype=dtype, device=x.device)
-
-
-def _statistics(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_lse: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    sequences: int,
-    longest: int,
-) -> dict[str, Tensor]:
-    """lse in base 2 and delta, float32, padded behind each document so that tiles of them are read unmasked."""
-    batch, heads, tq, size = out.shape
-    documents = 1 if cu_seqlens_q is None else sequences
-    shape = (batch, heads, tq + documents * _PADDING.value)
-    log2_sum, delta = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-    row = choose(f"{_OPERATOR}_delta", out.device, out.dtype)
-    block_d = triton.next_power_of_2(size)
-    block_m = row.blocks["TILE"] // block_d
-    tiles = triton.cdiv(longest + _PADDING.value, block_m)
-    launch(
-        attention_backward_delta_kernel,
-        (sequences * heads * tiles,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
-        grad_out_ptr=grad_out,
-        out_ptr=out,
-        lse_ptr=lse.contiguous(),
-        grad_lse_ptr=None if grad_lse is None else grad_lse.contiguous(),
-        log2_sum_ptr=log2_sum,
-        delta_ptr=delta,
-        cu_seqlens_q_ptr=cu_seqlens_q,
-        heads=heads,
-        tq=tq,
-        documents=documents,
-        tiles=tiles,
-        **strides("g", grad_out),
-        **strides("o", out),
-        HAS_GRAD_LSE=grad_lse is not None,
-        VARLEN=cu_seqlens_q is not None,
-        HEAD_SIZE=size,
-        BLOCK_D=block_d,
-        BLOCK_M=block_m,
-    )
-    return {"log2_sum_ptr": log2_sum, "delta_ptr": delta}
 
 
 def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor, dv: Tensor) -> None:
@@ -539,4 +428,6 @@ def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) 
 def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
-    return choose(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)
+    row = choose(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)
+    assert row.blocks["BLOCK_M"] <= PADDING.value, row
+    return row

@@ -57,7 +57,7 @@ CASES: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (  # B, H, Hk, Tq, T
     ((2, 2, 1, 1, 257, 16), {"q_offset": 256}),
     ((1, 1, 1, 16, 63, 256), {"causal": False}),
     ((1, 2, 1, 257, 257, 16), {"window": 50}),
-    ((1, 1, 1, 100, 100, 40), {"window": 3}),
+    ((1, 1, 1, 100, 100, 48), {"window": 7}),
     ((1, 1, 1, 100, 100, 16), {"causal": False, "window": 20}),
     ((1, 1, 1, 63, 100, 16), {"causal": False, "window": 5, "q_offset": 90, "k_offset": 3}),
     ((1, 1, 1, 100, 64, 16), {"q_offset": 7, "k_offset": 50}),  # queries that see no key
