@@ -117,8 +117,14 @@ def trained_by(name: Kernels, tp: int, dtype: str, dropout: float) -> tuple[torc
     return torch.tensor(losses, dtype=torch.float64), whole_weights(trainer)
 
 
-def largest_error(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    return max((found[name].double() - truth[name]).abs().max().item() for name in truth)
+def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Between all weights but the biases of the keys: softmax makes their gradients 0, and AdamW what rounding leaves
+    of them as large as any other, so that they only tell how the errors fell."""
+    differences = {name: found[name].double() - truth[name] for name in truth}
+    for name, difference in differences.items():
+        if name.endswith("c_attn.bias"):
+            difference[1] = 0.0  # of q, k, v
+    return torch.cat([difference.flatten() for difference in differences.values()]).norm().item()
 
 
 @pytest.mark.parametrize(("tp", "dtype", "dropout"), [(1, "float32", 0.2), (2, "float32", 0.0), (1, "bfloat16", 0.0)])
@@ -129,5 +135,4 @@ def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float) 
     assert truth[-1] < truth[0] - 0.1
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
-    scale = max(weight.abs().max().item() for weight in weights.values())
-    assert largest_error(own_weights, weights) <= 2 * largest_error(plain_weights, weights) + eps * scale
+    assert distance(own_weights, weights) <= 2 * distance(plain_weights, weights)
