@@ -4,8 +4,9 @@ PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Tensor-parallel ranks of `make train`: two on CPU; on GPUs two where their number is even (the rest is data parallel).
 TP ?= $(if $(filter 0,$(GPUS)),2,$(if $(filter 1 3 5 7,$(GPUS)),1,2))
-# An open range of torch versions would fetch gigabytes of CUDA libraries where there is no GPU to use them.
-TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0,torch>=2.11)
+# An open range of torch versions would fetch gigabytes of CUDA libraries where there is no GPU to use them; the CPU
+# build does not say which Triton belongs to it.
+TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0 triton==3.7.1,torch>=2.11)
 BIN := .venv/bin
 
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
@@ -24,7 +25,7 @@ help:
 		{ echo "tpfuse needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version`: make PYTHON=python3.12 ..."; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(foreach package,$(TORCH),'$(package)')
 	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
 	@touch $@
 install: .venv/installed

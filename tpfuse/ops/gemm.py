@@ -39,7 +39,7 @@ def gemm(
     """
     _check(x, weight, bias, activation, residual)
     if not use_triton(x):
-        out = apply_activation(F.linear(x, weight, bias), activation)
+        out: Tensor = apply_activation(F.linear(x, weight, bias), activation)
         return out if residual is None else out + residual
     x_, weight_, bias_ = autocast(x, weight, bias)
     assert x_ is not None and weight_ is not None
@@ -48,7 +48,7 @@ def gemm(
     keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
     rows = None if fused is None else fused.reshape(_flat(shape))
     flat, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)
-    out: Tensor = flat.reshape(shape)
+    out = flat.reshape(shape)
     return out + residual if residual is not None and fused is None else out
 
 
