@@ -1,12 +1,19 @@
-"""What every test wants: deterministic algorithms, under which memory that nobody wrote is NaN.
+"""What every test wants: deterministic algorithms, under which memory that nobody wrote is NaN, and one seed.
 
 One thread: the tensors are small, and the ranks of the pools need the other cores.
 """
 
 import os
 
+import pytest
 import torch
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; the ranks of the pools inherit it
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)

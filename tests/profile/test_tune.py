@@ -200,8 +200,6 @@ def test_a_search_ends_with_the_time(table: Path) -> None:
 
 def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
     """On each rank another clock would decide otherwise."""
-    configurations.TABLE = Path(path)
-    configurations.forget()
     rank = dist.get_rank()
     clock = _Clock(lambda row: 1.0 + abs(row.blocks["BLOCK_M"] - (32 if rank == 0 else 16)))
 
@@ -210,7 +208,14 @@ def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
             raise RuntimeError("the compiler is gone")
         return [""] * len(tried)
 
-    rows = tune(["toy"], _tuner(clock, inspect=inspect), [_toy(1000)], SPACE, Path(path), dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configurations, "TABLE", Path(path))
+        configurations.forget()
+        try:
+            rows = tune(["toy"], _tuner(clock, inspect=inspect), [_toy(1000)], SPACE, Path(path), dist.group.WORLD)
+        finally:
+            patch.undo()
+            configurations.forget()
     return rows, len(clock.measured)
 
 

@@ -39,7 +39,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "attention_chunks": (_SCORES,),
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
-    "attention_backward_delta": ({"BLOCK_M": (16, 32, 64, 128), "num_warps": (2, 4, 8)},),
+    "attention_backward_delta": ({"TILE": (2048, 4096, 8192, 16384), "num_warps": (2, 4, 8)},),
     "attention_merge": ({"BLOCK_M": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)},),
     "layer_norm": ({"BLOCK_M": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4, 8, 16)},),
     "layer_norm_sum_parts": ({"BLOCK_P": (32, 64, 128), "BLOCK_C": (32, 64, 128), "num_warps": (4, 8)},),
