@@ -1,0 +1,307 @@
+"""The board: a page of shared memory in which the ranks of one host see each other.
+
+Each rank writes its own part, and all read all of them: process number, which operations it has begun and ended (the
+flight record), what it says in an exchange, and whether somebody told it to stop waiting. Everything that must work
+when a peer is not there stands on it: host barriers, agreement on sizes, deadlines, the names in PeerTimeout.
+
+The memory is anonymous (memfd_create(2)): a peer opens it as /proc/PID/fd/N of the rank that made it. So nothing is
+ever in /dev/shm, whoever is killed when, and its size (64 MB in a container, if nobody asked for more) does not matter.
+
+Words are written with release and read with acquire semantics by the atomics of Triton's interpreter, which are
+std::atomic (x86 would not need it, ARM does). Waiting ranks poll, then yield the core, then sleep in small steps: more
+ranks than cores do not starve the one that is waited for.
+"""
+
+import contextlib
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from triton._C.libtriton import interpreter as atomics
+
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+
+_BEGUN, _EPOCH, _STEP, _RESETS, _NUMBERS = 0, 1, 2, 3, 16  # places among a rank's int64 numbers
+_TEXT = 4096  # bytes of one exchange
+RECORDS, _RECORD = 64, 128  # operations in the flight record, bytes of each: number, begun and ended (ns), then text
+_ABORT_BYTES = 128
+_PART = _NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT + RECORDS * _RECORD
+_ONE = np.ones(1, bool)
+_POLLS, _YIELDS = 50, 2000  # before a waiting rank yields its core, and before it sleeps
+_NAP = 50e-6  # seconds
+
+
+def store_release(address: NDArray[np.uint64], value: NDArray[np.int32]) -> None:
+    """Stores one word after everything that this process has written before."""
+    atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.RELEASE)
+
+
+def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32]) -> int:
+    """Loads one word, before everything that this process reads after. zero: [1], of the word's dtype."""
+    return int(atomics.atomic_rmw(atomics.RMW_OP.ADD, address, zero, _ONE, atomics.MEM_SEMANTIC.ACQUIRE).item())
+
+
+class Mapping:
+    """Anonymous shared memory: made by one process, mapped by others."""
+
+    def __init__(self, name: str, size: int, place: tuple[int, int] | None = None) -> None:
+        """Makes `size` zeroed bytes, or maps those at `place`, (process, file descriptor) of who made them.
+
+        Raises Unavailable with the reason in plain words.
+        """
+        self.descriptor: int | None = None
+        try:
+            if place is None:
+                self.descriptor = os.memfd_create(f"tpfuse {name}"[:200], os.MFD_CLOEXEC)
+                os.posix_fallocate(self.descriptor, 0, size)
+                self.memory = mmap.mmap(self.descriptor, size)
+            else:
+                descriptor = os.open(f"/proc/{place[0]}/fd/{place[1]}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    self.memory = mmap.mmap(descriptor, size)
+                finally:
+                    os.close(descriptor)
+        except (OSError, ValueError, AttributeError) as error:
+            self.close_descriptor()
+            what = "made" if place is None else f"opened (made by process {place[0]})"
+            raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {error}") from None
+
+    def close_descriptor(self) -> None:
+        """Once every peer has mapped it: the memory lives as long as it is mapped somewhere."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Pace:
+    """How a waiting process passes the time: polls, then yields its core, then sleeps a little longer each time."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    def rest(self) -> bool:
+        """Between two looks. Returns whether it is time to see to deadlines and aborts."""
+        self._turns += 1
+        if self._turns <= _POLLS:
+            return False
+        if self._turns <= _YIELDS:
+            os.sched_yield()
+            return self._turns % 64 == 0
+        time.sleep(min(_NAP * (1 + (self._turns - _YIELDS) / 100), 1e-3))
+        return True
+
+
+class Part:
+    """One rank's part of the board."""
+
+    def __init__(self, memory: mmap.mmap, rank: int) -> None:
+        start = rank * _PART
+        self.numbers = np.frombuffer(memory, np.int64, _NUMBERS, start)
+        start += _NUMBERS * 8
+        self.abort = np.frombuffer(memory, np.int32, 1, start)
+        start += _ABORT_BYTES
+        self.texts = [np.frombuffer(memory, np.uint8, _TEXT, start + half * _TEXT) for half in range(2)]
+        self.records = np.frombuffer(memory, np.uint8, RECORDS * _RECORD, start + 2 * _TEXT).reshape(RECORDS, _RECORD)
+        self.record_numbers = self.records.view(np.int64)
+        self.addresses = np.array([self.numbers.ctypes.data], np.uint64) + np.arange(_NUMBERS, dtype=np.uint64) * 8
+        self.abort_address = np.array([self.abort.ctypes.data], np.uint64)
+        self.pidfd: int | None = None
+
+    @property
+    def begun(self) -> int:
+        """How many operations this rank has begun."""
+        return int(self.numbers[_BEGUN])
+
+    def operations(self) -> list[dict[str, object]]:
+        """The last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
+        rows = [(*(int(x) for x in numbers[:3]), index) for index, numbers in enumerate(self.record_numbers)]
+        return [
+            {"number": number, "operation": self._text(index), "begun_ns": begun, "ended_ns": ended}
+            for number, begun, ended, index in sorted(rows)
+            if number
+        ]
+
+    def last_operation(self) -> str:
+        """What it has begun last; empty where it has begun nothing."""
+        return self._text(self.begun % RECORDS) if self.begun else ""
+
+    def _text(self, index: int) -> str:
+        return bytes(self.records[index, 24:]).rstrip(b"\0").decode(errors="replace")
+
+
+class Board:
+    """The board of one group of ranks, all on this host. Collective; raises Unavailable where it cannot be."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.rank, self.world, self.timeout = group.rank(), group.size(), timeout
+        mapping, reason = None, ""
+        if self.rank == 0:
+            try:
+                mapping = Mapping("board", self.world * _PART)
+            except Unavailable as error:
+                reason = str(error)
+        descriptor = mapping.descriptor if mapping is not None else None
+        hellos = _all_gather_object((_host(), os.getpid(), descriptor, reason), group)
+        reason = _why_not(hellos)
+        if not reason and mapping is None:
+            try:
+                mapping = Mapping("board", self.world * _PART, (hellos[0][1], hellos[0][2]))
+            except Unavailable as error:
+                reason = str(error)
+        reasons = [
+            text for text in _all_gather_object(reason, group) if text
+        ]  # every rank has mapped it, or none uses it
+        if mapping is not None:
+            mapping.close_descriptor()
+        if reasons:
+            raise Unavailable(reasons[0])
+        assert mapping is not None
+        self.memory = mapping.memory
+        self.parts = [Part(self.memory, rank) for rank in range(self.world)]
+        self.mine = self.parts[self.rank]
+        self._epoch = self._resets = 0
+        for part, (_, pid, _, _) in zip(self.parts, hellos, strict=True):
+            with contextlib.suppress(OSError):
+                part.pidfd = os.pidfd_open(pid)
+        self.pids = [pid for _, pid, _, _ in hellos]
+
+    @property
+    def aborted(self) -> bool:
+        """Whether somebody told this rank to stop waiting."""
+        return bool(self.mine.abort[0])
+
+    def begin(self, op: str, step: int) -> None:
+        """Records that this rank begins an operation."""
+        number = self.mine.begun + 1
+        row, text = number % RECORDS, op.encode()[: _RECORD - 24]
+        record = self.mine.records[row]
+        self.mine.record_numbers[row, :3] = number, time.time_ns(), 0
+        record[24 : 24 + len(text)] = np.frombuffer(text, np.uint8)
+        record[24 + len(text) :] = 0
+        self.mine.numbers[_STEP] = step
+        self.mine.numbers[_BEGUN] = number
+
+    def end(self) -> None:
+        """Records that the operation begun last has ended."""
+        self.mine.record_numbers[self.mine.begun % RECORDS, 2] = time.time_ns()
+
+    def abort(self, rank: int, missing: int | None) -> None:
+        """Tells `rank` to stop waiting for `missing` (None: nobody in particular). The first one to tell is heard."""
+        value = np.array([self.world + 1 if missing is None else missing + 1], np.int32)
+        atomics.atomic_cas(
+            self.parts[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+        )
+
+    def ended(self, rank: int) -> bool:
+        """Whether the process of `rank` is gone (a zombie is)."""
+        pidfd = self.parts[rank].pidfd
+        if pidfd is None:
+            return not os.path.exists(f"/proc/{self.pids[rank]}")
+        return bool(select.select([pidfd], [], [], 0)[0])
+
+    def gone(self) -> int | None:
+        """The first rank whose process has ended, None while all are there."""
+        return next((rank for rank in range(self.world) if rank != self.rank and self.ended(rank)), None)
+
+    def behind(self) -> int | None:
+        """The rank that has begun the fewest operations, where that is fewer than this rank has."""
+        rank = min(range(self.world), key=lambda r: self.parts[r].begun)
+        return rank if self.parts[rank].begun < self.mine.begun else None
+
+    def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout:
+        """Aborts every rank's waits and returns the error to raise. peer: who is missing, as far as the caller knows."""
+        told = int(self.mine.abort[0])
+        missing = told - 1 if 0 < told <= self.world else self.gone()
+        if missing is None and not told:
+            missing = self.behind() if peer is None else peer
+        for rank in range(self.world):
+            self.abort(rank, missing)
+        step = int(self.mine.numbers[_STEP])
+        return PeerTimeout(op, step=step, rank=self.rank, peer=missing, waited=waited, detail=self.about(missing))
+
+    def about(self, rank: int | None) -> str:
+        """What is known of a missing rank."""
+        if rank is None:
+            return "no rank is behind the others"
+        if self.ended(rank):
+            return f"its process ({self.pids[rank]}) has ended"
+        last = self.parts[rank].last_operation()
+        return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
+
+    def exchange(self, text: str, op: str) -> list[str]:
+        """What every rank says, in rank order; a barrier. At most 4000 bytes. Raises PeerTimeout.
+
+        A text is written again two exchanges later, when every rank has said that it has read it by coming to the
+        next one.
+        """
+        data = text.encode()
+        assert len(data) <= _TEXT - 8, "a longer text than the board has room for"
+        self._epoch += 1
+        area = self.mine.texts[self._epoch % 2]
+        area[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
+        area[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
+        self._meet(_EPOCH, self._epoch, op, heed_abort=True)
+        areas = [part.texts[self._epoch % 2] for part in self.parts]
+        return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
+
+    def _meet(self, place: int, value: int, op: str, *, heed_abort: bool) -> None:
+        """Writes a number and waits until every rank's is as large."""
+        store_release(self.mine.addresses[place : place + 1], np.array([value], np.int64))
+        pace, started = Pace(), time.monotonic()
+        for rank, part in enumerate(self.parts):
+            while True:
+                if heed_abort and self.mine.abort[0]:
+                    raise self.fail(op, rank, time.monotonic() - started)
+                if part.numbers[place] >= value:
+                    break
+                if pace.rest():
+                    waited = time.monotonic() - started
+                    if waited > self.timeout or self.ended(rank):
+                        raise self.fail(op, rank, waited)
+            load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
+
+    def agree(self, what: str, op: str) -> None:
+        """Raises Disagreement on every rank unless all say the same `what`, which then shows both sides."""
+        texts = self.exchange(what, op)
+        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+        if other is not None:
+            raise Disagreement(f"rank 0 is at {texts[0]}, rank {other} at {texts[other]}")
+
+    def reset(self, clear: Callable[[], None]) -> None:
+        """Two barriers that no abort ends, and between them, when nobody waits for anything, everything is forgotten."""
+        self._meet_again()
+        self.mine.abort[0] = 0
+        self.mine.numbers[_BEGUN] = max(part.begun for part in self.parts)
+        self._epoch = self.mine.numbers[_EPOCH] = 0
+        clear()
+        self._meet_again()
+
+    def _meet_again(self) -> None:
+        self._resets += 1
+        self._meet(_RESETS, self._resets, "reset", heed_abort=False)
+
+
+def _host() -> str:
+    """The same for processes that see each other's memory: one boot of one kernel, one namespace of processes."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.uname().nodename}"
+
+
+def _why_not(hellos: Sequence[tuple[str, int, int | None, str]]) -> str:
+    """Why these ranks cannot share memory; empty where they can."""
+    names = [host.split()[-1] for host, *_ in hellos]
+    other = next((rank for rank, (host, *_) in enumerate(hellos) if host != hellos[0][0]), None)
+    if other is not None:
+        return f"the group spans hosts or containers: rank 0 is on {names[0]}, rank {other} on {names[other]}"
+    return hellos[0][3]
+
+
+def _all_gather_object(value: object, group: dist.ProcessGroup) -> list[tuple[str, int, int | None, str]]:
+    gathered: list[tuple[str, int, int | None, str]] = [("", 0, None, "")] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

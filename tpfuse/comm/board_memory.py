@@ -1,0 +1,85 @@
+"""What the backends of several ranks share: the board, deadlines, the flight record, and going on afterwards."""
+
+import time
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.board import Board
+from tpfuse.comm.settings import settings
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.watchdog import Watchdog, write_flight_record
+
+
+class _Guard:
+    """A class of its own, since contextlib's generators cost as much as a small collective's copies."""
+
+    def __init__(self, memory: "BoardMemory", op: str, kernel: bool) -> None:
+        self._memory, self._op, self._kernel = memory, op, kernel
+
+    def __enter__(self) -> None:
+        self._memory.begin(self._op, self._kernel)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._memory.end(self._op, error)
+
+
+class BoardMemory(SymmetricMemory):
+    """Symmetric memory of ranks that share a board. Raises Unavailable where the ranks do not share a host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        super().__init__(group.rank(), group.size(), device, timeout)
+        self.board = Board(group, timeout)
+        self._watchdog: Watchdog | None = None
+        self._busy = False
+        self._started = 0.0
+
+    def barrier(self, op: str = "barrier") -> None:
+        self.board.agree(op, op)
+
+    def guard(self, op: str, *, kernel: bool = False) -> _Guard:
+        return _Guard(self, op, kernel)
+
+    def begin(self, op: str, kernel: bool) -> None:
+        """What `guard` does before an operation."""
+        if self._busy:
+            raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
+        self._busy = True
+        self._started = time.monotonic()
+        self.board.begin(op, self.step)
+        try:
+            if self.board.aborted:
+                raise self.board.fail(op, None, 0.0)
+            if settings().fingerprint:
+                self.board.agree(f"operation {self.board.mine.begun}: {op}", op)
+            if kernel:
+                self._watchdog = self._watchdog or Watchdog(self.board)
+                self._watchdog.watch(op, self._started + self.timeout)
+        except BaseException as error:
+            self.end(op, error)
+            raise
+
+    def end(self, op: str, error: BaseException | None) -> None:
+        """What `guard` does after an operation, or when it failed."""
+        self._busy = False
+        if self._watchdog is not None:
+            self._watchdog.unwatch()
+        if error is None and self.board.aborted:
+            error = self.board.fail(op, None, time.monotonic() - self._started)
+            write_flight_record(self.board, error)
+            raise error
+        if error is None:
+            self.board.end()
+        else:
+            write_flight_record(self.board, error)
+
+    def reset(self) -> None:
+        self.board.reset(self._clear)
+        self._busy = False
+
+    def _clear(self) -> None:
+        for key in self._signals & self._buffers.keys():
+            self._buffers[key].local.zero_()

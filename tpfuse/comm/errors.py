@@ -1,0 +1,34 @@
+"""What goes wrong between ranks, by name."""
+
+
+class PeerTimeout(RuntimeError):
+    """A rank waited for another one in vain; raised on every rank that is still there.
+
+    op: the operation; step: the caller's step (-1 where nobody told); rank: who waited; peer: who was missing (None
+    where nobody is behind: then the ranks wait for each other); waited: seconds. After `SymmetricMemory.reset()` on all
+    ranks the process can go on.
+    """
+
+    def __init__(self, op: str, *, step: int, rank: int, peer: int | None, waited: float, detail: str = "") -> None:
+        self.op, self.step, self.rank, self.peer, self.waited = op, step, rank, peer, waited
+        self.detail = detail
+        place = f"{op}, step {step}" if step >= 0 else op
+        missing = "a rank" if peer is None else f"rank {peer}"
+        super().__init__(
+            f"{place}: rank {rank} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _timeout, (self.op, self.step, self.rank, self.peer, self.waited, self.detail)
+
+
+def _timeout(op: str, step: int, rank: int, peer: int | None, waited: float, detail: str) -> PeerTimeout:
+    return PeerTimeout(op, step=step, rank=rank, peer=peer, waited=waited, detail=detail)
+
+
+class Disagreement(ValueError):
+    """Ranks came to the same place with different things: another operation, shape, dtype or key."""
+
+
+class Unavailable(RuntimeError):
+    """Symmetric memory cannot be had for these ranks; the message says why in plain words."""

@@ -1,0 +1,34 @@
+"""How ranks wait for each other: one setting for the whole process, to be made before the first collective."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    """timeout: seconds that a wait for another rank may take; fingerprint: compare operation, shapes and dtypes across
+    ranks before each operation (slow; to find ranks that disagree); flight_folder: where the last operations of every
+    rank are written, as JSON, when a wait expires (None: nowhere)."""
+
+    timeout: float = 60.0
+    fingerprint: bool = False
+    flight_folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.timeout > 0:
+            raise ValueError(f"timeout {self.timeout}: expected a number of seconds above 0")
+
+
+_settings = Settings()
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    return _settings
+
+
+def set_settings(**changes: Any) -> None:
+    """Changes some of the settings, for memories that are connected from now on. Raises ValueError for a bad value."""
+    global _settings
+    _settings = replace(_settings, **changes)

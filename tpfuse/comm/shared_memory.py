@@ -1,0 +1,155 @@
+"""Symmetric memory of the CPU ranks of one host, and of one rank alone.
+
+Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.board` says why) and maps the others'.
+Interpreted kernels and torch operations reach all parts as ordinary memory.
+"""
+
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tpfuse.comm.board import Mapping, Pace, load_acquire, store_release
+from tpfuse.comm.board_memory import BoardMemory
+from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.settings import settings
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+
+_ZERO = np.zeros(1, np.int32)
+
+
+class SharedMemory(BoardMemory):
+    """See `SymmetricMemory`. Raises Unavailable where the ranks do not share a host."""
+
+    backend = "shm"
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        super().__init__(group, torch.device("cpu"), timeout)
+        self._abort = torch.frombuffer(self.board.mine.abort, dtype=torch.int32, count=1)
+        self._words: dict[tuple[str, int, int], tuple[NDArray[np.int32], NDArray[np.uint64]]] = {}
+
+    @property
+    def abort(self) -> Tensor:
+        return self._abort
+
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
+        size = max(1, shape.numel() * dtype.itemsize)
+        own, text = None, ""
+        try:
+            own = Mapping(key, size)
+            text = f"{self.board.pids[self.rank]} {own.descriptor}"
+        except Unavailable as error:
+            text = f"!rank {self.rank}: {error}"
+        places = self._all_well(text, key)
+        maps, text = [], ""
+        try:
+            for rank, place in enumerate(places):
+                pid, descriptor = (int(x) for x in place.split())
+                maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
+        except Unavailable as error:
+            text = f"!rank {self.rank}: {error}"
+        try:
+            self._all_well(text, key)
+        finally:
+            assert own is not None
+            own.close_descriptor()
+        peers = [torch.frombuffer(x.memory, dtype=torch.uint8, count=size) for x in maps]
+        views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
+        return SymmetricBuffer(key, views, self.rank, torch.tensor([x.data_ptr() for x in peers]))
+
+    def _all_well(self, text: str, key: str) -> list[str]:
+        texts = self.board.exchange(text, f"buffer {key}")
+        failed = next((text for text in texts if text.startswith("!")), None)
+        if failed is not None:
+            raise Unavailable(failed[1:])
+        return texts
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        self._words = {place: word for place, word in self._words.items() if place[0] != buffer.key}
+
+    def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
+        word = self._words.get((flags.key, owner, index))
+        if word is None:
+            if not 0 <= index < flags.shape.numel():
+                raise ValueError(f"signal {index} of {flags.key!r}: there are {flags.shape.numel()}")
+            view = flags.peers[owner].numpy()[index : index + 1]
+            word = self._words[flags.key, owner, index] = view, np.array([view.ctypes.data], np.uint64)
+        return word
+
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+        store_release(self._word(flags, owner, index)[1], np.array([_wrapped(value)], np.int32))
+
+    def wait(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        view, address = self._word(flags, owner, index)
+        if self.board.aborted or _wrapped(int(view[0]) - value) < 0:
+            self._wait(view, value, owner if peer is None else peer, op)
+        load_acquire(address, _ZERO)
+
+    def _wait(self, view: NDArray[np.int32], value: int, peer: int, op: str) -> None:
+        pace, started = Pace(), time.monotonic()
+        while self.board.aborted or _wrapped(int(view[0]) - value) < 0:
+            if pace.rest() or self.board.aborted:
+                waited = time.monotonic() - started
+                if self.board.aborted or waited > self.timeout or self.board.ended(peer):
+                    raise self.board.fail(op, peer, waited)
+
+
+def _wrapped(difference: int) -> int:
+    """As an int32: signals may wrap around."""
+    return (difference + 2**31) % 2**32 - 2**31
+
+
+class LocalMemory(SymmetricMemory):
+    """One rank alone: the same code runs, and nobody is waited for."""
+
+    backend = "local"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 1, device, settings().timeout)
+        self._abort = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def abort(self) -> Tensor:
+        return self._abort
+
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+        return SymmetricBuffer(key, [tensor], 0, torch.tensor([tensor.data_ptr()], device=self.device))
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        pass
+
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+        flags.peers[owner][index] = value
+
+    def wait(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        assert int(flags.peers[owner][index]) - value >= 0, f"{op}: one rank waits for itself"
+
+    def barrier(self, op: str = "barrier") -> None:
+        pass
+
+    def guard(self, op: str, *, kernel: bool = False) -> "_Nothing":
+        return _NOTHING
+
+    def reset(self) -> None:
+        for key in self._signals & self._buffers.keys():
+            self._buffers[key].local.zero_()
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()

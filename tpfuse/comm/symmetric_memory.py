@@ -1,0 +1,148 @@
+"""Symmetric memory: tensors that every rank of a group can address, and signals that order what is written to them.
+
+One interface, four backends: `cuda` (peer access over NVLink or PCIe), `shm` (memory shared by the CPU ranks of a host),
+`local` (one rank alone) and `simulated` (`tpfuse.testing.explore`: all ranks in one process, every access checked).
+
+    memory = connect(group, device)
+    buffer = memory.buffer("halo", (1024,), torch.float32)    # the same on every rank; collective when first asked for
+    flags = memory.signals("halo flags", 1)
+    buffer.local.copy_(x)
+    memory.put(flags, memory.rank, 0, 1)                      # "my part is written", after everything before it
+    memory.wait(flags, right, 0, 1, op="halo")                # until the right neighbour has said so
+    y = buffer.peers[right].clone()
+
+Kernels take `buffer.local`, `buffer.addresses` and the like as plain tensors, and signal by `tpfuse.kernels.signals`.
+
+Signals are int32 words that only grow: an epoch says "what belongs to epoch e is here". They are compared by their
+difference, so that they may wrap around. Every wait ends: with the signal, or with PeerTimeout on every rank that is
+still there, after `timeout` seconds or as soon as the peer's process has ended.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+class SymmetricBuffer:
+    """One tensor per rank, of the same shape and dtype, each of which every rank can read and write.
+
+    key: its name in its memory. Zero at first. After `SymmetricMemory.free` every attribute raises ValueError.
+    """
+
+    def __init__(self, key: str, peers: Sequence[Tensor], rank: int, addresses: Tensor) -> None:
+        self.key, self.shape, self.dtype = key, peers[rank].shape, peers[rank].dtype
+        self._rank = rank
+        self._tensors: tuple[Sequence[Tensor], Tensor] | None = (peers, addresses)
+
+    def _alive(self) -> tuple[Sequence[Tensor], Tensor]:
+        if self._tensors is None:
+            raise ValueError(f"symmetric buffer {self.key!r} was freed")
+        return self._tensors
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's tensor."""
+        return self._alive()[0][self._rank]
+
+    @property
+    def peers(self) -> Sequence[Tensor]:
+        """Every rank's tensor, in rank order; peers[rank] is `local`."""
+        return self._alive()[0]
+
+    @property
+    def addresses(self) -> Tensor:
+        """int64 [world] on the memory's device: where each rank's tensor begins, as this rank's kernels see it."""
+        return self._alive()[1]
+
+    def forget(self) -> None:
+        """Drops the tensors; for backends."""
+        self._tensors = None
+
+
+class SymmetricMemory(ABC):
+    """The symmetric memory of one group of ranks, as one of them sees it.
+
+    rank, world: of the group; device: where the tensors are; timeout: seconds that a wait may take; step: the caller's
+    step, for messages. All methods but `put`, `wait` and `guard` are collective: every rank calls them in one order.
+    One thread at a time may use a memory.
+    """
+
+    backend: str
+
+    def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
+        self.rank, self.world, self.device, self.timeout = rank, world, device, timeout
+        self.step = -1
+        self._buffers: dict[str, SymmetricBuffer] = {}
+        self._signals: set[str] = set()
+
+    def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
+        """The buffer `key`, made and zeroed when it is first asked for.
+
+        Raises ValueError where it was made with another shape or dtype, Disagreement where ranks ask for different
+        ones, Unavailable where there is not enough memory.
+        """
+        found = self._buffers.get(key)
+        if found is None:
+            found = self._buffers[key] = self._allocate(key, torch.Size(shape), dtype)
+        elif (found.shape, found.dtype) != (torch.Size(shape), dtype):
+            raise ValueError(
+                f"symmetric buffer {key!r} is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(shape)}: free it first"
+            )
+        return found
+
+    def signals(self, key: str, count: int) -> SymmetricBuffer:
+        """`count` int32 words on every rank for `put` and `wait`; `reset` makes them 0 again."""
+        self._signals.add(key)
+        return self.buffer(key, (count,), torch.int32)
+
+    def free(self, key: str) -> None:
+        """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""
+        if key not in self._buffers:
+            raise ValueError(f"there is no symmetric buffer {key!r}")
+        self.barrier(f"free {key}")
+        self._signals.discard(key)
+        buffer = self._buffers.pop(key)
+        self._release(buffer)
+        buffer.forget()
+
+    @property
+    @abstractmethod
+    def abort(self) -> Tensor:
+        """int32 [1] on the device: not 0 when this rank must stop waiting. Kernels poll it."""
+
+    @abstractmethod
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer: ...
+
+    @abstractmethod
+    def _release(self, buffer: SymmetricBuffer) -> None: ...
+
+    @abstractmethod
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+        """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release)."""
+
+    @abstractmethod
+    def wait(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        """Until word `index` of `owner`'s signals is at least `value`; what was written before it is seen (acquire).
+
+        peer: who is to set it (default: `owner`). Raises PeerTimeout.
+        """
+
+    @abstractmethod
+    def barrier(self, op: str = "barrier") -> None:
+        """Until every rank has come here. Raises PeerTimeout."""
+
+    @abstractmethod
+    def guard(self, op: str) -> AbstractContextManager[None]:
+        """Around what an operation does: it is recorded, has a deadline, and raises PeerTimeout at its end if aborted."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """After PeerTimeout, on every rank: all signals and aborts are 0 again, and the next step can begin.
+
+        Raises PeerTimeout where a rank does not come.
+        """

@@ -1,0 +1,73 @@
+"""Deadlines for what cannot look at a clock itself: kernels that spin on a signal.
+
+A thread per memory looks a few times a second. When an operation is late, or a peer's process has ended, it tells every
+rank to stop waiting; the kernels see it in their abort word and return.
+"""
+
+import json
+import threading
+import time
+from typing import Any
+
+from tpfuse.comm.board import Board
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.settings import settings
+
+_INTERVAL = 0.1  # seconds
+
+
+class Watchdog:
+    """Watches one operation at a time of the rank that owns `board`."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._watched: tuple[str, float] | None = None
+        self._begun = threading.Event()
+        threading.Thread(target=self._run, name="tpfuse watchdog", daemon=True).start()
+
+    def watch(self, op: str, deadline: float) -> None:
+        """From now on; deadline: of time.monotonic()."""
+        self._watched = op, deadline
+        self._begun.set()
+
+    def unwatch(self) -> None:
+        """The operation has ended."""
+        self._begun.clear()
+        self._watched = None
+
+    def _run(self) -> None:
+        while True:
+            self._begun.wait()
+            watched = self._watched
+            if watched is not None:
+                op, deadline = watched
+                late = time.monotonic() - deadline
+                if late > 0 or self._board.gone() is not None:
+                    self._board.fail(op, None, self._board.timeout + late)
+            time.sleep(_INTERVAL)
+
+
+def write_flight_record(board: Board, error: BaseException) -> None:
+    """The last operations of every rank, as JSON in the folder of the settings, where `error` is a time-out.
+
+    A disk that fails must not hide the error, which says all that matters.
+    """
+    folder = settings().flight_folder
+    if folder is None or not isinstance(error, PeerTimeout):
+        return
+    record: dict[str, Any] = {
+        "error": str(error),
+        "op": error.op,
+        "step": error.step,
+        "rank": error.rank,
+        "missing": error.peer,
+        "waited_s": round(error.waited, 3),
+        "ranks": [
+            {"rank": rank, "pid": pid, "ended": board.ended(rank), "operations": part.operations()}
+            for rank, (pid, part) in enumerate(zip(board.pids, board.parts, strict=True))
+        ],
+    }
+    try:
+        (folder / f"flight_record_rank{board.rank}.json").write_text(json.dumps(record, indent=1))
+    except OSError as disk:
+        error.add_note(f"the flight record could not be written: {disk}")
