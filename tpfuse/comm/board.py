@@ -18,6 +18,7 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -150,7 +151,7 @@ class Board:
         reason = _why_not(hellos)
         if not reason and mapping is None:
             try:
-                mapping = Mapping("board", self.world * _PART, (hellos[0][1], hellos[0][2]))
+                mapping = Mapping("board", self.world * _PART, (hellos[0][1], hellos[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
         reasons = [
@@ -201,7 +202,7 @@ class Board:
         """Whether the process of `rank` is gone (a zombie is)."""
         pidfd = self.parts[rank].pidfd
         if pidfd is None:
-            return not os.path.exists(f"/proc/{self.pids[rank]}")
+            return not Path(f"/proc/{self.pids[rank]}").exists()
         return bool(select.select([pidfd], [], [], 0)[0])
 
     def gone(self) -> int | None:
@@ -214,7 +215,7 @@ class Board:
         return rank if self.parts[rank].begun < self.mine.begun else None
 
     def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout:
-        """Aborts every rank's waits and returns the error to raise. peer: who is missing, as far as the caller knows."""
+        """Aborts every rank's waits; the error to raise. peer: who is missing, as far as the caller knows."""
         told = int(self.mine.abort[0])
         missing = told - 1 if 0 < told <= self.world else self.gone()
         if missing is None and not told:
@@ -273,7 +274,7 @@ class Board:
             raise Disagreement(f"rank 0 is at {texts[0]}, rank {other} at {texts[other]}")
 
     def reset(self, clear: Callable[[], None]) -> None:
-        """Two barriers that no abort ends, and between them, when nobody waits for anything, everything is forgotten."""
+        """Two barriers that no abort ends; between them nobody waits for anything, and everything is forgotten."""
         self._meet_again()
         self.mine.abort[0] = 0
         self.mine.numbers[_BEGUN] = max(part.begun for part in self.parts)
@@ -288,8 +289,8 @@ class Board:
 
 def _host() -> str:
     """The same for processes that see each other's memory: one boot of one kernel, one namespace of processes."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.uname().nodename}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.uname().nodename}"
 
 
 def _why_not(hellos: Sequence[tuple[str, int, int | None, str]]) -> str:

@@ -1,5 +1,6 @@
 """What the backends of several ranks share: the board, deadlines, the flight record, and going on afterwards."""
 
+import threading
 import time
 from types import TracebackType
 
@@ -34,7 +35,7 @@ class BoardMemory(SymmetricMemory):
         super().__init__(group.rank(), group.size(), device, timeout)
         self.board = Board(group, timeout)
         self._watchdog: Watchdog | None = None
-        self._busy = False
+        self._busy = threading.Lock()
         self._started = 0.0
 
     def barrier(self, op: str = "barrier") -> None:
@@ -45,9 +46,8 @@ class BoardMemory(SymmetricMemory):
 
     def begin(self, op: str, kernel: bool) -> None:
         """What `guard` does before an operation."""
-        if self._busy:
+        if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
-        self._busy = True
         self._started = time.monotonic()
         self.board.begin(op, self.step)
         try:
@@ -64,7 +64,7 @@ class BoardMemory(SymmetricMemory):
 
     def end(self, op: str, error: BaseException | None) -> None:
         """What `guard` does after an operation, or when it failed."""
-        self._busy = False
+        self._busy.release()
         if self._watchdog is not None:
             self._watchdog.unwatch()
         if error is None and self.board.aborted:
@@ -78,7 +78,6 @@ class BoardMemory(SymmetricMemory):
 
     def reset(self) -> None:
         self.board.reset(self._clear)
-        self._busy = False
 
     def _clear(self) -> None:
         for key in self._signals & self._buffers.keys():

@@ -1,6 +1,6 @@
 """Symmetric memory: tensors that every rank of a group can address, and signals that order what is written to them.
 
-One interface, four backends: `cuda` (peer access over NVLink or PCIe), `shm` (memory shared by the CPU ranks of a host),
+One interface, four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
 `local` (one rank alone) and `simulated` (`tpfuse.testing.explore`: all ranks in one process, every access checked).
 
     memory = connect(group, device)
@@ -89,7 +89,8 @@ class SymmetricMemory(ABC):
             found = self._buffers[key] = self._allocate(key, torch.Size(shape), dtype)
         elif (found.shape, found.dtype) != (torch.Size(shape), dtype):
             raise ValueError(
-                f"symmetric buffer {key!r} is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(shape)}: free it first"
+                f"symmetric buffer {key!r} is {found.dtype} {tuple(found.shape)},"
+                f" not {dtype} {tuple(shape)}: free it first"
             )
         return found
 
@@ -137,8 +138,12 @@ class SymmetricMemory(ABC):
         """Until every rank has come here. Raises PeerTimeout."""
 
     @abstractmethod
-    def guard(self, op: str) -> AbstractContextManager[None]:
-        """Around what an operation does: it is recorded, has a deadline, and raises PeerTimeout at its end if aborted."""
+    def guard(self, op: str, *, kernel: bool = False) -> AbstractContextManager[None]:
+        """Around an operation: it is recorded, and PeerTimeout is raised at its end if it was aborted.
+
+        op: name, shape and dtype, the same on every rank. kernel: it waits in a kernel, which needs a watchdog.
+        Raises RuntimeError where another thread is inside.
+        """
 
     @abstractmethod
     def reset(self) -> None:
