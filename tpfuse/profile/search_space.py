@@ -29,6 +29,7 @@ _GEMM: tuple[Step, ...] = (
     {"WARP_SPECIALIZE": (False, True), "num_warps": (4, 8), "EPILOGUE_PARTS": (1, 2, 4), "GROUP_M": (4, 8, 16)},
 )
 _SCORES: Step = {"BLOCK_M": (64, 128), "BLOCK_N": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+_TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)
 
 SPACES: dict[str, tuple[Step, ...]] = {
     "gemm": _GEMM,
@@ -47,6 +48,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "cross_entropy_combine": ({"BLOCK_M": (64, 128, 256, 512), "num_warps": (1, 2, 4)},),
     "rope": ({"BLOCK_M": (8, 16, 32, 64, 128), "HEADS": (1, 2, 4, 8), "num_warps": (4, 8)},),
     "dropout": ({"BLOCK_M": (1, 2, 4, 8, 16), "BLOCK_C": (256, 512, 1024), "num_warps": (4, 8)},),
+    **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce"), _TILES),
     "adamw": ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)},),
 }
 

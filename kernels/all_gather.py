@@ -1,0 +1,69 @@
+"""all_gather: every rank's x, in rank order.
+
+Each rank stages its x, waits for the others and copies all slots, its own first and then those of rank + 1, rank + 2,
+…, so that not all ranks read the same one at once. `kernels/endpoint.py` has the protocol.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.signals import advance, barrier, begin
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_gather_forward_kernel(
+    x_ptr,  # [n] words, read
+    out_ptr,  # [WORLD, n] words, written
+    slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
+    flags_ptr,  # [WORLD] int64, addresses of int32 words
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+    n,
+    slot_bytes,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    word: tl.constexpr = x_ptr.dtype.element_ty
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, word), 1, n, n, BLOCK)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+            for step in range(WORLD):
+                source = (rank + step) % WORLD
+                staged_ptr = slot(slots_ptr, source, epoch, slot_bytes, word)
+                row_ptr = out_ptr + tl.cast(n, tl.int64) * source
+                for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+                    offs = tile * BLOCK + tl.arange(0, BLOCK)
+                    tl.store(row_ptr + offs, tl.load(staged_ptr + offs, mask=offs < n), mask=offs < n)
+            advance(state_ptr, epoch)
+
+
+def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
+    """out[r] = rank r's x, on every rank, once all have called this; in stream order.
+
+    x: [n], out: [world, n], contiguous, of one dtype, whichever; x may be out[rank]. All ranks bring the same n and
+    dtype. Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the
+    channel has too few flags.
+    """
+    n = x.numel()
+    endpoint.check("all_gather", x, (n,), out, (endpoint.world, n))
+    x_words, out_words, words = as_words(x, out, n)
+    row = choose("all_gather", x.device, torch.int64)
+    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # tiles are the same bytes on all ranks
+    launch(
+        all_gather_forward_kernel,
+        endpoint.grid("all_gather", x.nbytes, triton.cdiv(words, block)),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        x_ptr=x_words,
+        out_ptr=out_words,
+        n=words,
+        BLOCK=block,
+        **endpoint.arguments(),
+    )

@@ -1,0 +1,118 @@
+"""all_reduce: the sum over all ranks, on every rank, in one shot or in two.
+
+One shot, for what is small: each rank stages x, waits for the others and sums all slots. Two shots, for what is large:
+each rank sums one part of x out of all slots into its own, and a second round of signals later all copy each other's
+parts; so world times less is read. A part of its own slot is read by its rank alone until it holds the sum, which
+takes its place. Both sum rank 0 first, half types in float32 rounded once: the result is bitwise the same on every
+rank, in one shot and in two. `kernels/endpoint.py` has the protocol.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.signals import advance, barrier, begin
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_one_shot_kernel(
+    x_ptr,  # [n] bf16, read
+    out_ptr,  # [n] bf16, written
+    slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
+    flags_ptr,  # [WORLD] int64, addresses of int32 words
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+    n,
+    slot_bytes,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), 1, n, n, BLOCK)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+            for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+                offs = tile * BLOCK + tl.arange(0, BLOCK)
+                total = sum_of_slots(slots_ptr, epoch, slot_bytes, offs, offs < n, dtype, WORLD)
+                tl.store(out_ptr + offs, total, mask=offs < n)
+            advance(state_ptr, epoch)
+
+
+@triton.jit
+def _sum_part(own_ptr, slots_ptr, epoch, slot_bytes, first, part, n, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's tiles of the elements [first, first + part) become their sum in this rank's own slot."""
+    for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
+        column = tile * BLOCK + tl.arange(0, BLOCK)
+        element = first + column
+        mask = (column < part) & (element < n)
+        total = sum_of_slots(slots_ptr, epoch, slot_bytes, element, mask, own_ptr.dtype.element_ty, WORLD)
+        tl.store(own_ptr + element, total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_reduce_two_shot_kernel(
+    x_ptr,  # [n] bf16, read
+    out_ptr,  # [n] bf16, written
+    slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
+    flags_ptr,  # [WORLD] int64, addresses of int32 words
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+    n,
+    part,
+    slot_bytes,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    wide_part = tl.cast(part, tl.int64)
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        own_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
+        stage(x_ptr, own_ptr, WORLD, part, n, BLOCK)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0):
+            _sum_part(own_ptr, slots_ptr, epoch, slot_bytes, wide_part * rank, part, n, WORLD, BLOCK)
+            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
+                for step in range(WORLD):
+                    owner = (rank + step) % WORLD
+                    sum_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype)
+                    for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
+                        column = tile * BLOCK + tl.arange(0, BLOCK)
+                        element = wide_part * owner + column
+                        mask = (column < part) & (element < n)
+                        tl.store(out_ptr + element, tl.load(sum_ptr + element, mask=mask), mask=mask)
+                advance(state_ptr, epoch)
+
+
+def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: bool) -> None:
+    """out = the sum over all ranks of their x, once all have called this; in stream order.
+
+    x, out: [n], contiguous, of one of SUMMED; they may be the same tensor. All ranks bring the same n, dtype and
+    two_shot. The sum is taken in rank order, half types in float32, integers in their own type, in which they wrap
+    around. Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the
+    channel has too few flags (two shots need twice as many).
+    """
+    n = x.numel()
+    endpoint.check("all_reduce", x, (n,), out, (n,))
+    check_summed("all_reduce", x)
+    row = choose("all_reduce", x.device, configured(x.dtype))
+    # Parts of whole groups of 16 elements, so that each begins where wide accesses can.
+    part = triton.cdiv(n, endpoint.world * 16) * 16 if two_shot else n
+    tiles = triton.cdiv(part, row.blocks["BLOCK"])
+    launch(
+        all_reduce_two_shot_kernel if two_shot else all_reduce_one_shot_kernel,
+        endpoint.grid("all_reduce", x.nbytes, tiles, rounds=2 if two_shot else 1),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        x_ptr=x,
+        out_ptr=out,
+        n=n,
+        **({"part": part} if two_shot else {}),
+        **row.blocks,
+        **endpoint.arguments(),
+    )

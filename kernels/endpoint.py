@@ -1,0 +1,158 @@
+"""One rank's end of a channel, as kernels see it, and how they move tiles through its slots.
+
+Every collective is "stage, signal, wait, combine": a rank writes what others need into a slot of its own, program p
+signals program p of every rank and waits for its signal, and then reads their slots (pull). Each slot has two halves;
+epoch e uses half e % 2. So no second barrier is needed before a half is written again (rule 10 of DESIGN): that happens
+in epoch e + 2, whose launch follows one that waited for every rank's signal of e + 1, and a rank gives that only after
+its launch of e has ended, with all its reads.
+
+Program p of each rank works on the same tiles of every row, p, p + programs, …: a tile is the same bytes on all ranks,
+however their tensors are aligned. The launches of a channel must be the same ones, in one order, on every rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.signals import peer_pointer
+from tpfuse.kernels.tiles import rounded
+
+SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64)
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What the launchers of collectives are given of a channel. All tensors are on one device.
+
+    slots: [world] int64, the address of each rank's slot, a multiple of 16; slot_bytes: of each of its two halves, a
+    multiple of 16 too. flags: [world] int64, the address of each rank's signals; flag_count: how many int32 words they
+    are. state: [2] int32 and abort: [1] int32, this rank's alone; the state is zeroed with the signals, and nobody else
+    touches it. programs: the most that a launch may start, the same on every rank and no more than the smallest GPU of
+    the group has multiprocessors: all programs of a launch must run at once.
+    """
+
+    rank: int
+    world: int
+    slots: Tensor
+    slot_bytes: int
+    flags: Tensor
+    flag_count: int
+    state: Tensor
+    abort: Tensor
+    programs: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a rank, shape, dtype or device that cannot be."""
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"endpoint: rank {self.rank} of {self.world}: expected 0 <= rank < world")
+        if self.slot_bytes % 16:
+            raise ValueError(f"endpoint: slot_bytes {self.slot_bytes}: expected a multiple of 16")
+        if self.programs < 1:
+            raise ValueError(f"endpoint: programs {self.programs}: expected at least 1")
+        for name, x, shape, dtype in (
+            ("slots", self.slots, (self.world,), torch.int64),
+            ("flags", self.flags, (self.world,), torch.int64),
+            ("state", self.state, (2,), torch.int32),
+            ("abort", self.abort, (1,), torch.int32),
+        ):
+            check_shape("endpoint", name, x, shape)
+            check_integers("endpoint", name, x, (dtype,))
+            check_device("endpoint", "slots", self.slots, name, x)
+
+    def check(
+        self, operator: str, x: Tensor, x_shape: tuple[int, ...], out: Tensor, out_shape: tuple[int, ...]
+    ) -> None:
+        """Raises ValueError unless both are contiguous, of one dtype, of these shapes, on the channel's device."""
+        for name, tensor, shape in (("x", x, x_shape), ("out", out, out_shape)):
+            check_shape(operator, name, tensor, shape)
+            check_device(operator, "the channel", self.slots, name, tensor)
+            check_integers(operator, name, tensor, (x.dtype,))
+            if not tensor.is_contiguous():
+                raise ValueError(f"{operator}: {name} has strides {tensor.stride()}: expected contiguous")
+
+    def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
+        """How many programs share `tiles` tiles of each row; none where there is nothing to do.
+
+        nbytes: what each rank stages; rounds: barriers in a launch. Raises ValueError where slots or flags are too few.
+        """
+        if nbytes > self.slot_bytes:
+            raise ValueError(f"{operator}: {nbytes} bytes to stage, a slot holds {self.slot_bytes}: pass it in pieces")
+        room = self.flag_count // (rounds * self.world)
+        if room == 0:
+            flags = f"{rounds * self.world} for one program, the channel has {self.flag_count}"
+            raise ValueError(f"{operator}: more flags than there is room for: {flags}")
+        return (min(self.programs, tiles, room),)
+
+    def arguments(self) -> dict[str, Any]:
+        """What every kernel takes."""
+        return {
+            "slots_ptr": self.slots,
+            "flags_ptr": self.flags,
+            "state_ptr": self.state,
+            "abort_ptr": self.abort,
+            "slot_bytes": self.slot_bytes,
+            "rank": self.rank,
+            "WORLD": self.world,
+        }
+
+
+def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
+    """x, out and the elements n of a row, in the widest integers that all three are made of, for what moves bytes."""
+    places = [n * x.element_size()]
+    for tensor in (x, out):
+        places += [tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()]
+    word = next(dtype for dtype in _WORDS if not any(place % dtype.itemsize for place in places))
+    return x.reshape(-1).view(word), out.reshape(-1).view(word), places[0] // word.itemsize
+
+
+def check_summed(operator: str, x: Tensor) -> None:
+    """Raises ValueError unless x is of a dtype that is summed."""
+    check_integers(operator, "x", x, SUMMED)
+
+
+def configured(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose row of configurations.toml elements of `dtype` are summed by; 64 bits have none of their own."""
+    return torch.float32 if dtype.itemsize == 8 else dtype
+
+
+@triton.jit
+def slot(slots_ptr, peer, epoch, slot_bytes, dtype: tl.constexpr):
+    """A pointer to the half of `peer`'s slot that belongs to `epoch`."""
+    base = peer_pointer(slots_ptr, peer, tl.int8) + (epoch & 1) * slot_bytes
+    return tl.multiple_of(base, 16).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
+    """This program's tiles of each row of x into the slot, at the same place; rows are cut at `total` elements."""
+    offs = tl.arange(0, BLOCK).to(tl.int64)
+    for row in range(rows):
+        for tile in range(tl.program_id(0), tl.cdiv(stride, BLOCK), tl.num_programs(0)):
+            column = tile * BLOCK + offs
+            element = tl.cast(stride, tl.int64) * row + column
+            mask = (column < stride) & (element < total)
+            tl.store(own_ptr + element, tl.load(x_ptr + element, mask=mask), mask=mask)
+
+
+@triton.jit
+def _widened(x):
+    """Half types in float32, in which they are summed."""
+    if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def sum_of_slots(slots_ptr, epoch, slot_bytes, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
+    """The sum over all ranks of what they have staged at `offs`, rank 0 first, rounded once to `dtype`."""
+    total = _widened(tl.load(slot(slots_ptr, 0, epoch, slot_bytes, dtype) + offs, mask=mask))
+    for source in tl.static_range(1, WORLD):
+        total += _widened(tl.load(slot(slots_ptr, source, epoch, slot_bytes, dtype) + offs, mask=mask))
+    return rounded(total, dtype)

@@ -1,0 +1,109 @@
+"""Signals between the ranks of a group: device functions that order what one rank wrote before what another one reads.
+
+A flag is an int32 word in symmetric memory that says "what belongs to epoch e is here". Each word has one writer, whose
+values only grow and wrap around; the epoch is kept in device memory, so that a replayed CUDA graph goes on counting.
+
+    epoch, running = begin(state, abort)       # this launch's epoch; whether anything may be done at all
+    ... write what peers will read ...
+    if barrier(flags, abort, epoch, rank):     # every rank's program p has come here in its launch of this epoch
+        ... read what peers have written ...
+        advance(state, epoch)                  # the last program of the grid makes it the launch before
+
+Why that is enough, in the words of NVIDIA's PTX ISA, "Memory Consistency Model". `put` is a release pattern and `wait`
+an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and processes). The
+acquire that observes the release synchronises with it, and base causality order then puts what the writing thread did
+before its release ahead of what the waiting thread does after its acquire. A program is many threads, and one of them
+signals: the barrier of the program before the release (`tl.debug_barrier`, which Triton 3.8 and older do not bring by
+themselves, triton PR 10816) orders the others' reads and writes before it; the value that a wait returns reaches the
+other threads through shared memory and a barrier of the program. Nothing here orders the asynchronous proxy: what is
+signalled must not have been stored by TMA (rule 4 of DESIGN), and is read by ordinary loads.
+
+A launch whose wait is cut short by the abort word signals nobody any more and leaves the epoch as it is.
+"""
+
+import triton
+import triton.language as tl
+
+# How far a peer may be ahead of a wait. A word that a small grid left alone for 2^31 launches lies in the other half of
+# the numbers, where the sign of the difference is wrong; this tells it from a peer that is ahead, which is by one.
+_AHEAD: tl.constexpr = tl.constexpr(1 << 16)
+
+
+@triton.jit
+def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
+    """A pointer to `peer`'s part of a symmetric buffer; addresses_ptr: [world] int64, `SymmetricBuffer.addresses`."""
+    return tl.load(addresses_ptr + peer).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def put(flag_ptrs, epoch, mask=None):
+    """Sets words of peers' flags to `epoch`, after everything that this program has read and written (release).
+
+    flag_ptrs: one pointer or a block of them, which neighbouring threads signal at once: one fence and not one each.
+    """
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_ptrs, epoch, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flag_ptrs, epoch, abort_ptr, mask=None):
+    """Until words of this rank's flags all say `epoch` or later (acquire); False where the abort word ended the wait.
+
+    flag_ptrs: as for `put`. What the writers had done before is then visible to all threads of the program. The abort
+    word orders nothing.
+    """
+    late, aborted = 1, 0
+    while (late != 0) & (aborted == 0):
+        ahead = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys") - epoch
+        behind = (ahead < 0) | (ahead >= _AHEAD)
+        if mask is not None:
+            behind = behind & mask
+        late = behind.to(tl.int32)
+        if len(late.shape) == 1:
+            late = tl.max(late, 0)
+        if late != 0:
+            aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed", scope="sys")
+    return late == 0
+
+
+@triton.jit
+def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0):
+    """Until program p of every rank has come here in this epoch; False where the abort word ended the wait.
+
+    What those programs wrote before may be read afterwards, and what they read may be overwritten. flags_ptr: [WORLD]
+    int64, addresses of int32 [rounds * programs * WORLD], rounds: how many barriers a launch has, each with its ROUND.
+    A rank signals itself as well: what the program wrote is then visible to its own other threads too.
+
+    Word w is written by rank w % WORLD alone, whatever the size of the grid: two writers of one word could overtake
+    each other, since a rank that is through with an epoch signals the next one while others have yet to be signalled.
+    """
+    ranks = tl.arange(0, triton.next_power_of_2(WORLD))
+    first = (ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD
+    there = tl.load(flags_ptr + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(tl.int32))
+    put(there + first + rank, epoch, ranks < WORLD)
+    here = peer_pointer(flags_ptr, rank, tl.int32)
+    return wait(here + first + ranks, epoch, abort_ptr, ranks < WORLD)
+
+
+@triton.jit
+def begin(state_ptr, abort_ptr):
+    """(the epoch of this launch, whether it may run); state_ptr: [epoch of the launch before, programs that ended].
+
+    Only the launches of one rank touch its state, one after another on one stream. A launch behind one that was aborted
+    does nothing: it would write what peers may still be reading.
+    """
+    aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed", scope="sys")
+    return tl.load(state_ptr) + 1, aborted == 0
+
+
+@triton.jit
+def advance(state_ptr, epoch):
+    """At the end of each program that was not aborted: the last one of the grid publishes the epoch.
+
+    By then all have read the one before: the count's release follows each program's read (and the barrier of its last
+    `put`), its acquire precedes the write. The next launch sees it by the order of the stream.
+    """
+    ended = tl.atomic_add(state_ptr + 1, 1, sem="acq_rel", scope="sys") + 1
+    if ended == tl.num_programs(0):
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr, epoch)
