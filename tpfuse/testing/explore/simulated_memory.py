@@ -1,0 +1,113 @@
+"""Symmetric memory of ranks that take turns in one process: every access is checked, every wait can be explored."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.testing.explore.run import Run
+from tpfuse.testing.explore.shadow import Region
+
+
+class SharedBuffers:
+    """What the memories of all ranks have in common: the parts of each buffer, by its key and how often it was made."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.parts: dict[tuple[str, int], list[Region]] = {}
+
+
+class SimulatedMemory(SymmetricMemory):
+    """One rank's view. The host's `put` and `wait` order all that the rank has done before, `barrier` all of everybody.
+
+    A wait ends by itself only under `explore(..., timeouts=True)` and where no rank can go on: then every rank's abort
+    word is set, kernels return, and `wait`, `barrier` and `guard` raise PeerTimeout, until all ranks `reset`.
+    """
+
+    backend = "simulated"
+
+    def __init__(self, shared: SharedBuffers, rank: int, timeout: float = 60.0) -> None:
+        super().__init__(rank, shared.run.world, torch.device("cpu"), timeout)
+        self._run, self._shared = shared.run, shared
+        self._made: dict[str, int] = {}
+        self._regions: dict[str, list[Region]] = {}
+
+    @property
+    def abort(self) -> Tensor:
+        return self._run.aborts[self.rank].tensor
+
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        generation = self._made[key] = self._made.get(key, 0) + 1
+        parts = self._shared.parts.get((key, generation))
+        if parts is None:
+            parts = [Region(key, rank, shape, dtype) for rank in range(self.world)]
+            self._shared.parts[key, generation] = parts
+            self._run.regions += parts
+        elif (parts[0].shape, parts[0].dtype) != (shape, dtype):
+            raise Disagreement(
+                f"symmetric buffer {key!r}: rank {self.rank} asks for {dtype} {tuple(shape)}, "
+                f"another rank for {parts[0].dtype} {tuple(parts[0].shape)}"
+            )
+        self._regions[key] = parts
+        self._meet(f"buffer {key!r}", joins=False)
+        addresses = torch.tensor([part.base for part in parts], dtype=torch.int64)
+        return SymmetricBuffer(key, [part.tensor for part in parts], self.rank, addresses)
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays: who still reads it is told
+
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+        self._run.host_word("put", self._word(flags, owner, index), index, value)
+
+    def wait(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        region = self._word(flags, owner, index)
+        while True:
+            found = self._run.host_word("wait", region, index, None)
+            if (found - value + 2**31) % 2**32 >= 2**31:  # the difference, as int32, is not negative
+                return
+            if self._run.aborted(self.rank):
+                raise self._timeout(op, owner if peer is None else peer)
+
+    def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
+        if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
+            raise ValueError(f"signals {flags.key!r} are {flags.dtype} {tuple(flags.shape)}: there is no word {index}")
+        flags.local  # raises where it was freed  # noqa: B018
+        return self._regions[flags.key][owner]
+
+    def barrier(self, op: str = "barrier") -> None:
+        self._check_abort(op)
+        self._meet(op, joins=True)
+
+    def _meet(self, what: str, *, joins: bool) -> None:
+        missing = self._run.meet(what if what == "barrier" else f"barrier {what!r}", joins=joins)
+        if missing is not None:
+            raise self._timeout(what, missing)
+
+    def _timeout(self, op: str, peer: int | None) -> PeerTimeout:
+        return PeerTimeout(op, step=self.step, rank=self.rank, peer=peer, waited=self.timeout, detail="simulated")
+
+    @contextlib.contextmanager
+    def guard(self, op: str, *, kernel: bool = False) -> Iterator[None]:
+        self._check_abort(op)
+        yield
+        self._check_abort(op)
+
+    def _check_abort(self, op: str) -> None:
+        if self._run.aborted(self.rank):
+            raise self._timeout(op, None)
+
+    def reset(self) -> None:
+        self._meet("reset", joins=True)
+        for key in self._signals & self._buffers.keys():
+            words = self._regions[key][self.rank].words
+            assert words is not None
+            words[:] = 0
+            self._run.forget(self._regions[key][self.rank])
+        self._run.end_abort(self.rank)
+        self.generation += 1
+        self._meet("reset", joins=True)

@@ -1,0 +1,65 @@
+"""Where an operation is in the source: file, line, and the text of the line."""
+
+import linecache
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+import triton
+
+from tpfuse.testing.explore.clocks import Line
+
+_FOREIGN = tuple(
+    str(Path(file).parent) for file in (triton.__file__, torch.__file__, __file__, threading.__file__) if file
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One operation of one thread of control. lines: the innermost first, then its callers in the kernel or rank."""
+
+    operation: str
+    rank: int
+    program: tuple[int, ...] | None
+    lines: tuple[Line, ...]
+
+    @property
+    def actor(self) -> str:
+        """Who it was, in words."""
+        return actor(self.rank, self.program)
+
+    def __str__(self) -> str:
+        callers = "".join(f"\n      called from {text_of(line)}" for line in self.lines[1:])
+        return f"{self.operation} by {self.actor} at {text_of(self.lines[0])}{callers}"
+
+
+def actor(rank: int, program: tuple[int, ...] | None) -> str:
+    """A rank, or a program of its grid, in words."""
+    if program is None:
+        return f"rank {rank}"
+    last = max((axis for axis, index in enumerate(program) if index), default=0)
+    number = program[0] if last == 0 else program[: last + 1]
+    return f"rank {rank}, program {number}"
+
+
+def text_of(line: Line) -> str:
+    """file:line: its text, the file relative to the working directory where it is below it."""
+    path = Path(line[0])
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    text = linecache.getline(*line).strip()
+    return f"{path}:{line[1]}" + (f": {text}" if text else "")
+
+
+def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
+    """The lines on the stack that belong to neither torch, Triton nor the explorer, up to a frame that runs a root."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[Line] = []
+    while frame is not None and frame.f_code not in roots:
+        if not frame.f_code.co_filename.startswith(_FOREIGN):
+            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(lines[:limit]) or (("?", 0),)

@@ -1,0 +1,72 @@
+"""Torch operations on symmetric memory: reads and writes of the rank's stream."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpfuse.testing.explore.run import Addresses, Run
+
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a run what the torch operations of one rank read and write.
+
+    Not seen: what leaves torch (`numpy`, `tolist`, `data_ptr`), and the reading of what an operation writes too.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in ("aten", "prim", "prims"):
+            with self:  # an operator of somebody's own: what it does inside is looked at
+                return func.redispatch(_CPU, *args, **kwargs)
+        written = []
+        for tensor, write in _operands(func, args, kwargs):
+            parts = self._run.touched(_addresses(tensor))
+            if parts:
+                self._run.access(parts, tensor.element_size(), func.__name__.partition(".")[0], write=write)
+                written += parts if write else []
+        result = func(*args, **kwargs)
+        self._run.written(written)
+        return result
+
+
+def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors whose elements the operation reads (False) or writes (True): reads first."""
+    schema: Any = func._schema  # type: ignore[attr-defined]
+    name = schema.name.removeprefix("aten::")
+    views = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
+    shapes_only = name.startswith("new_") or name.endswith("_like")
+    if views or shapes_only or torch.Tag.inplace_view in func.tags:  # type: ignore[attr-defined]
+        return
+    given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+    writes = []
+    for argument in schema.arguments:
+        value = given.get(argument.name)
+        tensors = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, Tensor)]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes += tensors
+        else:
+            yield from ((tensor, False) for tensor in tensors)
+    yield from ((tensor, True) for tensor in writes)
+
+
+def _addresses(tensor: Tensor) -> Addresses:
+    """Where each element is; nothing for tensors that have no plain storage."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return np.zeros(0, np.uint64)
+    offsets: Any = np.zeros((), np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = offsets[..., None] + np.arange(size) * stride
+    addresses: Addresses = (tensor.data_ptr() + offsets.ravel() * tensor.element_size()).astype(np.uint64)
+    return addresses
