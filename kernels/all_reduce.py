@@ -44,13 +44,16 @@ def all_reduce_one_shot_kernel(
 
 
 @triton.jit
-def _sum_part(own_ptr, slots_ptr, epoch, slot_bytes, first, part, n, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's tiles of the elements [first, first + part) become their sum in this rank's own slot."""
+def _sum_part(
+    slots_ptr, epoch, slot_bytes, rank, part, n, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's tiles of part `rank` of this rank's own slot become the sum over all slots."""
+    own_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
     for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
         column = tile * BLOCK + tl.arange(0, BLOCK)
-        element = first + column
+        element = part * rank + column
         mask = (column < part) & (element < n)
-        total = sum_of_slots(slots_ptr, epoch, slot_bytes, element, mask, own_ptr.dtype.element_ty, WORLD)
+        total = sum_of_slots(slots_ptr, epoch, slot_bytes, element, mask, dtype, WORLD)
         tl.store(own_ptr + element, total, mask=mask)
 
 
@@ -70,20 +73,18 @@ def all_reduce_two_shot_kernel(
     BLOCK: tl.constexpr,
 ):
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    wide_part = tl.cast(part, tl.int64)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        own_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
-        stage(x_ptr, own_ptr, WORLD, part, n, BLOCK)
+        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), WORLD, part, n, BLOCK)
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=0):
-            _sum_part(own_ptr, slots_ptr, epoch, slot_bytes, wide_part * rank, part, n, WORLD, BLOCK)
+            _sum_part(slots_ptr, epoch, slot_bytes, rank, part, n, dtype, WORLD, BLOCK)
             if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
                 for step in range(WORLD):
                     owner = (rank + step) % WORLD
                     sum_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype)
                     for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
                         column = tile * BLOCK + tl.arange(0, BLOCK)
-                        element = wide_part * owner + column
+                        element = part * owner + column
                         mask = (column < part) & (element < n)
                         tl.store(out_ptr + element, tl.load(sum_ptr + element, mask=mask), mask=mask)
                 advance(state_ptr, epoch)

@@ -31,15 +31,14 @@ def all_to_all_forward_kernel(
     BLOCK: tl.constexpr,
 ):
     word: tl.constexpr = x_ptr.dtype.element_ty
-    wide_n = tl.cast(n, tl.int64)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, word), WORLD, n, wide_n * WORLD, BLOCK)
+        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, word), WORLD, n, n * WORLD, BLOCK)
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
             for step in range(WORLD):
                 source = (rank + step) % WORLD
-                staged_ptr = slot(slots_ptr, source, epoch, slot_bytes, word) + wide_n * rank
-                row_ptr = out_ptr + wide_n * source
+                staged_ptr = slot(slots_ptr, source, epoch, slot_bytes, word) + n * rank
+                row_ptr = out_ptr + n * source
                 for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
                     offs = tile * BLOCK + tl.arange(0, BLOCK)
                     tl.store(row_ptr + offs, tl.load(staged_ptr + offs, mask=offs < n), mask=offs < n)

@@ -31,10 +31,11 @@ class Endpoint:
     """What the launchers of collectives are given of a channel. All tensors are on one device.
 
     slots: [world] int64, the address of each rank's slot, a multiple of 16; slot_bytes: of each of its two halves, a
-    multiple of 16 too. flags: [world] int64, the address of each rank's signals; flag_count: how many int32 words they
-    are. state: [2] int32 and abort: [1] int32, this rank's alone; the state is zeroed with the signals, and nobody else
-    touches it. programs: the most that a launch may start, the same on every rank and no more than the smallest GPU of
-    the group has multiprocessors: all programs of a launch must run at once.
+    multiple of 16 too and at most 2^30, so that kernels count what is in them in 32 bits. flags: [world] int64, the
+    address of each rank's signals; flag_count: how many int32 words they are. state: [2] int32 and abort: [1] int32,
+    this rank's alone; the state is zeroed with the signals, and nobody else touches it. programs: the most that a
+    launch may start, the same on every rank and no more than the smallest GPU of the group has multiprocessors: all
+    programs of a launch must run at once.
     """
 
     rank: int
@@ -51,8 +52,8 @@ class Endpoint:
         """Raises ValueError for a rank, shape, dtype or device that cannot be."""
         if not 0 <= self.rank < self.world:
             raise ValueError(f"endpoint: rank {self.rank} of {self.world}: expected 0 <= rank < world")
-        if self.slot_bytes % 16:
-            raise ValueError(f"endpoint: slot_bytes {self.slot_bytes}: expected a multiple of 16")
+        if self.slot_bytes % 16 or not 0 < self.slot_bytes <= 2**30:
+            raise ValueError(f"endpoint: slot_bytes {self.slot_bytes}: expected a multiple of 16 up to 2^30")
         if self.programs < 1:
             raise ValueError(f"endpoint: programs {self.programs}: expected at least 1")
         for name, x, shape, dtype in (
@@ -131,11 +132,10 @@ def slot(slots_ptr, peer, epoch, slot_bytes, dtype: tl.constexpr):
 @triton.jit
 def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
     """This program's tiles of each row of x into the slot, at the same place; rows are cut at `total` elements."""
-    offs = tl.arange(0, BLOCK).to(tl.int64)
     for row in range(rows):
         for tile in range(tl.program_id(0), tl.cdiv(stride, BLOCK), tl.num_programs(0)):
-            column = tile * BLOCK + offs
-            element = tl.cast(stride, tl.int64) * row + column
+            column = tile * BLOCK + tl.arange(0, BLOCK)
+            element = row * stride + column
             mask = (column < stride) & (element < total)
             tl.store(own_ptr + element, tl.load(x_ptr + element, mask=mask), mask=mask)
 

@@ -29,15 +29,14 @@ def reduce_scatter_forward_kernel(
     BLOCK: tl.constexpr,
 ):
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    wide_n = tl.cast(n, tl.int64)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
-        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), WORLD, n, wide_n * WORLD, BLOCK)
+        stage(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), WORLD, n, n * WORLD, BLOCK)
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
             for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
                 offs = tile * BLOCK + tl.arange(0, BLOCK)
                 mask = offs < n
-                total = sum_of_slots(slots_ptr, epoch, slot_bytes, wide_n * rank + offs, mask, dtype, WORLD)
+                total = sum_of_slots(slots_ptr, epoch, slot_bytes, n * rank + offs, mask, dtype, WORLD)
                 tl.store(out_ptr + offs, total, mask=mask)
             advance(state_ptr, epoch)
 

@@ -100,9 +100,10 @@ def begin(state_ptr, abort_ptr):
 def advance(state_ptr, epoch):
     """At the end of each program that was not aborted: the last one of the grid publishes the epoch.
 
-    By then all have read the one before: the count's release follows each program's read (and the barrier of its last
-    `put`), its acquire precedes the write. The next launch sees it by the order of the stream.
+    By then all have read the one before: each releases its reads with its count, and the last one's count acquires
+    them. The next launch sees the new epoch by the order of the stream.
     """
+    tl.debug_barrier()
     ended = tl.atomic_add(state_ptr + 1, 1, sem="acq_rel", scope="sys") + 1
     if ended == tl.num_programs(0):
         tl.store(state_ptr + 1, 0)

@@ -93,12 +93,11 @@ CASES = (
 )
 
 
-def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: rank 2 of 8."""
-    world, n = 8, 1 << 20
+def launches(dtype: torch.dtype, world: int = 8, n: int = 1 << 20) -> None:
+    """On meta tensors: the last rank of `world`, n elements a row."""
     tables = [torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2)]
-    state, abort = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1))
-    endpoint = Endpoint(2, world, tables[0], world * n * 4, tables[1], 4096, state, abort, programs=64)
+    state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
+    endpoint = Endpoint(world - 1, world, tables[0], 1 << 30, tables[1], 4096, state, abort, programs=64)
     row, rows = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((n,), (world, n)))
     all_gather_forward(row, rows, endpoint)
     all_to_all_forward(rows, rows, endpoint)
