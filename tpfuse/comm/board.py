@@ -13,14 +13,15 @@ ranks than cores do not starve the one that is waited for.
 """
 
 import contextlib
-import mmap
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
@@ -60,23 +61,25 @@ class Mapping:
             if place is None:
                 self.descriptor = os.memfd_create(f"tpfuse {name}"[:200], os.MFD_CLOEXEC)
                 os.posix_fallocate(self.descriptor, 0, size)
-                self.memory = mmap.mmap(self.descriptor, size)
-            else:
-                descriptor = os.open(f"/proc/{place[0]}/fd/{place[1]}", os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    self.memory = mmap.mmap(descriptor, size)
-                finally:
-                    os.close(descriptor)
-        except (OSError, ValueError, AttributeError) as error:
+                place = os.getpid(), self.descriptor
+            # Not mmap.mmap, which keeps a descriptor for each mapping.
+            self.memory: NDArray[np.uint8] = _map(f"/proc/{place[0]}/fd/{place[1]}", size)
+        except (OSError, ValueError, AttributeError, RuntimeError) as error:
+            what = "made" if place is None or self.descriptor is not None else f"opened (made by process {place[0]})"
             self.close_descriptor()
-            what = "made" if place is None else f"opened (made by process {place[0]})"
-            raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {error}") from None
+            reason = str(error).splitlines()[0]
+            raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {reason}") from None
 
     def close_descriptor(self) -> None:
         """Once every peer has mapped it: the memory lives as long as it is mapped somewhere."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def _map(path: str, size: int) -> NDArray[np.uint8]:
+    mapped: NDArray[np.uint8] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).numpy()
+    return mapped
 
 
 class Pace:
@@ -100,7 +103,7 @@ class Pace:
 class Part:
     """One rank's part of the board."""
 
-    def __init__(self, memory: mmap.mmap, rank: int) -> None:
+    def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
         start = rank * _PART
         self.numbers = np.frombuffer(memory, np.int64, _NUMBERS, start)
         start += _NUMBERS * 8
@@ -170,6 +173,7 @@ class Board:
             with contextlib.suppress(OSError):
                 part.pidfd = os.pidfd_open(pid)
         self.pids = [pid for _, pid, _, _ in hellos]
+        weakref.finalize(self, _close, [part.pidfd for part in self.parts if part.pidfd is not None])
 
     @property
     def aborted(self) -> bool:
@@ -222,6 +226,9 @@ class Board:
             missing = self.behind() if peer is None else peer
         for rank in range(self.world):
             self.abort(rank, missing)
+        return self._timeout(op, missing, waited)
+
+    def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
         step = int(self.mine.numbers[_STEP])
         return PeerTimeout(op, step=step, rank=self.rank, peer=missing, waited=waited, detail=self.about(missing))
 
@@ -262,8 +269,10 @@ class Board:
                     break
                 if pace.rest():
                     waited = time.monotonic() - started
-                    if waited > self.timeout or self.ended(rank):
-                        raise self.fail(op, rank, waited)
+                    gone = self.gone()
+                    if waited > self.timeout or gone is not None:
+                        missing = rank if gone is None else gone
+                        raise self.fail(op, missing, waited) if heed_abort else self._timeout(op, missing, waited)
             load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
 
     def agree(self, what: str, op: str) -> None:
@@ -274,17 +283,30 @@ class Board:
             raise Disagreement(f"rank 0 is at {texts[0]}, rank {other} at {texts[other]}")
 
     def reset(self, clear: Callable[[], None]) -> None:
-        """Two barriers that no abort ends; between them nobody waits for anything, and everything is forgotten."""
-        self._meet_again()
-        self.mine.abort[0] = 0
-        self.mine.numbers[_BEGUN] = max(part.begun for part in self.parts)
-        self._epoch = self.mine.numbers[_EPOCH] = 0
-        clear()
-        self._meet_again()
+        """Two barriers that no abort ends, and between them, when nobody waits for anything, everything is forgotten.
+
+        Raises PeerTimeout where a rank does not come; then it may be tried again, on every rank.
+        """
+        before = self._resets
+        try:
+            self._meet_again()
+            self.mine.abort[0] = 0
+            self.mine.numbers[_BEGUN] = max(part.begun for part in self.parts)
+            self._epoch = self.mine.numbers[_EPOCH] = 0
+            clear()
+            self._meet_again()
+        except PeerTimeout:
+            self._resets = self.mine.numbers[_RESETS] = before  # who comes now waits for this rank
+            raise
 
     def _meet_again(self) -> None:
         self._resets += 1
         self._meet(_RESETS, self._resets, "reset", heed_abort=False)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _host() -> str:

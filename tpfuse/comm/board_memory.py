@@ -78,6 +78,7 @@ class BoardMemory(SymmetricMemory):
 
     def reset(self) -> None:
         self.board.reset(self._clear)
+        self.generation += 1
 
     def _clear(self) -> None:
         for key in self._signals & self._buffers.keys():

@@ -15,10 +15,12 @@ from torch import Tensor
 from tpfuse.comm.board import Mapping, Pace, load_acquire, store_release
 from tpfuse.comm.board_memory import BoardMemory
 from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 
 _ZERO = np.zeros(1, np.int32)
+_LARGE = 2**24  # bytes of all ranks, from which on it is worth a look whether there is so much
 
 
 class SharedMemory(BoardMemory):
@@ -29,7 +31,7 @@ class SharedMemory(BoardMemory):
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         super().__init__(group, torch.device("cpu"), timeout)
         self._abort = torch.frombuffer(self.board.mine.abort, dtype=torch.int32, count=1)
-        self._words: dict[tuple[str, int, int], tuple[NDArray[np.int32], NDArray[np.uint64]]] = {}
+        self._words: dict[tuple[SymmetricBuffer, int, int], tuple[NDArray[np.int32], NDArray[np.uint64]]] = {}
 
     @property
     def abort(self) -> Tensor:
@@ -40,23 +42,24 @@ class SharedMemory(BoardMemory):
         size = max(1, shape.numel() * dtype.itemsize)
         own, text = None, ""
         try:
+            _check_room(key, size, self.world)
             own = Mapping(key, size)
             text = f"{self.board.pids[self.rank]} {own.descriptor}"
         except Unavailable as error:
             text = f"!rank {self.rank}: {error}"
-        places = self._all_well(text, key)
-        maps, text = [], ""
         try:
-            for rank, place in enumerate(places):
-                pid, descriptor = (int(x) for x in place.split())
-                maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
-        except Unavailable as error:
-            text = f"!rank {self.rank}: {error}"
-        try:
+            places = self._all_well(text, key)
+            maps, text = [], ""
+            try:
+                for rank, place in enumerate(places):
+                    pid, descriptor = (int(x) for x in place.split())
+                    maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
+            except Unavailable as error:
+                text = f"!rank {self.rank}: {error}"
             self._all_well(text, key)
         finally:
-            assert own is not None
-            own.close_descriptor()
+            if own is not None:
+                own.close_descriptor()
         peers = [torch.frombuffer(x.memory, dtype=torch.uint8, count=size) for x in maps]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         return SymmetricBuffer(key, views, self.rank, torch.tensor([x.data_ptr() for x in peers]))
@@ -69,15 +72,14 @@ class SharedMemory(BoardMemory):
         return texts
 
     def _release(self, buffer: SymmetricBuffer) -> None:
-        self._words = {place: word for place, word in self._words.items() if place[0] != buffer.key}
+        self._words = {place: word for place, word in self._words.items() if place[0] is not buffer}
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
-        word = self._words.get((flags.key, owner, index))
+        word = self._words.get((flags, owner, index))
         if word is None:
-            if not 0 <= index < flags.shape.numel():
-                raise ValueError(f"signal {index} of {flags.key!r}: there are {flags.shape.numel()}")
+            flags.check_signal(owner, index)
             view = flags.peers[owner].numpy()[index : index + 1]
-            word = self._words[flags.key, owner, index] = view, np.array([view.ctypes.data], np.uint64)
+            word = self._words[flags, owner, index] = view, np.array([view.ctypes.data], np.uint64)
         return word
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
@@ -98,6 +100,17 @@ class SharedMemory(BoardMemory):
                 waited = time.monotonic() - started
                 if self.board.aborted or waited > self.timeout or self.board.ended(peer):
                     raise self.board.fail(op, peer, waited)
+
+
+def _check_room(key: str, size: int, world: int) -> None:
+    """Raises Unavailable where the machine has not got that much: the kernel would kill a process, not say so."""
+    if size * world < _LARGE:
+        return
+    room = available_memory()
+    if room is not None and size * world > room:
+        raise Unavailable(
+            f"symmetric buffer {key!r} takes {size} bytes on each of {world} ranks; this machine has {room} left"
+        )
 
 
 def _wrapped(difference: int) -> int:
@@ -126,12 +139,14 @@ class LocalMemory(SymmetricMemory):
         pass
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        flags.peers[owner][index] = value
+        flags.check_signal(owner, index)
+        flags.peers[owner][index] = _wrapped(value)
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        assert int(flags.peers[owner][index]) - value >= 0, f"{op}: one rank waits for itself"
+        flags.check_signal(owner, index)
+        assert _wrapped(int(flags.peers[owner][index]) - value) >= 0, f"{op}: one rank waits for itself"
 
     def barrier(self, op: str = "barrier") -> None:
         pass
@@ -140,6 +155,7 @@ class LocalMemory(SymmetricMemory):
         return _NOTHING
 
     def reset(self) -> None:
+        self.generation += 1
         for key in self._signals & self._buffers.keys():
             self._buffers[key].local.zero_()
 

@@ -57,6 +57,14 @@ class SymmetricBuffer:
         """int64 [world] on the memory's device: where each rank's tensor begins, as this rank's kernels see it."""
         return self._alive()[1]
 
+    def check_signal(self, owner: int, index: int) -> None:
+        """Raises ValueError unless there is a word `index` of rank `owner`; for backends."""
+        words, world = self.shape.numel(), len(self.peers)
+        if not (0 <= owner < world and 0 <= index < words):
+            raise ValueError(
+                f"signal {index} of rank {owner} in {self.key!r}: there are {words} on each of {world} ranks"
+            )
+
     def forget(self) -> None:
         """Drops the tensors; for backends."""
         self._tensors = None
@@ -66,15 +74,15 @@ class SymmetricMemory(ABC):
     """The symmetric memory of one group of ranks, as one of them sees it.
 
     rank, world: of the group; device: where the tensors are; timeout: seconds that a wait may take; step: the caller's
-    step, for messages. All methods but `put`, `wait` and `guard` are collective: every rank calls them in one order.
-    One thread at a time may use a memory.
+    step, for messages; generation: how often it was reset. All methods but `put`, `wait`, `guard` and `check` are
+    collective: every rank calls them in one order. One thread at a time may use a memory.
     """
 
     backend: str
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device, self.timeout = rank, world, device, timeout
-        self.step = -1
+        self.step, self.generation = -1, 0
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
 
@@ -96,8 +104,9 @@ class SymmetricMemory(ABC):
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
         """`count` int32 words on every rank for `put` and `wait`; `reset` makes them 0 again."""
+        found = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
-        return self.buffer(key, (count,), torch.int32)
+        return found
 
     def free(self, key: str) -> None:
         """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""
@@ -144,6 +153,9 @@ class SymmetricMemory(ABC):
         op: name, shape and dtype, the same on every rank. kernel: it waits in a kernel, which needs a watchdog.
         Raises RuntimeError where another thread is inside.
         """
+
+    def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise
+        """Raises PeerTimeout where an operation that is done on a stream has met it; at the end of each step."""
 
     @abstractmethod
     def reset(self) -> None:

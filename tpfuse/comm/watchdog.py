@@ -7,6 +7,7 @@ rank to stop waiting; the kernels see it in their abort word and return.
 import json
 import threading
 import time
+import weakref
 from typing import Any
 
 from tpfuse.comm.board import Board
@@ -22,8 +23,11 @@ class Watchdog:
     def __init__(self, board: Board) -> None:
         self._board = board
         self._watched: tuple[str, float] | None = None
+        self._lock = threading.Lock()
         self._begun = threading.Event()
-        threading.Thread(target=self._run, name="tpfuse watchdog", daemon=True).start()
+        arguments = weakref.ref(self), self._begun  # a thread that held the watchdog would keep the board for ever
+        threading.Thread(target=_watch, args=arguments, name="tpfuse watchdog", daemon=True).start()
+        weakref.finalize(self, self._begun.set)
 
     def watch(self, op: str, deadline: float) -> None:
         """From now on; deadline: of time.monotonic()."""
@@ -31,20 +35,30 @@ class Watchdog:
         self._begun.set()
 
     def unwatch(self) -> None:
-        """The operation has ended."""
+        """The operation has ended: from now on nobody is told to stop because of it."""
         self._begun.clear()
-        self._watched = None
+        with self._lock:
+            self._watched = None
 
-    def _run(self) -> None:
-        while True:
-            self._begun.wait()
-            watched = self._watched
-            if watched is not None:
-                op, deadline = watched
+    def look(self) -> None:
+        """Tells every rank to stop waiting if the operation is late or a peer is gone."""
+        with self._lock:
+            if self._watched is not None:
+                op, deadline = self._watched
                 late = time.monotonic() - deadline
                 if late > 0 or self._board.gone() is not None:
                     self._board.fail(op, None, self._board.timeout + late)
-            time.sleep(_INTERVAL)
+
+
+def _watch(reference: "weakref.ref[Watchdog]", begun: threading.Event) -> None:
+    while True:
+        begun.wait()
+        watchdog = reference()
+        if watchdog is None:
+            return
+        watchdog.look()
+        del watchdog
+        time.sleep(_INTERVAL)
 
 
 def write_flight_record(board: Board, error: BaseException) -> None:

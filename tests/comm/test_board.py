@@ -1,0 +1,216 @@
+"""The board: what ranks of one host say to each other when one of them may not be there."""
+
+import gc
+import os
+import pickle
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tpfuse.comm import board as boards
+from tpfuse.comm.board import Board, Mapping
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.testing.ranks import pool
+
+
+def _board(timeout: float = 20.0) -> Board:
+    group = dist.group.WORLD
+    assert group is not None
+    return Board(group, timeout)
+
+
+def _open() -> tuple[int, int]:
+    """How many descriptors this process has, and how many mappings of ours."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
+
+
+def _exchange(texts: list[str]) -> list[list[str]]:
+    board = _board()
+    return [board.exchange(f"{text}{board.rank}" if len(text) < 4000 else text, "test") for text in texts]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_rank_hears_what_every_rank_says(world: int) -> None:
+    texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
+    for heard in pool(world).run(_exchange, texts):
+        for text, said in zip(texts, heard, strict=True):
+            assert said == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
+
+
+def _many_exchanges() -> None:
+    board = _board()
+    for turn in range(500):
+        texts = board.exchange(f"{turn} {board.rank}" + "." * (turn * 37 % 300), "test")
+        assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(board.world)]
+
+
+def test_a_text_is_not_overwritten_before_it_is_read() -> None:
+    pool(3).run(_many_exchanges)
+
+
+def _agree() -> str:
+    board = _board()
+    board.agree("the same", "test")
+    with pytest.raises(Disagreement) as caught:
+        board.agree("a" if board.rank < 2 else "b", "test")
+    board.agree("the same again", "test")
+    return str(caught.value)
+
+
+def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
+    assert pool(3).run(_agree) == ["rank 0 is at a, rank 2 at b"] * 3
+
+
+def _record() -> None:
+    board = _board()
+    assert board.mine.operations() == [] and board.mine.last_operation() == ""
+    for number in range(1, boards.RECORDS + 11):
+        board.begin(f"operation {number} " + "n" * 200, step=3)
+        if number % 2:
+            board.end()
+    operations = board.mine.operations()
+    assert [entry["number"] for entry in operations] == list(range(11, boards.RECORDS + 11))
+    assert str(operations[-1]["operation"]).startswith(f"operation {boards.RECORDS + 10} nnn")
+    assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
+    board.begin("short", step=3)
+    assert board.mine.last_operation() == "short"
+    board.exchange("", "test")
+    for part in board.parts:
+        assert part.operations()[-1]["operation"] == "short"
+    assert board.behind() is None
+    board.exchange("", "test")
+    if board.rank != 1:
+        board.begin("one more", step=3)
+    board.exchange("", "test")
+    assert board.behind() == (None if board.rank == 1 else 1)
+
+
+def test_the_flight_record_holds_the_last_operations() -> None:
+    pool(3).run(_record)
+
+
+def _abort() -> tuple[str, int | None]:
+    board = _board()
+    if board.rank == 0:
+        board.abort(1, 2)
+        board.abort(1, 0)  # too late: the first one to tell is heard
+    try:
+        board.exchange("", "second")
+        board.exchange("", "third")
+    except PeerTimeout as error:
+        assert (error.op, error.rank, error.step) in (("second", board.rank, 0), ("third", board.rank, 0))
+        found = error.peer
+    board.reset(lambda: None)
+    assert not board.aborted
+    return "".join(board.exchange(str(board.rank), "after")), found
+
+
+def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
+    assert pool(3).run(_abort) == [("012", 2)] * 3
+
+
+def _reset_late() -> None:
+    board = _board(timeout=0.3)
+    if board.rank == 0:
+        with pytest.raises(PeerTimeout) as caught:
+            board.reset(lambda: None)
+        assert caught.value.peer == 1 and caught.value.op == "reset"
+    dist.barrier()
+    cleared: list[int] = []
+    for turn in range(3):
+        board.reset(lambda: cleared.append(1))
+        assert board.exchange(str(turn), "after") == [str(turn)] * board.world
+    assert len(cleared) == 3
+
+
+def test_a_reset_that_nobody_came_to_can_be_tried_again() -> None:
+    pool(2).run(_reset_late)
+
+
+def _elsewhere() -> str:
+    if dist.get_rank() == 1:
+        real, boards._host = boards._host, lambda: "boot pid:[1] elsewhere"
+    try:
+        _board()
+    except Unavailable as error:
+        return str(error)
+    finally:
+        if dist.get_rank() == 1:
+            boards._host = real
+    return "made"
+
+
+def test_ranks_on_two_hosts_are_told_so() -> None:
+    messages = pool(3).run(_elsewhere)
+    assert (
+        messages
+        == [f"the group spans hosts or containers: rank 0 is on {socket.gethostname()}, rank 1 on elsewhere"] * 3
+    )
+
+
+def _poor(rank: int, function: str) -> tuple[str, bool]:
+    """On one rank a system call fails."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(23, "Too many open files in system")
+
+    before = _open()
+    if dist.get_rank() == rank:
+        owner = boards if function == "_map" else os
+        real = getattr(owner, function)
+        setattr(owner, function, fails)
+    try:
+        _board()
+        message = "made"
+    except Unavailable as error:
+        message = str(error)
+    finally:
+        if dist.get_rank() == rank:
+            setattr(owner, function, real)
+    return message, _open() == before
+
+
+def test_what_fails_on_one_rank_is_said_on_all() -> None:
+    for rank, function, verb in ((0, "memfd_create", "made"), (0, "posix_fallocate", "made"), (2, "_map", "opened")):
+        found = pool(3).run(_poor, rank, function)
+        assert len({message for message, _ in found}) == 1, found
+        assert f"bytes of shared memory for board cannot be {verb}" in found[0][0]
+        assert "Too many open files in system" in found[0][0]
+        assert all(clean for _, clean in found)
+
+
+def _come_and_go() -> None:
+    _board()
+    before = _open()
+    for _ in range(20):
+        _board()
+    assert _open() == before
+
+
+def test_boards_leave_nothing_open() -> None:
+    pool(2).run(_come_and_go)
+
+
+def test_a_mapping_that_is_too_large_says_why() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(Unavailable, match=r"100000 bytes of shared memory for x cannot be made: .*too large"):
+            Mapping("x", 100000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(Unavailable, match=r"for y cannot be opened \(made by process 1\)"):
+        Mapping("y", 4096, (1, 12345))
+
+
+def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
+    error = PeerTimeout("all_reduce", step=7, rank=1, peer=2, waited=1.25, detail="its process (5) has ended")
+    assert str(error) == "all_reduce, step 7: rank 1 waited 1.2 s for rank 2; its process (5) has ended"
+    assert str(PeerTimeout("x", step=-1, rank=0, peer=None, waited=0)) == "x: rank 0 waited 0.0 s for a rank"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.op, copy.step, copy.peer) == (str(error), "all_reduce", 7, 2)

@@ -1,0 +1,401 @@
+"""Symmetric memory between CPU ranks, and of one rank alone. What happens when ranks fail: test_failures.py."""
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import board, shared_memory
+from tpfuse.comm.errors import Disagreement, Unavailable
+from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.testing.ranks import RankPool, pool
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+def _memory(timeout: float = 20.0) -> SharedMemory:
+    group = dist.group.WORLD
+    assert group is not None
+    return SharedMemory(group, timeout)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _every_dtype() -> None:
+    memory = _memory()
+    for number, dtype in enumerate(DTYPES):
+        buffer = memory.buffer(f"x{number}", (3, 7), dtype)
+        assert buffer.local.shape == (3, 7) and buffer.local.dtype == dtype == buffer.dtype
+        assert buffer.local.is_contiguous() and not _bits(buffer.local).any()
+        memory.barrier()
+        _bits(buffer.local).fill_(memory.rank)
+        memory.barrier()
+        for rank, peer in enumerate(buffer.peers):
+            assert peer.dtype == dtype and peer.shape == (3, 7)
+            assert bool((_bits(peer) == rank).all())
+        assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
+        assert not any(address % 16 for address in buffer.addresses.tolist())
+        memory.barrier()
+        left = buffer.peers[memory.rank - 1]  # ordinary stores reach it too
+        _bits(left).fill_(100 + memory.rank)
+        memory.barrier()
+        assert bool((_bits(buffer.local) == 100 + (memory.rank + 1) % memory.world).all())
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_reads_and_writes_every_ranks_part(world: int) -> None:
+    pool(world).run(_every_dtype)
+
+
+def _shapes_and_keys() -> None:
+    memory = _memory()
+    empty = memory.buffer("empty", (0, 5), torch.float32)
+    assert empty.local.shape == (0, 5) and len(empty.peers) == memory.world
+    scalar = memory.buffer("scalar", (), torch.int64)
+    scalar.local.fill_(memory.rank)
+    memory.barrier()
+    assert [int(peer) for peer in scalar.peers] == list(range(memory.world))
+    assert memory.buffer("scalar", (), torch.int64) is scalar
+    assert memory.buffer("scalar 2", (), torch.int64) is not scalar
+    for shape, dtype in (((1,), torch.int64), ((), torch.int32)):
+        with pytest.raises(ValueError, match=r"symmetric buffer 'scalar' is torch.int64 \(\), not .*: free it first"):
+            memory.buffer("scalar", shape, dtype)
+    floats = memory.buffer("floats", (2,), torch.float32)
+    floats.local.fill_(3.0)
+    with pytest.raises(ValueError, match=r"'floats' is torch\.float32"):
+        memory.signals("floats", 2)
+    memory.reset()
+    assert floats.local.tolist() == [3.0, 3.0]  # only signals are forgotten
+
+
+def test_shapes_and_keys() -> None:
+    pool(2).run(_shapes_and_keys)
+
+
+def _freed() -> None:
+    memory = _memory()
+    flags = memory.signals("flags", 2)
+    buffer = memory.buffer("x", (4,), torch.float32)
+    buffer.local.fill_(1.0)
+    memory.put(flags, memory.rank, 1, 7)
+    memory.free("x")
+    memory.free("flags")
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: buffer.local,
+        lambda: buffer.peers,
+        lambda: buffer.addresses,
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match="symmetric buffer 'x' was freed"):
+            use()
+    with pytest.raises(ValueError, match="there is no symmetric buffer 'x'"):
+        memory.free("x")
+    again = memory.buffer("x", (2, 2), torch.int32)  # another shape is fine now
+    assert not again.local.any()
+    renewed = memory.signals("flags", 2)
+    assert renewed.local.tolist() == [0, 0]
+    memory.put(renewed, memory.rank, 1, 1)
+    for use in (lambda: memory.put(flags, 0, 1, 9), lambda: memory.wait(flags, 0, 1, 1, op="test")):
+        with pytest.raises(ValueError, match="symmetric buffer 'flags' was freed"):
+            use()
+    assert renewed.local.tolist() == [0, 1]
+
+
+def test_a_freed_buffer_is_named_and_can_be_made_again() -> None:
+    pool(2).run(_freed)
+
+
+def _open() -> tuple[int, int]:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
+
+
+def _many() -> None:
+    memory = _memory()
+    before = _open()
+    for number in range(100):
+        memory.buffer(f"x{number}", (number, 100), torch.float32)
+        if number % 10 == 0:
+            memory.signals(f"flags{number}", 5)
+            memory.put(memory.signals(f"flags{number}", 5), 0, 1, 1)
+    descriptors, mappings = _open()
+    assert (descriptors, mappings) == (before[0], before[1] + 110 * memory.world), (descriptors, mappings, before)
+    for number in range(100):
+        memory.free(f"x{number}")
+        if number % 10 == 0:
+            memory.free(f"flags{number}")
+    assert _open() == before
+
+
+def test_a_hundred_buffers_leave_nothing_open() -> None:
+    pool(2).run(_many)
+
+
+def _signals() -> None:
+    memory = _memory()
+    flags = memory.signals("flags", 3)
+    assert flags.local.tolist() == [0, 0, 0] and flags.dtype == torch.int32
+    for owner, index in ((0, 3), (0, -1), (-1, 0), (memory.world, 0)):
+        expected = rf"signal {index} of rank {owner} in 'flags': there are 3 on each of {memory.world} ranks"
+        with pytest.raises(ValueError, match=expected):
+            memory.put(flags, owner, index, 1)
+        with pytest.raises(ValueError, match=expected):
+            memory.wait(flags, owner, index, 1, op="test")
+    memory.barrier()
+    right = (memory.rank + 1) % memory.world
+    memory.put(flags, right, 2, 5)
+    memory.wait(flags, memory.rank, 2, 5, peer=memory.rank - 1, op="test")
+    memory.wait(flags, memory.rank, 2, 3, op="an earlier value is enough")
+    assert flags.local.tolist() == [0, 0, 5]
+    memory.barrier()
+    memory.reset()
+    assert flags.local.tolist() == [0, 0, 0] and memory.generation == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_signals(world: int) -> None:
+    pool(world).run(_signals)
+
+
+def _ring(rounds: int, first: int) -> None:
+    """Each round: write, tell the right neighbour, read the left one's, tell it so. Delays at random."""
+    memory = _memory()
+    buffer = memory.buffer("x", (5,), torch.int64)
+    flags = memory.signals("flags", 2)
+    left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world
+    delays = random.Random(memory.rank)
+    for index in range(2):
+        memory.put(flags, memory.rank, index, first)
+    memory.barrier()
+    for epoch in range(first + 1, first + 1 + rounds):
+        if delays.random() < 0.02:
+            time.sleep(delays.random() * 2e-3)
+        memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+        buffer.local.fill_(epoch * 10 + memory.rank)
+        memory.put(flags, right, 0, epoch)
+        memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+        assert buffer.peers[left].tolist() == [epoch * 10 + left] * 5
+        memory.put(flags, left, 1, epoch)
+    memory.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_is_signalled_is_there(world: int) -> None:
+    pool(world).run(_ring, 2000, 0)
+
+
+def test_signals_may_wrap_around() -> None:
+    pool(2).run(_ring, 200, 2**31 - 100)
+    pool(2).run(_ring, 200, 2**32 - 100)
+
+
+def _disagree() -> list[str]:
+    memory, messages = _memory(), []
+    last = memory.rank == memory.world - 1
+    asked: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = (
+        ("x", (2, 3) if last else (3, 2), torch.float32),
+        ("x", (2, 3), torch.int32 if last else torch.float32),
+        ("y" if last else "x", (2, 3), torch.float32),
+    )
+    for key, shape, dtype in asked:
+        with pytest.raises(Disagreement) as caught:
+            memory.buffer(key, shape, dtype)
+        messages.append(str(caught.value))
+    with pytest.raises(Disagreement) as caught:
+        memory.barrier("a" if last else "b")
+    messages.append(str(caught.value))
+    memory.buffer("x", (2, 3), torch.float32)
+    return messages
+
+
+def test_ranks_that_disagree_are_all_told_both_sides() -> None:
+    for messages in pool(3).run(_disagree):
+        assert messages == [
+            "rank 0 is at buffer 'x' torch.float32 (3, 2), rank 2 at buffer 'x' torch.float32 (2, 3)",
+            "rank 0 is at buffer 'x' torch.float32 (2, 3), rank 2 at buffer 'x' torch.int32 (2, 3)",
+            "rank 0 is at buffer 'x' torch.float32 (2, 3), rank 2 at buffer 'y' torch.float32 (2, 3)",
+            "rank 0 is at b, rank 2 at a",
+        ]
+
+
+def _two_threads() -> None:
+    memory = _memory()
+    inside, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with memory.guard("first"):
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    with pytest.raises(RuntimeError, match="second: another operation of this group is under way in another thread"):
+        memory.guard("second").__enter__()
+    leave.set()
+    thread.join()
+    with memory.guard("third"):
+        pass
+    with pytest.raises(KeyError), memory.guard("fourth"):
+        raise KeyError
+    with memory.guard("fifth"):
+        pass
+
+
+def test_two_threads_in_one_group_are_refused() -> None:
+    pool(2).run(_two_threads)
+
+
+_groups: list[Any] = []
+
+
+def _overlapping() -> None:
+    """Both groups have operations under way at once: what is written in one is waited for after the other's round."""
+    if not _groups:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        _groups.append(pairs[dist.get_rank() // 2])
+    everyone, pair = _memory(), SharedMemory(_groups[0], 20.0)
+    delays = random.Random(dist.get_rank())
+    all_x, pair_x = everyone.buffer("x", (3,), torch.int64), pair.buffer("x", (3,), torch.int64)
+    all_flags, pair_flags = everyone.signals("flags", 1), pair.signals("flags", 1)
+    for epoch in range(1, 200):
+        pair_x.local.fill_(epoch * 10 + pair.rank)
+        all_x.local.fill_(epoch * 100 + everyone.rank)
+        pair.put(pair_flags, pair.rank, 0, epoch)
+        if delays.random() < 0.05:
+            time.sleep(1e-3)
+        everyone.put(all_flags, everyone.rank, 0, epoch)
+        for rank in range(4):
+            everyone.wait(all_flags, rank, 0, epoch, op="all")
+            assert all_x.peers[rank].tolist() == [epoch * 100 + rank] * 3
+        pair.wait(pair_flags, 1 - pair.rank, 0, epoch, op="pair")
+        assert pair_x.peers[1 - pair.rank].tolist() == [epoch * 10 + 1 - pair.rank] * 3
+        everyone.barrier()
+        pair.barrier()
+
+
+def test_overlapping_groups_do_not_meet() -> None:
+    pool(4).run(_overlapping)
+
+
+def _nothing_in_dev_shm() -> list[str]:
+    memory = _memory()
+    buffer = memory.buffer("x", (1000,), torch.float32)
+    _ring(50, 0)
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    assert buffer.local.shape == (1000,)
+    return [place for place in [*links, *Path("/proc/self/maps").read_text().split()] if "/dev/shm" in place]
+
+
+def test_two_runs_at_once_on_one_machine_and_nothing_in_dev_shm() -> None:
+    runs = [RankPool(2), RankPool(2)]
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            pending = [threads.submit(run.run, _nothing_in_dev_shm) for run in runs]
+            for future in pending:
+                assert future.result() == [[], []]
+        for run in runs:
+            run._processes[0].kill()  # however they end
+    finally:
+        for run in runs:
+            run.close()
+    assert not [entry for entry in Path("/dev/shm").iterdir() if "tpfuse" in entry.name]
+
+
+def _exhausted(rank: int, name: str) -> tuple[str, bool]:
+    memory = _memory()
+    before = _open()
+
+    def fails(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if memory.rank == rank:
+        owner = board if name == "_map" else os
+        real = getattr(owner, name)
+        setattr(owner, name, fails)
+    try:
+        memory.buffer("x", (100,), torch.float32)
+        message = "made"
+    except Unavailable as error:
+        message = str(error)
+    finally:
+        if memory.rank == rank:
+            setattr(owner, name, real)
+    clean = _open() == before
+    assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # the next attempt may do better
+    return message, clean
+
+
+@pytest.mark.parametrize("function", ["posix_fallocate", "memfd_create", "_map"])
+def test_no_memory_on_one_rank_is_said_on_all(function: str) -> None:
+    for rank in (0, 2):
+        found = pool(3).run(_exhausted, rank, function)
+        for message, clean in found:
+            assert message.startswith(f"rank {rank}: 400 bytes of shared memory for x cannot be ")
+            assert message.endswith("No space left on device")
+            assert clean
+
+
+def _too_large() -> str:
+    memory = _memory()
+    with pytest.raises(Unavailable) as caught:
+        memory.buffer("weights", (2**50,), torch.float64)
+    return str(caught.value)
+
+
+def test_more_memory_than_there_is_is_refused_before_the_kernel_kills() -> None:
+    for message in pool(2).run(_too_large):
+        assert f"'weights' takes {2**53} bytes on each of 2 ranks; this machine has " in message
+
+
+def _local(memory: SymmetricMemory) -> SymmetricBuffer:
+    buffer = memory.buffer("x", (3, 4), torch.float32)
+    assert not buffer.local.any() and buffer.peers[0] is buffer.local
+    assert buffer.addresses.tolist() == [buffer.local.data_ptr()]
+    flags = memory.signals("flags", 2)
+    with memory.guard("test"):
+        memory.put(flags, 0, 1, 2**31 + 5)
+        memory.wait(flags, 0, 1, 2**31 + 5, op="test")
+    with pytest.raises(ValueError, match="signal 2 of rank 0"):
+        memory.put(flags, 0, 2, 1)
+    with pytest.raises(ValueError, match="signal 0 of rank 1"):
+        memory.wait(flags, 1, 0, 1, op="test")
+    memory.barrier()
+    memory.check()
+    memory.reset()
+    assert not flags.local.any() and int(memory.abort) == 0
+    memory.free("x")
+    return buffer
+
+
+def test_one_rank_alone() -> None:
+    memory = LocalMemory(torch.device("cpu"))
+    assert (memory.rank, memory.world, memory.backend) == (0, 1, "local")
+    with pytest.raises(ValueError, match="'x' was freed"):
+        _ = _local(memory).local
+
+
+def test_a_small_buffer_does_not_ask_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 2**30)
+    shared_memory._check_room("x", 2**29, 2)
+    with pytest.raises(Unavailable, match=r"on each of 2 ranks; this machine has 1073741824 left"):
+        shared_memory._check_room("x", 2**29 + 1, 2)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: None)
+    shared_memory._check_room("x", 2**60, 2)
+    monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 // 0)
+    shared_memory._check_room("x", 2**20, 8)

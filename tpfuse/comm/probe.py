@@ -1,0 +1,211 @@
+"""What this machine can do for ranks that share memory, in plain words: for `tpfuse verify` and for error messages.
+
+Nothing here is a collective, and nothing raises: what cannot be found out is said to be unknown.
+"""
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_GIB = 2**30
+# Of CUdevice_attribute in CUDA's cuda.h, which torch does not show.
+_FABRIC, _MULTICAST = 128, 132
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about the machine. meaning: what follows from it for tpfuse."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+def probe() -> list[Finding]:
+    """What this process finds on its machine."""
+    return [*_host(), *_gpus()]
+
+
+def _host() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("CPU cores", str(cores), "more CPU ranks than this take turns")
+    memory, limit = available_memory(), memory_limit()
+    yield Finding("memory available", _size(memory), "what all buffers of CPU ranks and everything else may take")
+    yield Finding("memory limit", "none" if limit is None else _size(limit), "of this control group (a container's)")
+    why_not = anonymous_memory()
+    yield Finding(
+        "shared memory",
+        why_not or "works",
+        "anonymous (memfd): CPU ranks fuse" if not why_not else "CPU ranks fall back on Gloo",
+    )
+    yield Finding("/dev/shm", _dev_shm(), "not used by tpfuse: its size does not matter")
+
+
+def _gpus() -> Iterator[Finding]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        yield Finding("GPUs", "none", "kernels are interpreted, on the CPU")
+        return
+    for device in range(count):
+        properties = torch.cuda.get_device_properties(device)
+        value = f"{properties.name}, {_size(properties.total_memory)}, {properties.multi_processor_count} processors"
+        yield Finding(f"cuda:{device}", value, f"compute capability {properties.major}.{properties.minor}")
+    missing = no_peer_access(range(count))
+    yield Finding(
+        "peer access",
+        "one GPU" if count == 1 else "between all GPUs" if not missing else f"not between {', '.join(missing)}",
+        "ranks on GPUs that reach each other's memory can fuse",
+    )
+    for name, attribute, meaning in (
+        ("multicast", _MULTICAST, "NVLink switches can add up and broadcast; tpfuse does not use it yet"),
+        ("fabric handles", _FABRIC, "memory can be shared across hosts of one NVLink domain; tpfuse does not"),
+    ):
+        yield Finding(name, _attribute(attribute, count), meaning)
+    reason = no_symmetric_memory()
+    yield Finding(
+        "symmetric memory of torch", reason or "CUDA backend", "GPU ranks fuse" if not reason else "NCCL only"
+    )
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.0f} MiB"
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be allocated: of the machine or the control group, whichever is less; None: unknown.
+
+    Memory that is asked for beyond this is not refused: the kernel kills a process when the pages are written.
+    """
+    found = []
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except (OSError, ValueError):
+        pass
+    for folder, limit_name, usage_name in _control_groups(root):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is not None and usage is not None:
+            found.append(max(0, limit - usage + _reclaimable(folder)))
+    return min(found, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that this process's control group may take; None where there is no limit or it cannot be read."""
+    limits = (_number(folder / limit_name) for folder, limit_name, _ in _control_groups(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(folder, file of the limit, file of the usage) of this process's memory groups, innermost first.
+
+    Sources: cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # In a container the path is often the host's, and its own group is mounted at the base.
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(base):
+                yield place, *names
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file of a control group; None where there is none ("max", or v1's 2^63 less a page)."""
+    try:
+        number = int(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number < 2**60 else None
+
+
+def _reclaimable(folder: Path) -> int:
+    """What a control group is charged for and would give back: pages of files."""
+    try:
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+def anonymous_memory() -> str:
+    """Why anonymous shared memory cannot be had; empty where it can, and other processes can open it."""
+    try:
+        descriptor = os.memfd_create("tpfuse probe", os.MFD_CLOEXEC)
+    except (OSError, AttributeError) as error:
+        return f"memfd_create: {error}"
+    try:
+        os.posix_fallocate(descriptor, 0, 4096)
+        os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return str(error)
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def _dev_shm() -> str:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return "not there"
+    return f"{_size(usage.total)}, {_size(usage.used)} used"
+
+
+def no_peer_access(devices: range | list[int]) -> list[str]:
+    """The pairs of these GPUs (numbers of torch) that do not reach each other's memory, as "cuda:0 and cuda:3"."""
+    return [
+        f"cuda:{a} and cuda:{b}"
+        for a in devices
+        for b in devices
+        if a < b and not (torch.cuda.can_device_access_peer(a, b) and torch.cuda.can_device_access_peer(b, a))
+    ]
+
+
+def _attribute(attribute: int, count: int) -> str:
+    """On which GPUs the driver says that it has something."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "unknown"
+    having, value = [], ctypes.c_int()
+    for device in range(count):
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) != 0:
+            return "unknown"
+        if value.value:
+            having.append(device)
+    return "yes" if len(having) == count else "no" if not having else ", ".join(f"cuda:{device}" for device in having)
+
+
+def no_symmetric_memory() -> str:
+    """Why torch cannot share GPU memory between processes; empty where it can."""
+    if not dist.is_available():
+        return "this torch was built without torch.distributed"
+    try:
+        from torch._C._distributed_c10d import _SymmetricMemory
+    except ImportError:
+        return f"torch {torch.__version__} has no symmetric memory: 2.11 or newer is needed"
+    backend = _SymmetricMemory.get_backend(torch.device("cuda"))
+    if backend is None:
+        return f"torch {torch.__version__} was built without symmetric memory for CUDA"
+    if backend != "CUDA":
+        return f"torch's symmetric memory uses {backend} in this process: unset TORCH_SYMMMEM, which chose it"
+    return ""
