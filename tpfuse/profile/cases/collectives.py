@@ -11,6 +11,7 @@ from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+from tpfuse.ops.autograd import apply
 from tpfuse.profile.case import Case
 from tpfuse.testing.inputs import normal
 
@@ -41,7 +42,7 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Collective.apply(grad.contiguous(), ctx.move), None
+        return apply(_Collective, grad.contiguous(), ctx.move), None
 
 
 def _all_gather(x: Tensor, endpoint: Endpoint) -> Tensor:
@@ -78,7 +79,7 @@ def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Case:
     return Case(
         "collectives",
         f"{name}, one rank",
-        lambda x: _Collective.apply(x, move),
+        lambda x: apply(_Collective, x, move),
         lambda x: x.clone(),
         lambda dtype: {"x": normal(1, 1003, dtype=dtype)},
     )

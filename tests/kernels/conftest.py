@@ -1,0 +1,120 @@
+"""What the tests of communicating kernels share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.all_gather import all_gather_forward
+from tpfuse.kernels.all_reduce import all_reduce_forward
+from tpfuse.kernels.all_to_all import all_to_all_forward
+from tpfuse.kernels.configurations import TABLE, override, read_table
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+
+SUMS = ("reduce_scatter", "one_shot", "two_shot")
+MOVES = ("all_gather", "all_to_all")
+
+
+def _summed(rows: list[Tensor]) -> Tensor:
+    """In rank order, half types in float32, rounded once."""
+    half = rows[0].dtype in (torch.bfloat16, torch.float16)
+    total = rows[0].float() if half else rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total.to(rows[0].dtype)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """run(x [world, n], endpoint): on each rank; plain(every rank's x, rank): what it returns."""
+
+    name: str
+    run: Callable[[Tensor, Endpoint], Tensor]
+    plain: Callable[[list[Tensor], int], Tensor]
+
+
+def _all_gather(x: Tensor, endpoint: Endpoint) -> Tensor:
+    out = torch.empty_like(x)
+    all_gather_forward(x[0], out, endpoint)
+    return out
+
+
+def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
+    out = torch.empty_like(x)
+    all_to_all_forward(x, out, endpoint)
+    return out
+
+
+def _reduce_scatter(x: Tensor, endpoint: Endpoint) -> Tensor:
+    out = torch.empty_like(x[0])
+    reduce_scatter_forward(x, out, endpoint)
+    return out
+
+
+def _all_reduce(x: Tensor, endpoint: Endpoint, two_shot: bool) -> Tensor:
+    out = torch.empty_like(x[0])
+    all_reduce_forward(x[0], out, endpoint, two_shot=two_shot)
+    return out
+
+
+def _first_rows(xs: list[Tensor]) -> list[Tensor]:
+    return [x[0] for x in xs]
+
+
+COLLECTIVES = {
+    collective.name: collective
+    for collective in (
+        Collective("all_gather", _all_gather, lambda xs, rank: torch.stack(_first_rows(xs))),
+        Collective("all_to_all", _all_to_all, lambda xs, rank: torch.stack([x[rank] for x in xs])),
+        Collective("reduce_scatter", _reduce_scatter, lambda xs, rank: _summed([x[rank] for x in xs])),
+        Collective("one_shot", lambda x, end: _all_reduce(x, end, False), lambda xs, rank: _summed(_first_rows(xs))),
+        Collective("two_shot", lambda x, end: _all_reduce(x, end, True), lambda xs, rank: _summed(_first_rows(xs))),
+    )
+}
+
+
+@pytest.fixture(params=COLLECTIVES)
+def collective(request: pytest.FixtureRequest) -> Collective:
+    """Each of them."""
+    return COLLECTIVES[request.param]
+
+
+@pytest.fixture(params=SUMS)
+def sum_collective(request: pytest.FixtureRequest) -> Collective:
+    """Each that sums."""
+    return COLLECTIVES[request.param]
+
+
+def _connect(memory: SymmetricMemory, slot_bytes: int = 32768, flag_count: int = 64, programs: int = 3) -> Endpoint:
+    slots = memory.buffer("slots", (2, slot_bytes), torch.uint8)
+    flags, state = memory.signals("flags", flag_count), memory.signals("state", 2)
+    return Endpoint(
+        rank=memory.rank,
+        world=memory.world,
+        slots=slots.addresses,
+        slot_bytes=slot_bytes,
+        flags=flags.addresses,
+        flag_count=flag_count,
+        state=state.local,
+        abort=memory.abort,
+        programs=programs,
+    )
+
+
+@pytest.fixture
+def connect() -> Callable[..., Endpoint]:
+    """connect(memory, slot_bytes=, flag_count=, programs=): this rank's end of a new channel."""
+    return _connect
+
+
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    """Tiles of 16 elements: small tensors have several programs, and few of them as many as there are."""
+    names = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+    rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
+    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
+        yield
