@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 import torch
 import triton
 
+from tpfuse.testing.explore.clocks import Line
+from tpfuse.testing.explore.errors import ExploreError
 from tpfuse.testing.explore.interpreter_hooks import hooked
 from tpfuse.testing.explore.run import Options, Run
 from tpfuse.testing.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential, Tracing
@@ -20,12 +22,24 @@ _running = threading.Lock()
 
 @dataclass
 class Report:
-    """What was run without a fault. steps, logs: of each schedule; exhausted: nothing within the bound is left."""
+    """What was run without a fault.
+
+    steps, logs: of each schedule. shared_lines: (file, line) of atomic operations on words that two ranks touched.
+    exhausted: nothing within the bound is left to try.
+    """
 
     schedules: list[Schedule] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     logs: list[list[tuple[int, int]]] = field(default_factory=list)
+    shared_lines: set[Line] = field(default_factory=set)
     exhausted: bool = False
+
+    def add(self, schedule: Schedule, run: Run) -> None:
+        """Notes a run without a fault."""
+        self.schedules.append(schedule)
+        self.steps.append(run.scheduler.steps)
+        self.logs.append(run.scheduler.log)
+        self.shared_lines |= run.shared_lines()
 
     def __str__(self) -> str:
         return f"{len(self.schedules)} schedules, {sum(self.steps)} steps: no fault"
@@ -59,9 +73,7 @@ def explore(
     with _exploring() as enter:
         for schedule in _standard(seeds, report) if schedules is None else schedules:
             run = _execute(program, world, schedule, options, enter)
-            report.schedules.append(schedule)
-            report.steps.append(run.scheduler.steps)
-            report.logs.append(run.scheduler.log)
+            report.add(schedule, run)
     return report
 
 
@@ -94,9 +106,7 @@ def explore_bounded(
         while stack and len(report.schedules) < limit:
             schedule = _Bounded(stack.pop())
             run = _execute(program, world, schedule, options, enter)
-            report.schedules.append(Choices(schedule.choices))
-            report.steps.append(run.scheduler.steps)
-            report.logs.append(run.scheduler.log)
+            report.add(Choices(schedule.choices), run)
             stack += schedule.tracing.alternatives(preemptions)
     report.exhausted = not stack
     return report
@@ -128,8 +138,10 @@ def _execute(program: Program, world: int, schedule: Schedule, options: Options,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         error = run.execute()
-    if error is not None:
+    if isinstance(error, ExploreError):
         raise error.with_replay(_replay(program, world, schedule, options)) from error.__cause__
+    if error is not None:
+        raise error
     return run
 
 

@@ -4,14 +4,15 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tpfuse.testing.explore.clocks import Atomic, Clocks
-from tpfuse.testing.explore.errors import ExploreError, ProtocolError, RaceError
+from tpfuse.testing.explore.clocks import Atomic, Clocks, Line, Word
+from tpfuse.testing.explore.errors import ProtocolError, RaceError
 from tpfuse.testing.explore.explanation import explain
 from tpfuse.testing.explore.scheduler import Scheduler, Task
 from tpfuse.testing.explore.schedules import Schedule
@@ -44,6 +45,7 @@ class Semantics:
     host: bool = False
 
 
+_MEANT = (ValueError, RuntimeError)  # what the memory raises when it is misused, and time-outs
 _SCOPES = ("cta", "gpu", "sys")
 HOST_PUT = Semantics(acquires=False, releases=True, scope=2, modifies=False, host=True)
 HOST_WAIT = Semantics(acquires=True, releases=False, scope=2, modifies=False, writes=False, host=True)
@@ -64,8 +66,9 @@ class Run:
         self._site_list: list[Site] = []
         self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
         self._arrived: dict[str, list[Task]] = {}
+        self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # who used a word by atomics, and where
         self._missing: dict[int, int] = {}  # rank -> for whom it waited in vain
-        self._word_users: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}  # word -> chain -> (scope, site)
+        self._word_users: dict[Word, dict[int, tuple[int, int]]] = {}  # word -> chain -> (scope, site)
         self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
         self._roots = frozenset({Run._live.__code__, Run._program.__code__})
         self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
@@ -76,7 +79,7 @@ class Run:
         """Who holds the baton."""
         return self.scheduler.current
 
-    def execute(self) -> ExploreError | None:
+    def execute(self) -> BaseException | None:
         """Runs all ranks to their end, or to the first failure, which is returned."""
         for rank in range(self.world):
             self.scheduler.spawn(rank, self.clocks.new_chain(), self._live)
@@ -86,10 +89,12 @@ class Run:
     def _live(self, task: Task) -> None:
         self._body(self, task.rank)
 
-    def _failure(self, task: Task, error: BaseException) -> ExploreError:
+    def _failure(self, task: Task, error: BaseException) -> BaseException:
         while error.__cause__ is not None and type(error).__name__ == "InterpreterError":
             error = error.__cause__
         frames = traceback.extract_tb(error.__traceback__)
+        if frames and Path(frames[-1].filename).parent == Path(__file__).parent and not isinstance(error, _MEANT):
+            return error  # a fault of the explorer, not of what it explores
         place = f" at {text_of((frames[-1].filename, frames[-1].lineno or 0))}" if frames else ""
         wrapped = ProtocolError(f"{actor(task.rank, task.program)} raised {type(error).__name__}: {error}\n {place}")
         wrapped.__cause__ = error
@@ -300,7 +305,11 @@ class Run:
     def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
         """Atomics of two programs on one word are atomic, and order anything, only if the scope of both spans both."""
         task = self.task
-        users = self._word_users.setdefault((self.regions.index(region), element), {})
+        word = self.regions.index(region), element
+        users = self._word_users.setdefault(word, {})
+        ranks, lines = self._word_lines.setdefault(word, (set(), set()))
+        ranks.add(task.rank)
+        lines.add(self._site_list[site].lines[0])
         for chain, (other, other_site) in users.items():
             there = self._site_list[other_site]
             needed = 2 if there.rank != task.rank else 1
@@ -312,6 +321,10 @@ class Run:
                 self._race(region, element, other_site, site, why)
         if task.chain not in users or scope < users[task.chain][0]:
             users[task.chain] = scope, site
+
+    def shared_lines(self) -> set[Line]:
+        """Where atomic operations on words are that two ranks have touched."""
+        return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
 
     # What the host does.
 

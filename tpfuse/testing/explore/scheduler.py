@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tpfuse.testing.explore.errors import DeadlockError, ExploreError, ProtocolError, Stopped
+from tpfuse.testing.explore.errors import DeadlockError, ExploreError, Stopped
 from tpfuse.testing.explore.schedules import Schedule
 from tpfuse.testing.explore.sites import actor
 
@@ -39,7 +39,7 @@ class Scheduler:
         self._patience, self._max_steps, self._stalls = patience, max_steps, 0
         self.tasks: list[Task] = []
         self.current: Task
-        self.error: ExploreError | None = None
+        self.error: BaseException | None = None
         self.steps = 0
         self.log: list[tuple[int, int]] = []  # (task, site) of each step
         self._finished = threading.Event()
@@ -48,7 +48,7 @@ class Scheduler:
         self.describe: Callable[[], str] = lambda: ""
         self.save: Callable[[], Any] = lambda: None
         self.restore: Callable[[Any], None] = lambda saved: None
-        self.wrap: Callable[[Task, BaseException], ExploreError] = lambda task, error: ProtocolError(str(error))
+        self.wrap: Callable[[Task, BaseException], BaseException] = lambda task, error: error
 
     def spawn(self, rank: int, stream: int, body: Callable[[Task], None]) -> Task:
         """A new thread, which waits for the baton."""
@@ -92,7 +92,7 @@ class Scheduler:
         for task in self.tasks:
             task.gate.release()
 
-    def _fail(self, error: ExploreError) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.error = error
         self._halt()
         self._finished.set()

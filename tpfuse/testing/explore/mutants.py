@@ -1,0 +1,283 @@
+"""Mutants of a protocol, made from its source: every line that orders something, deleted or weakened in turn.
+
+    from tpfuse.testing.explore.mutants import surviving
+
+    def program_of(signals, all_gather):           # fresh modules, one of them mutated
+        def program(memory): ...
+        return program
+
+    assert surviving(program_of, [signals, all_gather], world=2) == []
+
+What counts as synchronisation is read off the syntax: calls of `atomic_*` and `debug_barrier`; `put`, `wait` and
+`barrier` of something called memory; and, by name, functions of these modules that contain any of that. So a line that
+somebody adds is covered by itself. What is no fault is left alone by rule: the scope of a relaxed atomic, which orders
+nothing, is not narrowed, and a narrowed scope is no survivor where the unchanged program has no two ranks at one word.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from tpfuse.testing.explore.errors import ExploreError
+from tpfuse.testing.explore.explorer import Program, explore
+from tpfuse.testing.explore.fresh_modules import fresh, original_file
+
+_WEAKER = {"acq_rel": ("relaxed", "acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
+_DEFAULT_SEMANTICS = {"atomic_load": "acquire", "atomic_poll": "acquire", "atomic_store": "release"}
+_HOST = ("put", "wait", "barrier")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module. lines: first and last of what was changed; source: of the whole module, changed."""
+
+    module: str
+    file: str
+    lines: tuple[int, int]
+    change: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.lines[0]}: {self.change}"
+
+
+def mutants_of(*targets: Any) -> list[Mutant]:
+    """The mutants of these modules, or of those parts of modules that are these functions, in the order of lines."""
+    modules = list(dict.fromkeys(_module(target) for target in targets))
+    trees = {module: ast.parse(inspect.getsource(module)) for module in modules}
+    synchronising = _synchronising(trees.values())
+    found = []
+    for module in modules:
+        whole = any(target is module for target in targets)
+        spans = [_span(target) for target in targets if target is not module and _module(target) is module]
+        for mutant in _Finder(module, trees[module], synchronising).mutants():
+            if whole or any(first <= mutant.lines[0] <= last for first, last in spans):
+                found.append(mutant)
+    return found
+
+
+def surviving(
+    program_of: Callable[..., Program],
+    targets: Sequence[Any],
+    world: int,
+    *,
+    mutants: Iterable[Mutant] | None = None,
+    **options: Any,
+) -> list[Mutant]:
+    """The mutants of `targets` (or `mutants`) that `explore(program, world, **options)` does not fail.
+
+    program_of(*modules) makes the program from fresh copies of the targets' modules, in their order; they import one
+    another, and what is imported while it runs gets them too. Modules that register something when they are imported
+    (torch operators) cannot be targets. Raises ExploreError if the unchanged program fails.
+    """
+    modules = list(dict.fromkeys(_module(target) for target in targets))
+    with fresh(modules) as copies:
+        report = explore(program_of(*copies), world, **options)
+    shared = {(original_file(file), line) for file, line in report.shared_lines}
+    options = {"max_steps": 20 * max(report.steps) + 1000} | options
+    left = []
+    for mutant in mutants_of(*targets) if mutants is None else mutants:
+        with fresh(modules, {mutant.module: mutant.source}) as copies:
+            try:
+                explore(program_of(*copies), world, **options)
+            except ExploreError:
+                continue
+        first, last = mutant.lines
+        if "scope" not in mutant.change or any((mutant.file, line) in shared for line in range(first, last + 1)):
+            left.append(mutant)
+    return left
+
+
+def _module(target: Any) -> ModuleType:
+    module = target if isinstance(target, ModuleType) else inspect.getmodule(getattr(target, "fn", target))
+    assert module is not None, target
+    return module
+
+
+def _span(function: Any) -> tuple[int, int]:
+    lines, first = inspect.getsourcelines(getattr(function, "fn", function))
+    return first, first + len(lines) - 1
+
+
+def _name(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+
+
+def _is_atomic(call: ast.Call) -> bool:
+    return _name(call).startswith("atomic_")
+
+
+def _is_host(call: ast.Call) -> bool:
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in _HOST:
+        return False
+    return ast.unparse(function.value).rpartition(".")[2].lower().endswith("memory")
+
+
+def _semantics(call: ast.Call) -> str:
+    """Of an atomic operation, as far as the syntax shows."""
+    for node in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "sem")):
+        if isinstance(node, ast.Constant) and node.value in (*_WEAKER, "relaxed"):
+            return str(node.value)
+    named = any(keyword.arg == "sem" for keyword in call.keywords)
+    return "" if named else _DEFAULT_SEMANTICS.get(_name(call), "acq_rel")
+
+
+def _orders(call: ast.Call) -> bool:
+    return (_is_atomic(call) and _semantics(call) != "relaxed") or _name(call) == "debug_barrier" or _is_host(call)
+
+
+def _synchronising(trees: Iterable[ast.Module]) -> set[str]:
+    """The names of functions that order something, themselves or through functions that they call."""
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    names = {function.name for function in functions if any(_orders(call) for call in _calls(function))}
+    while True:
+        more = {function.name for function in functions if any(_name(call) in names for call in _calls(function))}
+        if more <= names:
+            return names
+        names |= more
+
+
+class _Finder:
+    """The mutants of one module."""
+
+    def __init__(self, module: ModuleType, tree: ast.Module, synchronising: set[str]) -> None:
+        self._tree, self._synchronising = tree, synchronising
+        self._name = module.__name__
+        self._file = str(inspect.getsourcefile(module))
+        self._source = inspect.getsource(module)
+        self._lines = [line.encode() for line in self._source.splitlines(keepends=True)]  # columns count bytes
+
+    def mutants(self) -> list[Mutant]:
+        """In the order of their lines."""
+        found = [mutant for node in ast.walk(self._tree) for mutant in self._of(node)]
+        return sorted(found, key=lambda mutant: mutant.lines)
+
+    def _of(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.FunctionDef):
+            yield from self._stores(node)
+            yield from self._defaults(node)
+        elif isinstance(node, ast.While) and self._spins(node):
+            yield self._mutant(node, "pass", "deleted")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            if self._synchronises(node.value):
+                yield self._mutant(node, "pass", "deleted")
+        elif isinstance(node, ast.If | ast.Return | ast.While | ast.Assign):
+            yield from self._values(node)
+        elif isinstance(node, ast.AugAssign) and "epoch" in ast.unparse(node.target).lower():
+            yield self._mutant(node, "pass", "deleted")
+        if isinstance(node, ast.Call):
+            yield from self._weaker(node)
+
+    def _synchronises(self, call: ast.Call) -> bool:
+        return _is_atomic(call) or _orders(call) or _name(call) in self._synchronising
+
+    def _spins(self, loop: ast.While) -> bool:
+        """Whether the loop looks at words until they change, and does nothing else."""
+        body = [call for statement in loop.body for call in _calls(statement)]
+        looks = any(_is_atomic(call) for call in body) or any(self._synchronises(call) for call in _calls(loop.test))
+        looks = looks or any(keyword.arg == "volatile" for call in _calls(loop) for keyword in call.keywords)
+        return looks and not any(_name(call) == "store" or _name(call) in self._synchronising for call in body)
+
+    def _values(self, node: ast.If | ast.Return | ast.While | ast.Assign) -> Iterator[Mutant]:
+        """Synchronising calls whose value is used: a wait has been successful, a count has counted nothing."""
+        value = node.test if isinstance(node, ast.If | ast.While) else node.value
+        if value is None or (isinstance(node, ast.While) and self._spins(node)):
+            return
+        if isinstance(node, ast.Assign) and "epoch" in ast.unparse(node.targets[0]).lower():
+            yield from self._counts(value)
+        for call in _calls(value):
+            if _is_atomic(call) and _semantics(call) in ("release", "acq_rel") and _name(call) == "atomic_add":
+                if len(call.args) > 1 and ast.unparse(call.args[1]) != "0":
+                    yield self._mutant(call.args[1], "0", "adds nothing", call)
+            elif _name(call) in self._synchronising and not isinstance(node, ast.Assign):
+                yield self._mutant(call, "True", "deleted (True)")
+
+    def _counts(self, value: ast.expr) -> Iterator[Mutant]:
+        for part in ast.walk(value):
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and ast.unparse(part.right) == "1":
+                yield self._mutant(part.right, "0", "epoch not advanced")
+
+    def _stores(self, function: ast.FunctionDef) -> Iterator[Mutant]:
+        """Plain stores to words that the function also touches by atomics: counters and epochs."""
+        words = {_root(call.args[0]) for call in _calls(function) if _is_atomic(call) and call.args} - {""}
+        for node in ast.walk(function):
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and _name(call) == "store" and _root(call.args[0]) in words:
+                yield self._mutant(call, "pass", "deleted")
+
+    def _defaults(self, function: ast.FunctionDef) -> Iterator[Mutant]:
+        """Semantics and scopes that are defaults of parameters."""
+        arguments = function.args
+        positional = (*arguments.posonlyargs, *arguments.args)
+        pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
+        pairs += [pair for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if pair[1] is not None]  # type: ignore[misc]
+        for argument, default in pairs:
+            if argument.arg.lower() in ("sem", "scope"):
+                yield from self._constant(default, default)
+
+    def _weaker(self, call: ast.Call) -> Iterator[Mutant]:
+        given = [keyword.value for keyword in call.keywords if (keyword.arg or "").lower() in ("sem", "scope")]
+        if _is_atomic(call):
+            given += call.args[1:]
+        relaxed = _is_atomic(call) and _semantics(call) == "relaxed"
+        for node in given:
+            if not (relaxed and isinstance(node, ast.Constant) and node.value == "sys"):
+                yield from self._constant(node, call)
+        explicit = any(isinstance(node, ast.Constant) and node.value in (*_WEAKER, "relaxed") for node in given)
+        if _is_atomic(call) and not explicit and (default := _semantics(call)):
+            text = ast.get_source_segment(self._source, call) or ""
+            comma = "" if text.removesuffix(")").rstrip().endswith(",") else ", "
+            for weaker in _WEAKER[default]:
+                yield self._mutant(call, f'{comma}sem="{weaker}")', f"{default} (default) -> {weaker}", last=1)
+
+    def _constant(self, node: ast.expr, place: ast.expr) -> Iterator[Mutant]:
+        if not isinstance(node, ast.Constant):
+            return
+        for weaker in _WEAKER.get(str(node.value), ()):
+            yield self._mutant(node, f'"{weaker}"', f"{node.value} -> {weaker}", place)
+        if node.value == "sys":
+            yield self._mutant(node, '"gpu"', "scope sys -> gpu", place)
+
+    def _mutant(
+        self,
+        node: ast.stmt | ast.expr,
+        text: str,
+        change: str,
+        place: ast.stmt | ast.expr | None = None,
+        *,
+        last: int | None = None,
+    ) -> Mutant:
+        """Puts text in the place of a node, or of its `last` characters; the lines below keep their numbers.
+
+        place: what the mutant is said to be a change of.
+        """
+        place = place or node
+        assert node.end_lineno is not None and node.end_col_offset is not None and place.end_lineno is not None
+        begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        if last is not None:
+            begin = (end[0], end[1] - last)
+        before = self._lines[begin[0] - 1][: begin[1]].decode()
+        after = self._lines[end[0] - 1][end[1] :].decode().rstrip("\n")
+        middle = before + text + after + "\n" * (1 + end[0] - begin[0])
+        above, below = b"".join(self._lines[: begin[0] - 1]), b"".join(self._lines[end[0] :])
+        shown = self._lines[place.lineno - 1].decode().strip()
+        source = above.decode() + middle + below.decode()
+        return Mutant(self._name, self._file, (place.lineno, place.end_lineno), f"{shown}: {change}", source)
+
+
+def _root(node: ast.expr) -> str:
+    """The variable that a pointer is made from: state_ptr of state_ptr + 1."""
+    names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
+    return names[0] if names else ""
