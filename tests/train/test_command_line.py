@@ -54,7 +54,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     board = EventAccumulator(str(trained / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("loss")] == [3, 6, 9, 12]
-    assert (trained / "config.toml").read_text().count("[") == 5
+    assert (trained / "config.toml").read_text().count("[") == 7
 
 
 def test_the_last_lines(text: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,6 @@ when a peer is not there stands on it: host barriers, agreement on sizes, deadli
 
 The memory is anonymous (memfd_create(2)): a peer opens it as /proc/PID/fd/N of the rank that made it. So nothing is
 ever in /dev/shm, whoever is killed when, and its size (64 MB in a container, if nobody asked for more) does not matter.
-
-Words are written with release and read with acquire semantics by the atomics of Triton's interpreter, which are
-std::atomic (x86 would not need it, ARM does). Waiting ranks poll, then yield the core, then sleep in small steps: more
-ranks than cores do not starve the one that is waited for.
 """
 
 import contextlib
@@ -27,25 +23,13 @@ from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.words import Pace, load_acquire, store_release
 
-_BEGUN, _EPOCH, _STEP, _RESETS, _NUMBERS = 0, 1, 2, 3, 16  # places among a rank's int64 numbers
+_BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
 _TEXT = 4096  # bytes of one exchange
 RECORDS, _RECORD = 64, 128  # operations in the flight record, bytes of each: number, begun and ended (ns), then text
 _ABORT_BYTES = 128
 _PART = _NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT + RECORDS * _RECORD
-_ONE = np.ones(1, bool)
-_POLLS, _YIELDS = 50, 2000  # before a waiting rank yields its core, and before it sleeps
-_NAP = 50e-6  # seconds
-
-
-def store_release(address: NDArray[np.uint64], value: NDArray[np.int32]) -> None:
-    """Stores one word after everything that this process has written before."""
-    atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.RELEASE)
-
-
-def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32]) -> int:
-    """Loads one word, before everything that this process reads after. zero: [1], of the word's dtype."""
-    return int(atomics.atomic_rmw(atomics.RMW_OP.ADD, address, zero, _ONE, atomics.MEM_SEMANTIC.ACQUIRE).item())
 
 
 class Mapping:
@@ -80,24 +64,6 @@ class Mapping:
 def _map(path: str, size: int) -> NDArray[np.uint8]:
     mapped: NDArray[np.uint8] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).numpy()
     return mapped
-
-
-class Pace:
-    """How a waiting process passes the time: polls, then yields its core, then sleeps a little longer each time."""
-
-    def __init__(self) -> None:
-        self._turns = 0
-
-    def rest(self) -> bool:
-        """Between two looks. Returns whether it is time to see to deadlines and aborts."""
-        self._turns += 1
-        if self._turns <= _POLLS:
-            return False
-        if self._turns <= _YIELDS:
-            os.sched_yield()
-            return self._turns % 64 == 0
-        time.sleep(min(_NAP * (1 + (self._turns - _YIELDS) / 100), 1e-3))
-        return True
 
 
 class Part:
@@ -139,10 +105,14 @@ class Part:
 
 
 class Board:
-    """The board of one group of ranks, all on this host. Collective; raises Unavailable where it cannot be."""
+    """The board of one group of ranks, all on this host. Collective; raises Unavailable where it cannot be.
+
+    step: the caller's step, for messages (-1: nobody told).
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.world, self.timeout = group.rank(), group.size(), timeout
+        self.step = -1
         mapping, reason = None, ""
         if self.rank == 0:
             try:
@@ -180,7 +150,7 @@ class Board:
         """Whether somebody told this rank to stop waiting."""
         return bool(self.mine.abort[0])
 
-    def begin(self, op: str, step: int) -> None:
+    def begin(self, op: str) -> None:
         """Records that this rank begins an operation."""
         number = self.mine.begun + 1
         row, text = number % RECORDS, op.encode()[: _RECORD - 24]
@@ -188,7 +158,6 @@ class Board:
         self.mine.record_numbers[row, :3] = number, time.time_ns(), 0
         record[24 : 24 + len(text)] = np.frombuffer(text, np.uint8)
         record[24 + len(text) :] = 0
-        self.mine.numbers[_STEP] = step
         self.mine.numbers[_BEGUN] = number
 
     def end(self) -> None:
@@ -229,8 +198,7 @@ class Board:
         return self._timeout(op, missing, waited)
 
     def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
-        step = int(self.mine.numbers[_STEP])
-        return PeerTimeout(op, step=step, rank=self.rank, peer=missing, waited=waited, detail=self.about(missing))
+        return PeerTimeout(op, step=self.step, rank=self.rank, peer=missing, waited=waited, detail=self.about(missing))
 
     def about(self, rank: int | None) -> str:
         """What is known of a missing rank."""
@@ -265,9 +233,10 @@ class Board:
             while True:
                 if heed_abort and self.mine.abort[0]:
                     raise self.fail(op, rank, time.monotonic() - started)
-                if part.numbers[place] >= value:
+                seen = int(part.numbers[place])
+                if seen >= value:
                     break
-                if pace.rest():
+                if pace.rest(part.addresses[place : place + 1], seen):
                     waited = time.monotonic() - started
                     gone = self.gone()
                     if waited > self.timeout or gone is not None:

@@ -1,18 +1,26 @@
-"""Collectives over torch.distributed (NCCL or Gloo) along dimension 0, without autograd.
+"""Collectives along dimension 0, without autograd, by whatever serves the group best.
 
-A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the
-result with a handle; the result may be read once `wait()` has returned.
+| tensors | ranks                | by                                                                         |
+|---------|----------------------|----------------------------------------------------------------------------|
+| CPU     | of one host          | torch operations on shared memory (`tpfuse.comm.direct`)                   |
+| any     | others               | torch.distributed: NCCL or Gloo (`tpfuse.comm.process_group`)              |
+
+A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
+handle; the result may be read once `wait()` has returned. Every rank calls the same collectives of a group in the same
+order, from one thread at a time. Raise PeerTimeout where a rank does not come.
 """
 
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 renamed the two; older releases know only the second name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from tpfuse.comm import process_group
+from tpfuse.comm.connect import connect
+from tpfuse.comm.direct import DirectCollectives
+from tpfuse.comm.errors import Unavailable
 
 
 class Handle(Protocol):
@@ -27,73 +35,93 @@ class _Done:
         return None
 
 
+_DONE = _Done()
+_direct: WeakKeyDictionary[dist.ProcessGroup, DirectCollectives | None] = WeakKeyDictionary()
+
+
+def _direct_of(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
+    """What serves the group through shared memory; None where nothing does."""
+    if x.device.type != "cpu":
+        return None
+    if group not in _direct:
+        try:
+            _direct[group] = DirectCollectives(connect(group, x.device))
+        except Unavailable:
+            _direct[group] = None
+    return _direct[group]
+
+
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
     """All ranks' `x` [n, ...] behind each other in rank order: [world * n, ...]. Shapes must agree."""
     if group is None:
-        return x, _Done()
+        return x, _DONE
+    return _all_gather(x, group, later=True)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
     x = x.contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    work = _all_gather(out, x, group=group, async_op=True)
-    return out, work if work is not None else _Done()
-
-
-class _SumInRankOrder:
-    """The second half of a reduce-scatter by all-to-all: adds up what every rank sent, rank 0 first."""
-
-    def __init__(self, received: Tensor, out: Tensor, work: Handle) -> None:
-        self._received, self._out, self._work = received, out, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        half = self._out.dtype in (torch.bfloat16, torch.float16)
-        total = self._received[0].float() if half else self._out.copy_(self._received[0])
-        for partial in self._received[1:]:
-            total += partial
-        if half:
-            self._out.copy_(total)
+    flat, rows = x.view(-1), out.view(group.size(), -1)
+    direct = _direct_of(x, group)
+    if direct is not None:
+        return out, direct.all_gather(flat, rows, later=later)
+    return out, process_group.start_all_gather(flat, rows, group)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
     """This rank's [n, ...] of the sum over all ranks of `x` [world * n, ...].
 
-    Over Gloo each rank sends its partial sums to their owners, who add them in rank order, half types in
-    float32: the result does not depend on the rank, and it takes two thirds of the time of Gloo's own
-    reduce-scatter (1 MB, 2 ranks, torch 2.13: 0.56 ms against 0.84). Raises ValueError where the world does
-    not divide the rows.
+    On CPUs the sum is taken in rank order, half types in float32. Raises ValueError where the world does not divide
+    the rows.
     """
     if group is None:
-        return x, _Done()
+        return x, _DONE
+    return _reduce_scatter(x, group, later=True)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
     world = group.size()
     if x.shape[0] % world:
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {world} ranks")
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // world, *x.shape[1:])
-    if dist.get_backend(group) == "gloo":
-        received = x.new_empty(world, *out.shape)
-        sent = dist.all_to_all_single(received.view(x.shape), x, group=group, async_op=True)
-        return out, _SumInRankOrder(received, out, sent) if sent is not None else _Done()
-    work = _reduce_scatter(out, x, group=group, async_op=True)
-    return out, work if work is not None else _Done()
+    rows, flat = x.view(world, out.numel()), out.view(-1)
+    direct = _direct_of(x, group)
+    if direct is not None:
+        return out, direct.reduce_scatter(rows, flat, later=later)
+    return out, process_group.start_reduce_scatter(rows, flat, group)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Replaces the contiguous `x` by its sum over all ranks, in place."""
     if group is None:
-        return _Done()
-    work = dist.all_reduce(x, group=group, async_op=True)
-    return work if work is not None else _Done()
+        return _DONE
+    return _all_reduce(x, x, group, later=True)
+
+
+def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool) -> Handle:
+    direct = _direct_of(x, group)
+    if direct is not None:
+        return direct.all_reduce(x.view(-1), out.view(-1), later=later)
+    if out is not x:
+        out.copy_(x)
+    return process_group.start_all_reduce(out, group)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """`start_all_gather`, waited for."""
-    out, handle = start_all_gather(x, group)
+    if group is None:
+        return x
+    out, handle = _all_gather(x, group, later=False)
     handle.wait()
     return out
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """`start_reduce_scatter`, waited for."""
-    out, handle = start_reduce_scatter(x, group)
+    if group is None:
+        return x
+    out, handle = _reduce_scatter(x, group, later=False)
     handle.wait()
     return out
 
@@ -102,8 +130,9 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the sum of `x` over all ranks."""
     if group is None:
         return x
-    out = x.clone(memory_format=torch.contiguous_format)
-    start_all_reduce(out, group).wait()
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _all_reduce(x, out, group, later=False).wait()
     return out
 
 
@@ -111,6 +140,30 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the maximum of `x` over all ranks."""
     if group is None:
         return x
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
+    x = x.contiguous()
+    direct = _direct_of(x, group)
+    if direct is not None:
+        out = torch.empty_like(x)
+        direct.all_reduce_max(x.view(-1), out.view(-1)).wait()
+        return out
+    out = x.clone()
+    process_group.start_all_reduce(out, group, op=dist.ReduceOp.MAX).wait()
+    return out
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row r of the result is row `rank` of rank r's x. x: [world, ...], of one shape on all ranks.
+
+    Raises ValueError where x does not have a row for each rank.
+    """
+    if group is None:
+        return x
+    if x.shape[0] != group.size():
+        raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    rows = x.view(len(x), -1), out.view(len(x), -1)
+    direct = _direct_of(x, group)
+    handle = process_group.start_all_to_all(*rows, group) if direct is None else direct.all_to_all(*rows)
+    handle.wait()
     return out

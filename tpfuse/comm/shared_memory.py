@@ -12,12 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tpfuse.comm.board import Mapping, Pace, load_acquire, store_release
+from tpfuse.comm.board import Mapping
 from tpfuse.comm.board_memory import BoardMemory
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.comm.words import Pace, load_acquire, store_release
 
 _ZERO = np.zeros(1, np.int32)
 _LARGE = 2**24  # bytes of all ranks, from which on it is worth a look whether there is so much
@@ -90,13 +91,13 @@ class SharedMemory(BoardMemory):
     ) -> None:
         view, address = self._word(flags, owner, index)
         if self.board.aborted or _wrapped(int(view[0]) - value) < 0:
-            self._wait(view, value, owner if peer is None else peer, op)
+            self._wait(view, address, value, owner if peer is None else peer, op)
         load_acquire(address, _ZERO)
 
-    def _wait(self, view: NDArray[np.int32], value: int, peer: int, op: str) -> None:
+    def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
         pace, started = Pace(), time.monotonic()
-        while self.board.aborted or _wrapped(int(view[0]) - value) < 0:
-            if pace.rest() or self.board.aborted:
+        while self.board.aborted or _wrapped((seen := int(view[0])) - value) < 0:
+            if self.board.aborted or pace.rest(address, seen):
                 waited = time.monotonic() - started
                 if self.board.aborted or waited > self.timeout or self.board.ended(peer):
                     raise self.board.fail(op, peer, waited)

@@ -101,6 +101,22 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True)
+class CommOptions:
+    """How ranks wait for each other."""
+
+    timeout: float = 60.0
+    """Seconds that a rank waits for another one before all end with an error that names it."""
+
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """What helps to find a fault and costs time."""
+
+    fingerprint: bool = False
+    """Before each operation ranks compare its name, shape and dtype; where they differ, all end and show both."""
+
+
+@dataclass(frozen=True)
 class TrainCommand:
     """Train a GPT on text, on one rank or many."""
 
@@ -109,6 +125,8 @@ class TrainCommand:
     train: TrainOptions = field(default_factory=TrainOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    comm: CommOptions = field(default_factory=CommOptions)
+    debug: DebugOptions = field(default_factory=DebugOptions)
     kernels: Kernels = "auto"
     """What computes: auto (Triton on GPUs, torch on CPU), triton (on CPU interpreted, which is slow), or torch."""
     out: Path | None = None
@@ -116,7 +134,8 @@ class TrainCommand:
     resume: bool = False
     """Go on from the newest good checkpoint of the run folder, with its configuration under the flags."""
     config: Path | None = None
-    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel]."""
+    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel], [comm],
+    [debug]."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.process_group import is_lost_peer
+from tpfuse.comm.settings import set_settings
 from tpfuse.kernel_choice import implementation, set_kernels
 from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
@@ -34,6 +37,8 @@ def train_rank(place: Place, run: Run) -> int:
     """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
     stop = StopRequest(insistent=place.world == 1)
     set_kernels(run.options.kernels)
+    comm, debug = run.options.comm, run.options.debug
+    set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
     device = device_of(place)
     if device.type == "cpu":
         set_threads(place.local_world)
@@ -50,8 +55,11 @@ def train_rank(place: Place, run: Run) -> int:
         if place.rank == 0:
             fail("train", str(error))
         return 1
+    except PeerTimeout as error:
+        fail("train", str(error))
+        return 1
     except RuntimeError as error:
-        if place.world == 1 or not _peer_is_lost(error):
+        if place.world == 1 or not is_lost_peer(error):
             raise
         fail("train", f"rank {place.rank} lost another rank in step {training.trainer.step}: {_reason(error)}")
         return 1
@@ -65,11 +73,6 @@ def _reason(error: BaseException) -> str:
     """What Gloo says, without its source line and its advice."""
     line = str(error).strip().splitlines()[0]
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
-
-
-def _peer_is_lost(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, dist.DistError) or any(word in text for word in ("Connection", "Timed out", "gloo"))
 
 
 class Training:

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
+from tpfuse.comm.connect import connected
 from tpfuse.comm.layout import is_sharded, local_slices
 from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.flat_adamw import MOMENTS, FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
@@ -59,6 +61,9 @@ class Trainer:
             self.world_group = self.data_group or self.model_group
             if self.data_group is not None and self.model_group is not None:
                 self.world_group = mesh._flatten("world").get_group()
+        for group in (self.data_group, self.model_group, self.world_group):
+            if group is not None:
+                set_timeout(group)
         self.dp_rank, self.dp = rank_and_size(self.data_group)
         self.tp_rank, self.tp = rank_and_size(self.model_group)
         tensor_mesh = None if mesh is None or self.tp == 1 else mesh["tp"]
@@ -95,6 +100,8 @@ class Trainer:
         options = self.options
         tokens = options.train.batch * self.config.n_positions
         at = (options.train.seed, self.step)
+        for memory in connected():
+            memory.step = self.step
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         batches = self.micro_batches(windows, self.step)
         for index, (ids, targets, sequences) in enumerate(batches):

@@ -1,0 +1,50 @@
+"""A channel: what one family of operations owns in symmetric memory, and the rounds that pass through it.
+
+A rank writes into its own slot, signals, waits for the others' signals and reads their slots: "stage, signal, wait,
+combine". Rounds are counted by epochs. Each slot has two halves, used in turn: the half of epoch e is written again in
+epoch e + 2, after this rank has waited for everybody's signal of e + 1; and that a rank gives only when it has read all
+that it wanted of epoch e. So one round of signals per epoch is enough, and no barrier.
+"""
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+
+
+class Channel:
+    """Two halves of `nbytes` per rank. Rounds must be the same, in one order, on every rank.
+
+    slots: uint8 [2, nbytes], written by its rank alone; flags: int32 signals, of which word 0 of each rank is its
+    epoch, written by its rank alone.
+    """
+
+    def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
+        self.memory, self.nbytes = memory, nbytes
+        self.slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
+        self.flags = memory.signals(f"{name}: flags", 1)
+        self._said = self.flags.local.numpy()
+        self._typed: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self.others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
+
+    def next_slots(self, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's slot of the next epoch, in rank order, as elements of `dtype`: [nbytes // itemsize].
+
+        This rank's own may be written now; the others' may be read once `wait_for` has returned.
+        """
+        half = (int(self._said[0]) + 1) % 2
+        found = self._typed.get((dtype, half))
+        if found is None:
+            whole = self.nbytes // dtype.itemsize * dtype.itemsize
+            found = self._typed[dtype, half] = [slot[half][:whole].view(dtype) for slot in self.slots.peers]
+        return found
+
+    def signal(self) -> int:
+        """Begins the next epoch, whose number is returned: this rank's slot is written."""
+        epoch = int(self._said[0]) + 1
+        self.memory.put(self.flags, self.memory.rank, 0, epoch)
+        return epoch
+
+    def wait_for(self, rank: int, epoch: int, op: str) -> None:
+        """Until `rank` has begun `epoch`; then its slot may be read until this rank signals again."""
+        self.memory.wait(self.flags, rank, 0, epoch, op=op)

@@ -1,0 +1,226 @@
+"""Collectives as torch operations on shared memory: every rank stages its part and reads the others' in place.
+
+What a peer reads is written once, into a slot small enough to stay in the cache, so that large tensors pass through in
+pieces at about the speed of one copy. Sums are taken in absolute rank order, half types in float32: they are bitwise
+the same on every rank and from run to run.
+
+An operation may be begun and finished later: its first piece is staged and signalled at once, and whatever comes next
+through the same channel finishes it first.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.channel import Channel
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+
+SLOT_BYTES = 2**20
+ONE_SHOT_BYTES = 2**15  # up to here every rank sums everything itself; beyond, each its part, which the others read
+
+
+_EMPTY = object()
+
+
+class DirectHandle:
+    """An operation under way."""
+
+    def __init__(self, collectives: "DirectCollectives", op: str, rounds: Iterator[None]) -> None:
+        self._collectives, self._op, self._rounds = collectives, op, rounds
+        self._generation = collectives.memory.generation
+        self.done = False
+
+    def begin(self) -> None:
+        """Stages and signals the first piece."""
+        self.done = next(self._rounds, _EMPTY) is _EMPTY
+
+    def wait(self) -> None:
+        """Blocks until the result may be read. Raises PeerTimeout."""
+        if not self.done:
+            with self._collectives.memory.guard(f"wait for {self._op}"):
+                self.finish()
+
+    def finish(self) -> None:
+        """The rest, within a guard."""
+        memory = self._collectives.memory
+        self.done = True
+        if self._generation != memory.generation:
+            raise PeerTimeout(
+                self._op, step=memory.step, rank=memory.rank, peer=None, waited=0.0, detail="begun before a reset"
+            )
+        for _ in self._rounds:
+            pass
+
+
+class DirectCollectives:
+    """The collectives of one group. All tensors are contiguous, on the CPU, of any dtype."""
+
+    def __init__(self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES) -> None:
+        """Collective. slot_bytes: of a piece."""
+        self.memory = memory
+        self._channel = Channel(memory, "direct collectives", slot_bytes)
+        self._pending: DirectHandle | None = None
+
+    def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+        """out[r] becomes rank r's x. x: [n]; out: [world, n]. later: begun only, until its handle is waited for."""
+        return self._run("all_gather", x, self._all_gather(x, out), later)
+
+    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+        """out[r] becomes rank r's x[this rank]. Both: [world, n]."""
+        return self._run("all_to_all", x, self._all_to_all(x, out), later)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+        """out becomes Σ over ranks of their x[this rank]. x: [world, n]; out: [n]."""
+        return self._run("reduce_scatter", x, self._reduce_scatter(x, out), later)
+
+    def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+        """out becomes Σ over ranks of x; both [n], may be the same."""
+        small = self.memory.world <= 2 or x.numel() * x.element_size() <= ONE_SHOT_BYTES
+        rounds = self._all_reduce_one_shot(x, out) if small else self._all_reduce_two_shot(x, out)
+        return self._run("all_reduce", x, rounds, later)
+
+    def all_reduce_max(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+        """out becomes the maximum over ranks of x; both [n], may be the same. NaN wins."""
+        return self._run("all_reduce_max", x, self._all_reduce_max(x, out), later)
+
+    def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
+        op = f"{op} {x.dtype} {list(x.shape)}"
+        handle = DirectHandle(self, op, rounds)
+        with self.memory.guard(op):
+            self._finish_pending()
+            if later:
+                handle.begin()
+                self._pending = handle
+            else:
+                handle.finish()
+        return handle
+
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done:
+            pending.finish()
+
+    def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        channel, own = self._channel, self.memory.rank
+        size = channel.nbytes // x.element_size()
+        for start in range(0, x.numel(), size):
+            piece, target = _cut(x, start, size), _cut(out, start, size)
+            slots = channel.next_slots(x.dtype)
+            slots[own][: piece.numel()].copy_(piece)
+            epoch = channel.signal()
+            yield
+            target[own].copy_(piece)
+            for rank in channel.others:
+                channel.wait_for(rank, epoch, "all_gather")
+                target[rank].copy_(slots[rank][: piece.numel()])
+
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        channel, own = self._channel, self.memory.rank
+        size = channel.nbytes // x.element_size() // len(x)
+        for start in range(0, x.shape[1], size):
+            piece, target = _cut(x, start, size), _cut(out, start, size)
+            slots = [_rows(slot, piece.shape) for slot in channel.next_slots(x.dtype)]
+            slots[own].copy_(piece)
+            epoch = channel.signal()
+            yield
+            target[own].copy_(piece[own])
+            for rank in channel.others:
+                channel.wait_for(rank, epoch, "all_to_all")
+                target[rank].copy_(slots[rank][own])
+
+    def _reduce_scatter(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        channel, own = self._channel, self.memory.rank
+        size = channel.nbytes // x.element_size() // len(x)
+        for start in range(0, x.shape[1], size):
+            piece = _cut(x, start, size)
+            slots = [_rows(slot, piece.shape) for slot in channel.next_slots(x.dtype)]
+            slots[own].copy_(piece)
+            epoch = channel.signal()
+            yield
+            self._wait_for_all(epoch, "reduce_scatter")
+            _sum_in_rank_order([slot[own] for slot in slots], _cut(out, start, size))
+
+    def _all_reduce_one_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        """Every rank reads and sums everything."""
+        channel, size = self._channel, self._channel.nbytes // x.element_size()
+        for start in range(0, x.numel(), size):
+            piece = _cut(x, start, size)
+            slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
+            slots[self.memory.rank].copy_(piece)
+            epoch = channel.signal()
+            yield
+            self._wait_for_all(epoch, "all_reduce")
+            _sum_in_rank_order(slots, _cut(out, start, size))
+
+    def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        """Every rank sums its part, in one epoch, and reads the other parts in the next."""
+        channel, own, world = self._channel, self.memory.rank, self.memory.world
+        size = channel.nbytes // x.element_size()
+        for start in range(0, x.numel(), size):
+            piece, target = _cut(x, start, size), _cut(out, start, size)
+            part = -(-piece.numel() // world)
+            slots = channel.next_slots(x.dtype)
+            for rank in channel.others:
+                _cut(slots[own][: piece.numel()], rank * part, part).copy_(_cut(piece, rank * part, part))
+            epoch = channel.signal()
+            yield
+            self._wait_for_all(epoch, "all_reduce")
+            mine = [_cut(slot[: piece.numel()], own * part, part) for slot in slots]
+            mine[own] = _cut(piece, own * part, part)
+            sums = channel.next_slots(x.dtype)
+            _sum_in_rank_order(mine, sums[own][: mine[0].numel()])
+            epoch = channel.signal()
+            _cut(target, own * part, part).copy_(sums[own][: mine[0].numel()])
+            for rank in channel.others:
+                channel.wait_for(rank, epoch, "all_reduce")
+                place = _cut(target, rank * part, part)
+                place.copy_(sums[rank][: place.numel()])
+
+    def _all_reduce_max(self, x: Tensor, out: Tensor) -> Iterator[None]:
+        channel, size = self._channel, self._channel.nbytes // x.element_size()
+        for start in range(0, x.numel(), size):
+            piece, target = _cut(x, start, size), _cut(out, start, size)
+            slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
+            slots[self.memory.rank].copy_(piece)
+            epoch = channel.signal()
+            yield
+            self._wait_for_all(epoch, "all_reduce_max")
+            target.copy_(slots[0])
+            for slot in slots[1:]:
+                torch.maximum(target, slot, out=target)
+
+    def _wait_for_all(self, epoch: int, op: str) -> None:
+        for rank in self._channel.others:
+            self._channel.wait_for(rank, epoch, op)
+
+
+def _cut(x: Tensor, start: int, size: int) -> Tensor:
+    """x[..., start : start + size]."""
+    return x if start == 0 and size >= x.shape[-1] else x.narrow(-1, min(start, x.shape[-1]), _left(x, start, size))
+
+
+def _left(x: Tensor, start: int, size: int) -> int:
+    return max(0, min(size, x.shape[-1] - start))
+
+
+def _rows(slot: Tensor, shape: torch.Size) -> Tensor:
+    """The beginning of a slot as a matrix."""
+    return slot[: shape.numel()].view(shape)
+
+
+def _sum_in_rank_order(parts: list[Tensor], out: Tensor) -> None:
+    """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
+        return
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part

@@ -1,0 +1,103 @@
+"""Collectives by torch.distributed (NCCL or Gloo), where ranks have no symmetric memory: on several hosts, above all.
+
+Deadlines are those of the process group (`tpfuse train --comm.timeout` sets them). A rank that is lost, or late, is a
+PeerTimeout here as well; who it was, Gloo and NCCL do not know. Their group is of no more use then.
+"""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.settings import settings
+
+# torch 2.13 renamed the two; older releases know only the second name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def set_timeout(group: dist.ProcessGroup) -> None:
+    """Gives the group's operations the deadline of the settings; torch's own is 10 or 30 minutes for new groups."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout), group)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of torch.distributed says that a rank is gone or late; it has no class of its own for that."""
+    if isinstance(error, PeerTimeout):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError)
+        or any(word in text for word in ("Connection", "Timed out", "timed out", "gloo"))
+    )
+
+
+class Work:
+    """A collective of torch.distributed under way."""
+
+    def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
+        self._op, self._group, self._work = op, group, work
+        self._started = time.monotonic()
+
+    def wait(self) -> None:
+        """Blocks (on CUDA: the current stream) until the result may be read. Raises PeerTimeout."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if not is_lost_peer(error):
+                raise
+            waited, text = time.monotonic() - self._started, str(error).strip().splitlines()[0]
+            raise PeerTimeout(
+                self._op, step=-1, rank=self._group.rank(), peer=None, waited=waited, detail=text
+            ) from error
+
+
+class _SumInRankOrder:
+    """The second half of a reduce-scatter by all-to-all: adds up what every rank sent, rank 0 first."""
+
+    def __init__(self, received: Tensor, out: Tensor, work: Work) -> None:
+        self._received, self._out, self._work = received, out, work
+
+    def wait(self) -> None:
+        """Blocks until the result may be read. Raises PeerTimeout."""
+        self._work.wait()
+        half = self._out.dtype in (torch.bfloat16, torch.float16)
+        total = self._received[0].float() if half else self._out.copy_(self._received[0])
+        for partial in self._received[1:]:
+            total += partial
+        if half:
+            self._out.copy_(total)
+
+
+def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
+    """x: [n] contiguous; out: [world, n]."""
+    return Work("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work | _SumInRankOrder:
+    """x: [world, n] contiguous; out: [n].
+
+    Over Gloo each rank sends its partial sums to their owners, who add them in rank order, half types in
+    float32: the result does not depend on the rank, and it takes two thirds of the time of Gloo's own
+    reduce-scatter (1 MB, 2 ranks, torch 2.13: 0.56 ms against 0.84).
+    """
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(x)
+        sent = dist.all_to_all_single(received.view(-1), x.view(-1), group=group, async_op=True)
+        return _SumInRankOrder(received, out, Work("reduce_scatter", group, sent))
+    return Work("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
+
+
+def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
+    """x, out: [world, n] contiguous; out[r] becomes rank r's x[this rank]."""
+    return Work("all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True))
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
+    """Replaces the contiguous `x` by its sum (or whatever `op` says) over all ranks."""
+    return Work("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
