@@ -70,14 +70,14 @@ def _record() -> None:
     board = _board()
     assert board.mine.operations() == [] and board.mine.last_operation() == ""
     for number in range(1, boards.RECORDS + 11):
-        board.begin(f"operation {number} " + "n" * 200, step=3)
+        board.begin(f"operation {number} " + "n" * 200)
         if number % 2:
             board.end()
     operations = board.mine.operations()
     assert [entry["number"] for entry in operations] == list(range(11, boards.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {boards.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
-    board.begin("short", step=3)
+    board.begin("short")
     assert board.mine.last_operation() == "short"
     board.exchange("", "test")
     for part in board.parts:
@@ -85,7 +85,7 @@ def _record() -> None:
     assert board.behind() is None
     board.exchange("", "test")
     if board.rank != 1:
-        board.begin("one more", step=3)
+        board.begin("one more")
     board.exchange("", "test")
     assert board.behind() == (None if board.rank == 1 else 1)
 
@@ -96,6 +96,7 @@ def test_the_flight_record_holds_the_last_operations() -> None:
 
 def _abort() -> tuple[str, int | None]:
     board = _board()
+    board.step = 5
     if board.rank == 0:
         board.abort(1, 2)
         board.abort(1, 0)  # too late: the first one to tell is heard
@@ -103,7 +104,7 @@ def _abort() -> tuple[str, int | None]:
         board.exchange("", "second")
         board.exchange("", "third")
     except PeerTimeout as error:
-        assert (error.op, error.rank, error.step) in (("second", board.rank, 0), ("third", board.rank, 0))
+        assert (error.op, error.rank, error.step) in (("second", board.rank, 5), ("third", board.rank, 5))
         found = error.peer
     board.reset(lambda: None)
     assert not board.aborted

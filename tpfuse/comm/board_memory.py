@@ -32,11 +32,19 @@ class BoardMemory(SymmetricMemory):
     """Symmetric memory of ranks that share a board. Raises Unavailable where the ranks do not share a host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        super().__init__(group.rank(), group.size(), device, timeout)
         self.board = Board(group, timeout)
+        super().__init__(group.rank(), group.size(), device, timeout)
         self._watchdog: Watchdog | None = None
         self._busy = threading.Lock()
         self._started = 0.0
+
+    @property
+    def step(self) -> int:
+        return self.board.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.board.step = step
 
     def barrier(self, op: str = "barrier") -> None:
         self.board.agree(op, op)
@@ -49,7 +57,7 @@ class BoardMemory(SymmetricMemory):
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
-        self.board.begin(op, self.step)
+        self.board.begin(op)
         try:
             if self.board.aborted:
                 raise self.board.fail(op, None, 0.0)

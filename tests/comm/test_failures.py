@@ -1,0 +1,433 @@
+"""Ranks that are killed, stopped, late, interrupted or of another opinion: a named error or the right result, in time.
+
+The ranks are forked, so that a test can end as many of them as it likes in a second or two.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.kernels import signals
+
+LIMIT = 15.0  # seconds that a test waits for its ranks
+
+
+class Rank:
+    """What a rank's function is given."""
+
+    def __init__(self, rank: int, world: int, store: Path, connection: Connection) -> None:
+        self.rank, self.world, self._store, self._connection = rank, world, store, connection
+
+    def connect(self, timeout: float) -> SharedMemory:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self._store}",
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=LIMIT),
+        )
+        assert dist.group.WORLD is not None
+        return SharedMemory(dist.group.WORLD, timeout)
+
+    def tell(self, what: object) -> None:
+        self._connection.send(what)
+
+    def hear(self) -> None:
+        """Until the test says `go`."""
+        self._connection.recv()
+
+
+def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
+    try:
+        result = function(rank, *args)
+    except BaseException as error:
+        result = error
+    rank.tell(("result", time.monotonic(), result))
+
+
+class Ranks:
+    """Processes that run a function."""
+
+    def __init__(self, world: int, store: Path, function: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self.processes, self.connections = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(Rank(rank, world, store, theirs), function, *args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def hear(self, rank: int) -> Any:
+        """What a rank says next."""
+        assert self.connections[rank].poll(LIMIT), f"rank {rank} says nothing"
+        return self.connections[rank].recv()
+
+    def heard_of_all(self) -> None:
+        for rank in range(len(self.processes)):
+            assert self.hear(rank) == "here"
+
+    def go(self) -> None:
+        for connection in self.connections:
+            connection.send("go")
+
+    def send(self, rank: int, number: signal.Signals) -> float:
+        os.kill(self.processes[rank].pid or 0, number)
+        return time.monotonic()
+
+    def result(self, rank: int) -> tuple[float, Any]:
+        """(when it ended, what the function returned or raised)."""
+        kind, when, value = self.hear(rank)
+        assert kind == "result"
+        return when, value
+
+
+@contextmanager
+def ranks(world: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Ranks]:
+    running = Ranks(world, folder / "store", function, *args)
+    try:
+        yield running
+    finally:
+        for process in running.processes:
+            process.kill()
+            process.join()
+
+
+class Sum:
+    """An operation: every rank's number in its slot, a signal, and the sum over all ranks."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+        self.slots = memory.buffer("slots", (2, 1000), torch.int64)
+        self.flags = memory.signals("flags", 1)
+
+    def __call__(self, value: int, pause: Callable[[], None] = lambda: None) -> int:
+        memory, flags = self.memory, self.flags
+        with memory.guard("sum"):
+            epoch = int(flags.local[0]) + 1
+            self.slots.local[epoch % 2].fill_(value)
+            pause()
+            memory.put(flags, memory.rank, 0, epoch)
+            for rank in range(memory.world):
+                memory.wait(flags, rank, 0, epoch, op="sum")
+            total = torch.stack([peer[epoch % 2] for peer in self.slots.peers]).sum(0)
+        assert bool((total == total[0]).all())
+        return int(total[0])
+
+
+@triton.jit
+def _wait_kernel(flags_ptr, abort_ptr, out_ptr):
+    heard = signals.wait(flags_ptr, 1, abort_ptr)
+    tl.store(out_ptr, heard.to(tl.int32))
+
+
+def _spin(memory: SharedMemory) -> None:
+    """A kernel that waits for a signal that never comes."""
+    flags = memory.signals("never", 1)
+    out = torch.full((1,), 7, dtype=torch.int32)
+    try:
+        with memory.guard("kernel", kernel=True):
+            _wait_kernel[(1,)](flags.local, memory.abort, out)
+    finally:
+        assert int(out) == 0, "the kernel came back and said that it was told to"
+
+
+def _until_somebody_dies(rank: Rank, operation: str) -> None:
+    memory = rank.connect(timeout=20.0)
+    memory.step = 7
+    total = Sum(memory)
+    never = memory.signals("never", 1)
+    rank.tell("here")
+    try:
+        while True:
+            if operation == "sum":
+                assert total(memory.rank) == 3
+            elif operation == "barrier":
+                memory.barrier()
+            elif operation == "allocation":
+                memory.buffer("x", (1000,), torch.float32)
+                memory.free("x")
+            elif operation == "wait":
+                with memory.guard("wait"):
+                    memory.wait(never, 1, 0, 1, op="wait")
+            elif memory.rank == 1:
+                time.sleep(LIMIT)
+            else:
+                _spin(memory)
+    except PeerTimeout:
+        with pytest.raises(PeerTimeout, match=r"reset, step 7: rank . waited 0\.. s for rank 1; .* has ended"):
+            memory.reset()
+        raise
+
+
+@pytest.mark.parametrize("operation", ["sum", "barrier", "allocation", "wait", "kernel"])
+def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _until_somebody_dies, operation) as running:
+        running.heard_of_all()
+        time.sleep(0.3)
+        killed = running.send(1, signal.SIGKILL)
+        for survivor in (0, 2):
+            when, error = running.result(survivor)
+            assert isinstance(error, PeerTimeout), error
+            assert (error.peer, error.rank) == (1, survivor)
+            assert f"its process ({running.processes[1].pid}) has ended" in str(error)
+            op = {"allocation": ("buffer x", "free x")}.get(operation, (operation,))
+            assert error.step == 7 and error.op in op
+            assert str(error).startswith(f"{error.op}, step 7: rank {survivor} waited ")
+            assert when - killed < 1.5
+
+
+def _sums(rank: Rank, timeout: float, stopped: int) -> list[int]:
+    """One rank is stopped in the middle of the second sum."""
+    total = Sum(rank.connect(timeout))
+
+    def pause() -> None:
+        rank.tell("here")
+        rank.hear()
+
+    found = [total(1)]
+    found.append(total(10 + rank.rank, pause if rank.rank == stopped else lambda: None))
+    found.append(total(100))
+    return found
+
+
+def test_a_rank_that_stops_for_a_while_changes_nothing(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _sums, 10.0, 2) as running:
+        assert running.hear(2) == "here"
+        running.send(2, signal.SIGSTOP)
+        running.connections[2].send("go")
+        time.sleep(1.0)
+        assert not running.connections[0].poll(0)
+        continued = running.send(2, signal.SIGCONT)
+        for rank in range(3):
+            when, result = running.result(rank)
+            assert result == [3, 33, 300]
+            assert when > continued
+
+
+def _stopped_too_long(rank: Rank, stopped: int) -> tuple[PeerTimeout, float, list[int]]:
+    memory = rank.connect(timeout=1.0)
+    total = Sum(memory)
+    assert total(1) == 3
+
+    def pause() -> None:
+        rank.tell("here")
+        rank.hear()
+
+    try:
+        total(5, pause if rank.rank == stopped else lambda: None)
+    except PeerTimeout as error:
+        caught = error
+    else:
+        raise AssertionError("the others have given up")
+    when = time.monotonic()
+    with pytest.raises(PeerTimeout):  # until the reset, nothing waits any more
+        total(5)
+    with pytest.raises(PeerTimeout):
+        memory.barrier()
+    rank.tell("here")
+    rank.hear()
+    memory.reset()
+    sums = [total(10**turn * (memory.rank + 1)) for turn in range(5)]
+    memory.barrier()
+    return caught, when, sums
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(stopped: int, tmp_path: Path) -> None:
+    survivors = [rank for rank in range(3) if rank != stopped]
+    with ranks(3, tmp_path, _stopped_too_long, stopped) as running:
+        assert running.hear(stopped) == "here"
+        began = running.send(stopped, signal.SIGSTOP)
+        running.connections[stopped].send("go")
+        for rank in survivors:
+            assert running.hear(rank) == "here"
+        running.send(stopped, signal.SIGCONT)
+        assert running.hear(stopped) == "here"
+        running.go()
+        for rank in range(3):
+            _, (error, when, sums) = running.result(rank)
+            assert (error.op, error.peer, error.rank) == ("sum", stopped, rank)
+            assert sums == [6 * 10**turn for turn in range(5)]
+            if rank != stopped:
+                assert 0.9 < error.waited < 2.0 and 0.9 < when - began < 2.5
+                assert f"waited {error.waited:.1f} s for rank {stopped}; process" in str(error)
+                assert str(error).endswith("last seen in sum")
+
+
+def _one_stays_away(rank: Rank, operation: str) -> int:
+    memory = rank.connect(timeout=0.5)
+    memory.step = 7
+    total = Sum(memory)
+    memory.signals("never", 1)
+    if rank.rank == 1:
+        rank.hear()
+    with pytest.raises(PeerTimeout) as caught:
+        if operation == "sum" or rank.rank == 1:
+            total(1)
+        elif operation == "kernel":
+            _spin(memory)
+        else:
+            memory.barrier("end of the epoch")
+    rank.tell(caught.value)
+    rank.hear()
+    memory.reset()
+    return total(memory.rank)
+
+
+@pytest.mark.parametrize("operation", ["sum", "kernel", "end of the epoch"])
+def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _one_stays_away, operation) as running:
+        for rank in (0, 2):
+            error = running.hear(rank)
+            assert isinstance(error, PeerTimeout), error
+            assert (error.op, error.peer, error.rank, error.step) == (operation, 1, rank, 7)
+            assert "not seen yet" in str(error) and 0.4 < error.waited < 1.5
+        running.connections[1].send("go")
+        assert running.hear(1).op == "sum"  # it comes late, and does not wait in turn
+        running.go()
+        assert [running.result(rank)[1] for rank in range(3)] == [3, 3, 3]
+
+
+def _late(rank: Rank) -> list[int]:
+    time.sleep(0.5 * rank.rank)
+    memory = rank.connect(timeout=5.0)
+    total = Sum(memory)
+    time.sleep(0.5 * (rank.world - rank.rank))
+    return [total(rank.rank), total(1)]
+
+
+def test_ranks_may_start_at_different_times(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _late) as running:
+        assert [running.result(rank)[1] for rank in range(3)] == [[3, 3]] * 3
+
+
+def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
+    set_settings(flight_folder=folder)
+    memory = rank.connect(timeout=0.5)
+    total = Sum(memory)
+    memory.step = 3
+    for _ in range(80):  # more than the record holds
+        total(1)
+    memory.step = 4
+    if rank.rank == 0:
+        with memory.guard("something else"):
+            rank.hear()
+    with pytest.raises(PeerTimeout) as caught:
+        total(1)
+    return caught.value
+
+
+def test_the_flight_record_has_the_last_operations_of_every_rank(tmp_path: Path) -> None:
+    with ranks(2, tmp_path, _recorded, tmp_path) as running:
+        _, error = running.result(1)
+        record = json.loads((tmp_path / "flight_record_rank1.json").read_text())
+        assert record["error"] == str(error)
+        assert (record["op"], record["step"], record["rank"], record["missing"]) == ("sum", 4, 1, 0)
+        assert record["waited_s"] == round(error.waited, 3)
+        assert [entry["rank"] for entry in record["ranks"]] == [0, 1]
+        assert [entry["pid"] for entry in record["ranks"]] == [process.pid for process in running.processes]
+        assert not any(entry["ended"] for entry in record["ranks"])
+        other, mine = (entry["operations"] for entry in record["ranks"])
+        assert other[-1]["operation"] == "something else" and mine[-1]["operation"] == "sum"
+        assert [entry["number"] for entry in mine] == list(range(18, 82))
+        assert all(entry["ended_ns"] > entry["begun_ns"] > 0 for entry in mine[:-1])
+        assert other[-1]["ended_ns"] == mine[-1]["ended_ns"] == 0
+        assert str(error).endswith("last seen in something else")
+        running.connections[0].send("go")
+        assert isinstance(running.result(0)[1], PeerTimeout)
+
+
+def _no_disk(rank: Rank, folder: Path) -> list[str]:
+    set_settings(flight_folder=folder / "missing")
+    memory = rank.connect(timeout=0.3)
+    flags = memory.signals("flags", 1)
+    with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
+        memory.wait(flags, 1 - rank.rank, 0, 1, op="test")
+    return caught.value.__notes__
+
+
+def test_a_disk_that_fails_does_not_hide_the_error(tmp_path: Path) -> None:
+    with ranks(2, tmp_path, _no_disk, tmp_path) as running:
+        for rank in range(2):
+            (note,) = running.result(rank)[1]
+            assert note.startswith("the flight record could not be written: ") and "missing" in note
+
+
+def _fingerprints(rank: Rank) -> list[str]:
+    set_settings(fingerprint=True)
+    memory = rank.connect(timeout=10.0)
+    with memory.guard("all_gather float32 (4,)"):
+        pass
+    with pytest.raises(Disagreement) as caught, memory.guard(f"all_gather float32 ({4 + rank.rank // 2},)"):
+        raise AssertionError("the operation must not begin")
+    with memory.guard("all_gather float32 (8,)"):
+        pass
+    return [str(caught.value)]
+
+
+def test_fingerprints_show_both_sides(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _fingerprints) as running:
+        for rank in range(3):
+            assert running.result(rank)[1] == [
+                "rank 0 is at operation 2: all_gather float32 (4,), rank 2 at operation 2: all_gather float32 (5,)"
+            ]
+
+
+def _interrupted(rank: Rank, operation: str) -> str:
+    memory = rank.connect(timeout=10.0)
+    never = memory.signals("never", 1)
+    rank.tell("here")
+    try:
+        if operation == "kernel":
+            _wait_forever(memory)
+        elif operation == "wait":
+            with memory.guard("wait"):
+                memory.wait(never, memory.rank, 0, 1, op="wait")
+        elif rank.rank == 1:
+            time.sleep(LIMIT)
+        else:
+            memory.barrier()
+    except KeyboardInterrupt:
+        with memory.guard("the memory is free again"):
+            return "interrupted"
+    return "not interrupted"
+
+
+def _wait_forever(memory: SharedMemory) -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    with memory.guard("kernel", kernel=True):
+        _wait_kernel[(1,)](memory.signals("never", 1).local, memory.abort, out)
+
+
+@pytest.mark.parametrize("operation", ["wait", "barrier", "kernel"])
+def test_control_c_ends_a_wait(operation: str, tmp_path: Path) -> None:
+    with ranks(2, tmp_path, _interrupted, operation) as running:
+        running.heard_of_all()
+        time.sleep(0.3)
+        sent = [running.send(rank, signal.SIGINT) for rank in range(2)]
+        for rank in range(2):
+            when, result = running.result(rank)
+            assert result == "interrupted"
+            assert when - sent[rank] < 1.0
