@@ -13,6 +13,11 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 _memories: WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | Unavailable] = WeakKeyDictionary()
 
 
+def connected() -> list[SymmetricMemory]:
+    """Every symmetric memory that this process has."""
+    return [memory for memory in _memories.values() if isinstance(memory, SymmetricMemory)]
+
+
 def connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
     """The symmetric memory of `group` on `device` ("cpu" or this rank's "cuda:…"); collective when first asked for.
 
