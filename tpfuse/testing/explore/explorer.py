@@ -14,7 +14,7 @@ from tpfuse.testing.explore.interpreter_hooks import hooked
 from tpfuse.testing.explore.run import Options, Run
 from tpfuse.testing.explore.schedules import PCT, Choices, RoundRobin, Schedule, Sequential, Tracing
 from tpfuse.testing.explore.simulated_memory import SharedBuffers, SimulatedMemory
-from tpfuse.testing.explore.torch_operations import TorchOperations
+from tpfuse.testing.explore.torch_operations import LeavingTorch, TorchOperations
 
 Program = Callable[[SimulatedMemory], object]
 _running = threading.Lock()
@@ -39,7 +39,7 @@ class Report:
         self.schedules.append(schedule)
         self.steps.append(run.scheduler.steps)
         self.logs.append(run.scheduler.log)
-        self.shared_lines |= run.shared_lines()
+        self.shared_lines |= run.memory.shared_lines()
 
     def __str__(self) -> str:
         return f"{len(self.schedules)} schedules, {sum(self.steps)} steps: no fault"
@@ -129,7 +129,7 @@ def _execute(program: Program, world: int, schedule: Schedule, options: Options,
     gradients = torch.is_grad_enabled()
 
     def body(run: Run, rank: int) -> None:
-        with torch.set_grad_enabled(gradients), TorchOperations(run):
+        with torch.set_grad_enabled(gradients), TorchOperations(run.memory), LeavingTorch(run.memory):
             program(SimulatedMemory(shared, rank))
 
     run = Run(body, world, schedule, options)

@@ -6,6 +6,7 @@ launch is ours, because programs have to be started one by one. Everything is pu
 """
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,8 @@ from triton._C.libtriton import ir
 from triton.language import core
 from triton.runtime import interpreter
 
-from tpfuse.testing.explore.run import Addresses, Run, Semantics, bind
+from tpfuse.testing.explore.memory import Addresses, Semantics
+from tpfuse.testing.explore.run import Run
 
 _BUILDER: Any = interpreter.interpreter_builder
 _PLAIN: Any = interpreter.InterpreterBuilder
@@ -47,31 +49,31 @@ class _Operations:
     """The operations of the interpreter's builder that touch memory, for one run."""
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        self._memory, self._scheduler = run.memory, run.scheduler
 
     def create_masked_load(self, ptrs: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
-        parts = self.run.touched(_addresses(ptrs, mask))
+        parts = self._memory.touched(_addresses(ptrs, mask))
         if not parts:
             return _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
-        site = self.run.access(parts, size, "load", write=False)
+        site = self._memory.access(parts, size, "load", write=False)
         value = _PLAIN.create_masked_load(_BUILDER, ptrs, mask, *args, **kwargs)
         if ptrs.data.size == 1:
-            self.run.polled(parts, np.asarray(value.data).ravel(), site)
+            self._memory.polled(parts, np.asarray(value.data).ravel(), site)
         return value
 
     def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
         size = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
-        parts = self.run.touched(_addresses(ptrs, mask))
+        parts = self._memory.touched(_addresses(ptrs, mask))
         if parts:
-            self.run.access(parts, size, "store", write=True)
+            self._memory.access(parts, size, "store", write=True)
         result = _PLAIN.create_masked_store(_BUILDER, ptrs, value, mask, *args, **kwargs)
-        self.run.written(parts)
+        self._memory.written(parts)
         return result
 
     def create_barrier(self) -> None:
-        if self.run.task.program is not None:
-            self.run.clocks.debug_barrier(self.run.task.chain)
+        if self._scheduler.current.program is not None:
+            self._memory.clocks.debug_barrier(self._scheduler.current.chain)
 
     def _atomic(
         self,
@@ -82,7 +84,7 @@ class _Operations:
         perform: Callable[[], Any],
         stored: Callable[[NDArray[Any]], NDArray[np.bool_]],
     ) -> Any:
-        parts = self.run.touched(_addresses(ptr, mask))
+        parts = self._memory.touched(_addresses(ptr, mask))
         if not parts:
             return perform()
         if sum(part.size for _, part in parts) != _addresses(ptr, mask).size:
@@ -93,7 +95,7 @@ class _Operations:
             result = perform()
             return result, old, _values(ptr, mask), stored(old)
 
-        return self.run.atomic(name, parts, semantics, watched)
+        return self._memory.atomic(name, parts, semantics, watched)
 
     def create_atomic_rmw(self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         perform = lambda: _PLAIN.create_atomic_rmw(_BUILDER, op, ptr, val, mask, sem, scope)  # noqa: E731
@@ -123,10 +125,10 @@ class _Operations:
         for lane in np.ndindex(ptr.data.shape):
             word = interpreter.TensorHandle(np.atleast_1d(ptr.data[lane]), ptr.dtype)
             wanted = np.broadcast_to(expected.data, ptr.data.shape)[lane]
-            self.run.task.woken = False
-            if not self.run.touched(_addresses(word)):
+            self._scheduler.current.woken = False
+            if not self._memory.touched(_addresses(word)):
                 raise ValueError("tl.atomic_poll is explored on symmetric memory only")
-            while not matched[lane] and not (timeout_ns is not None and self.run.task.woken):
+            while not matched[lane] and not (timeout_ns is not None and self._scheduler.current.woken):
                 read = lambda word=word: _values(word)  # noqa: E731
                 value = self._atomic("atomic_poll", word, None, semantics, read, lambda old: np.zeros(old.shape, bool))
                 matched[lane] = value[0] == wanted
@@ -136,7 +138,7 @@ class _Operations:
 def _launch(run: Run, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for hook in executor.pre_run_hooks:
         hook(*args, **kwargs)
-    named = bind(executor.fn, args, kwargs)
+    named = _bind(executor.fn, args, kwargs)
     named = {name: v if name in executor.constexprs else interpreter._implicit_cvt(v) for name, v in named.items()}
     grid = executor.grid(named) if callable(executor.grid) else executor.grid
     grid = (*grid, 1, 1)[:3]
@@ -157,6 +159,13 @@ def _save_grid() -> tuple[Any, ...]:
 
 def _restore_grid(saved: tuple[Any, ...]) -> None:
     vars(_BUILDER).update(zip(_GRID, saved, strict=True))
+
+
+def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name; keywords that the function does not take (num_warps and the like) are dropped."""
+    spec = inspect.getfullargspec(function)
+    known = {key: value for key, value in kwargs.items() if key in spec.args or key in spec.kwonlyargs}
+    return inspect.getcallargs(function, *args, **known)
 
 
 @contextlib.contextmanager

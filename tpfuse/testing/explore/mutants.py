@@ -243,9 +243,9 @@ class _Finder:
                 yield self._mutant(call, f'{comma}sem="{weaker}")', f"{default} (default) -> {weaker}", last=1)
 
     def _constant(self, node: ast.expr, place: ast.expr) -> Iterator[Mutant]:
-        if not isinstance(node, ast.Constant):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             return
-        for weaker in _WEAKER.get(str(node.value), ()):
+        for weaker in _WEAKER.get(node.value, ()):
             yield self._mutant(node, f'"{weaker}"', f"{node.value} -> {weaker}", place)
         if node.value == "sys":
             yield self._mutant(node, '"gpu"', "scope sys -> gpu", place)

@@ -13,6 +13,8 @@ from tpfuse.testing.explore.errors import DeadlockError, ExploreError, Stopped
 from tpfuse.testing.explore.schedules import Schedule
 from tpfuse.testing.explore.sites import actor
 
+GRID, PLACE = "the end of its grid", "its turn to begin"  # why a task is held
+
 
 class Task:
     """A thread that can hold the baton: a rank, or a program of its grid.
@@ -170,8 +172,10 @@ class Scheduler:
         self._stalls = 0
 
     def _places(self) -> str:
-        return "".join(
-            f"\n  {actor(task.rank, task.program)} waits: {task.held or task.where or 'nowhere'}"
-            for task in self.tasks
-            if not task.done and task.held not in ("for its grid", "for a place")
-        )
+        places = []
+        for task in self.tasks:
+            if task.done and task.program is None:
+                places.append(f"{actor(task.rank, None)} has ended")
+            elif not task.done and task.held not in (GRID, PLACE):
+                places.append(f"{actor(task.rank, task.program)} waits at {task.held or task.where}")
+        return "".join(f"\n  {place}" for place in places)

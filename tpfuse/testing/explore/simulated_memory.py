@@ -45,7 +45,7 @@ class SimulatedMemory(SymmetricMemory):
         if parts is None:
             parts = [Region(key, rank, shape, dtype) for rank in range(self.world)]
             self._shared.parts[key, generation] = parts
-            self._run.regions += parts
+            self._run.memory.regions += parts
         elif (parts[0].shape, parts[0].dtype) != (shape, dtype):
             raise Disagreement(
                 f"symmetric buffer {key!r}: rank {self.rank} asks for {dtype} {tuple(shape)}, "
@@ -60,14 +60,14 @@ class SimulatedMemory(SymmetricMemory):
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays: who still reads it is told
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        self._run.host_word("put", self._word(flags, owner, index), index, value)
+        self._run.memory.host_word("put", self._word(flags, owner, index), index, value)
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         region = self._word(flags, owner, index)
         while True:
-            found = self._run.host_word("wait", region, index, None)
+            found = self._run.memory.host_word("wait", region, index, None)
             if (found - value + 2**31) % 2**32 >= 2**31:  # the difference, as int32, is not negative
                 return
             if self._run.aborted(self.rank):
@@ -104,10 +104,7 @@ class SimulatedMemory(SymmetricMemory):
     def reset(self) -> None:
         self._meet("reset", joins=True)
         for key in self._signals & self._buffers.keys():
-            words = self._regions[key][self.rank].words
-            assert words is not None
-            words[:] = 0
-            self._run.forget(self._regions[key][self.rank])
+            self._run.memory.clear(self._regions[key][self.rank])
         self._run.end_abort(self.rank)
         self.generation += 1
         self._meet("reset", joins=True)

@@ -1,6 +1,8 @@
 """Where an operation is in the source: file, line, and the text of the line."""
 
+import contextlib
 import linecache
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -12,8 +14,9 @@ import triton
 
 from tpfuse.testing.explore.clocks import Line
 
-_FOREIGN = tuple(
-    str(Path(file).parent) for file in (triton.__file__, torch.__file__, __file__, threading.__file__) if file
+_FOREIGN = (
+    *(f"{Path(str(file)).parent}{os.sep}" for file in (triton.__file__, torch.__file__, __file__)),
+    *(module.__file__ for module in (threading, contextlib)),
 )
 
 
@@ -59,7 +62,8 @@ def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
     frame: FrameType | None = sys._getframe(1)
     lines: list[Line] = []
     while frame is not None and frame.f_code not in roots:
-        if not frame.f_code.co_filename.startswith(_FOREIGN):
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
+        line = frame.f_code.co_filename, frame.f_lineno
+        if not line[0].startswith(_FOREIGN) and line not in lines[-1:]:
+            lines.append(line)
         frame = frame.f_back
     return tuple(lines[:limit]) or (("?", 0),)

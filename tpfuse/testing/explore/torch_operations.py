@@ -6,22 +6,38 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tpfuse.testing.explore.run import Addresses, Run
+from tpfuse.testing.explore.memory import Addresses, CheckedMemory
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class LeavingTorch(TorchFunctionMode):
+    """Shows a run what `tolist` reads, of which the dispatcher sees nothing."""
+
+    def __init__(self, memory: CheckedMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.tolist and (parts := self._memory.touched(_addresses(args[0]))):
+            self._memory.access(parts, args[0].element_size(), "tolist", write=False)
+        return func(*args, **(kwargs or {}))
 
 
 class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a run what the torch operations of one rank read and write.
 
-    Not seen: what leaves torch (`numpy`, `tolist`, `data_ptr`), and the reading of what an operation writes too.
+    Not seen: what is done to memory outside torch (`numpy`, `data_ptr`).
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, memory: CheckedMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
+        self._memory = memory
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,12 +48,12 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.redispatch(_CPU, *args, **kwargs)
         written = []
         for tensor, write in _operands(func, args, kwargs):
-            parts = self._run.touched(_addresses(tensor))
+            parts = self._memory.touched(_addresses(tensor))
             if parts:
-                self._run.access(parts, tensor.element_size(), func.__name__.partition(".")[0], write=write)
+                self._memory.access(parts, tensor.element_size(), func.__name__.partition(".")[0], write=write)
                 written += parts if write else []
         result = func(*args, **kwargs)
-        self._run.written(written)
+        self._memory.written(written)
         return result
 
 

@@ -1,0 +1,235 @@
+"""Symmetric memory as a run sees it: every operation is a place where others may go first, and is then checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tpfuse.testing.explore.clocks import Atomic, Clocks, Line, Word
+from tpfuse.testing.explore.errors import ProtocolError, RaceError
+from tpfuse.testing.explore.explanation import explain
+from tpfuse.testing.explore.scheduler import Scheduler
+from tpfuse.testing.explore.shadow import Indices, Region
+from tpfuse.testing.explore.sites import Site, lines_here, text_of
+
+Addresses = NDArray[np.uint64]
+Parts = list[tuple[Region, Addresses]]
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """What an atomic operation orders. scope: 0 within a block, 1 within a GPU, 2 between GPUs."""
+
+    acquires: bool
+    releases: bool
+    scope: int
+    modifies: bool = True  # a read-modify-write
+    writes: bool = True  # not a mere load
+    host: bool = False
+
+
+_SCOPES = ("cta", "gpu", "sys")
+HOST_PUT = Semantics(acquires=False, releases=True, scope=2, modifies=False, host=True)
+HOST_WAIT = Semantics(acquires=True, releases=False, scope=2, modifies=False, writes=False, host=True)
+
+
+class CheckedMemory:
+    """The regions of one run, what orders their accesses, and where they were made.
+
+    roots: the functions that ranks and programs are run by; what is above them on the stack is the protocol.
+    """
+
+    def __init__(self, scheduler: Scheduler, barrier_rule: bool, roots: frozenset[CodeType]) -> None:
+        self._scheduler, self._roots = scheduler, roots
+        self.clocks = Clocks(barrier_rule)
+        self.regions: list[Region] = []
+        self._site_list: list[Site] = []
+        self._sites: dict[Site, int] = {}  # their numbers
+        self._users: dict[Word, dict[int, tuple[int, int]]] = {}  # chain -> its narrowest scope, and where
+        self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # which ranks, and where
+
+    def site(self, operation: str) -> int:
+        """The number of the place where the current thread is."""
+        task = self._scheduler.current
+        site = Site(operation, task.rank, task.program, lines_here(self._roots))
+        if site not in self._sites:
+            self._sites[site] = len(self._site_list)
+            self._site_list.append(site)
+        return self._sites[site]
+
+    def line_of(self, site: int) -> str:
+        """file:line: text of a site, by its number."""
+        return text_of(self._site_list[site].lines[0])
+
+    def touched(self, addresses: Addresses) -> Parts:
+        """The symmetric parts among these addresses, red zones included."""
+        if not addresses.size:
+            return []
+        low, high = int(addresses.min()), int(addresses.max())
+        regions = [region for region in self.regions if region.low <= high and low < region.high]
+        return [
+            (region, part)
+            for region in regions
+            if (part := addresses[(addresses >= region.low) & (addresses < region.high)]).size
+        ]
+
+    def _inside(self, region: Region, part: Addresses, size: int, site: int) -> Indices:
+        index = region.elements(part, size)
+        if region.freed:
+            self._refuse(f"symmetric buffer {region.key!r} of rank {region.rank} was freed", site)
+        if len(outside := index[(index < 0) | (index >= region.count)]):
+            element = f"element {int(outside[0])} of symmetric buffer {region.key!r} of rank {region.rank}"
+            self._refuse(f"{element}, which has {region.count}", site)
+        return index
+
+    def _refuse(self, what: str, site: int) -> None:
+        self._scheduler.stop(ProtocolError(f"{what}:\n  {self._site_list[site]}"))
+
+    def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> int:
+        """Before a plain load or store: others may go first, then it is checked. Returns the number of its site."""
+        task = self._scheduler.current
+        site = self.site(operation)
+        scalar = len(parts) == 1 and parts[0][1].size == 1
+        self._scheduler.switch(task, site, _words(parts) if scalar and not write else ())
+        if write or not scalar:
+            task.polled.clear()
+        for region, part in parts:
+            index = self._inside(region, part, size, site)
+            if region.checked:
+                self._check(region, index, site, write=write, atomic=False)
+                if write and region.signals:
+                    self._forget(region, index)
+        return site
+
+    def written(self, parts: Parts) -> None:
+        """After a store: who polls what it changed looks again."""
+        for _, part in parts:
+            self._scheduler.changed(int(part.min()), int(part.max()))
+
+    def polled(self, parts: Parts, values: NDArray[Any], site: int) -> None:
+        """After words were read and not changed."""
+        found = tuple(values.tolist())
+
+        def where() -> str:
+            names = [region.name(int(i)) for region, part in parts for i in region.elements(part, 1)]
+            words = ", ".join(f"{name} is {value}" for name, value in zip(names, found, strict=True))
+            return f"{self.line_of(site)}\n    {words}"
+
+        self._scheduler.poll(self._scheduler.current, _words(parts), found, where)
+
+    def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
+        task = self._scheduler.current
+        conflict = region.access(self.clocks, index, task.chain, site, write=write, atomic=atomic)
+        if conflict is not None:
+            why = explain(self.clocks, conflict.component, conflict.time, task.chain)
+            self._race(region, conflict.element, conflict.site, site, why)
+
+    def _race(self, region: Region, element: int, earlier: int, later: int, why: str) -> None:
+        sites = f"\n  {self._site_list[earlier]}\n  {self._site_list[later]}"
+        self._scheduler.stop(RaceError(f"race on {region.name(element)}: nothing orders{sites}\n  {why}"))
+
+    def atomic(
+        self,
+        operation: str,
+        parts: Parts,
+        semantics: Semantics,
+        perform: Callable[[], tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
+    ) -> Any:
+        """An atomic operation on the words `parts`.
+
+        perform() does it and returns its result, the old and the new values of the words, and whether it stored them.
+        """
+        task, site = self._scheduler.current, self.site(operation)
+        self._scheduler.switch(task, site, _words(parts))
+        words: list[tuple[Region, int]] = []
+        for region, part in parts:
+            index = self._inside(region, part, region.step, site)
+            words += [(region, int(element)) for element in index]
+            if region.checked:
+                self._check(region, index, site, write=semantics.writes, atomic=True)
+        for region, element in words:
+            if region.checked:
+                self._scope(region, element, semantics.scope, site)
+        result, old, new, stored = perform()
+        for (region, element), done in zip(words, stored.tolist(), strict=True):
+            if region.checked:
+                self._order(region, element, semantics, bool(done), site)
+        if (stored & (old != new)).any():
+            task.polled.clear()
+            for _, part in parts:
+                self._scheduler.changed(int(part.min()), int(part.max()))
+        else:
+            self.polled(parts, old, site)
+        return result
+
+    def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
+        region.signals = True
+        word = self.regions.index(region), element
+        line = self._site_list[site].lines[0]
+        self.clocks.atomic(
+            Atomic(
+                self._scheduler.current.chain,
+                word,
+                line,
+                releases=semantics.releases,
+                acquires=semantics.acquires,
+                stores=stored and semantics.writes,
+                modifies=semantics.modifies,
+                host=semantics.host,
+            )
+        )
+
+    def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
+        """Atomics of two programs on one word are atomic, and order anything, only if the scope of both spans both."""
+        task = self._scheduler.current
+        word = self.regions.index(region), element
+        users = self._users.setdefault(word, {})
+        ranks, lines = self._word_lines.setdefault(word, (set(), set()))
+        ranks.add(task.rank)
+        lines.add(self._site_list[site].lines[0])
+        for chain, (other, other_site) in users.items():
+            there = self._site_list[other_site]
+            needed = 2 if there.rank != task.rank else 1
+            if chain != task.chain and min(scope, other) < needed:
+                where = "two ranks" if needed == 2 else "two programs"
+                narrow = site if scope < needed else other_site
+                given, wanted = _SCOPES[min(scope, other)], _SCOPES[needed]
+                why = f'scope="{given}" spans no {where}: "{wanted}" is needed at {self.line_of(narrow)}'
+                self._race(region, element, other_site, site, why)
+        if task.chain not in users or scope < users[task.chain][0]:
+            users[task.chain] = scope, site
+
+    def shared_lines(self) -> set[Line]:
+        """Where atomic operations on words are that two ranks have touched."""
+        return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
+
+    def host_word(self, operation: str, region: Region, index: int, value: int | None) -> int:
+        """Sets a word (release) or, without a value, reads it (acquire)."""
+        address = region.base + index * region.step
+        semantics = HOST_WAIT if value is None else HOST_PUT
+
+        def perform() -> tuple[int, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
+            assert region.words is not None
+            old = region.words[index : index + 1].copy()
+            if value is not None:
+                region.words[index] = np.int64(value).astype(np.int32)
+            return int(old[0]), old, region.words[index : index + 1].copy(), np.array([value is not None])
+
+        return int(self.atomic(operation, [(region, np.array([address], np.uint64))], semantics, perform))
+
+    def clear(self, region: Region) -> None:
+        """Zeroes words; what was released there is released no more."""
+        assert region.words is not None
+        region.words[:] = 0
+        self._forget(region, np.arange(region.count))
+
+    def _forget(self, region: Region, index: Indices) -> None:
+        number = self.regions.index(region)
+        self.clocks.overwrite((number, element) for element in index.tolist())
+
+
+def _words(parts: Parts) -> tuple[int, ...]:
+    return tuple(int(address) for _, part in parts for address in part)
