@@ -1,57 +1,214 @@
+"""Every implementation of every collective, exact: integers that differ per rank, so that a wrong index shows."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm import collectives
+from tpfuse.comm import collectives, direct
+from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.mesh import group_of
+from tpfuse.comm.settings import set_settings
+from tpfuse.kernel_choice import kernels
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+IMPLEMENTATIONS = ("direct", "fused", "collective")
 
 
-def _collect(dtype: torch.dtype) -> None:
+@contextmanager
+def _implementation(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, kernels("triton" if name == "fused" else "torch"):
+        if name == "collective":
+            patch.setattr(collectives, "_symmetric", lambda *_, **__: None)
+            patch.setattr(collectives, "_direct", lambda *_: None)
+        yield
+
+
+def _collect(implementation: str, dtype: torch.dtype) -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     whole = integers(1, world, 7 * world, 9, dtype=dtype)
     mine = whole[rank]
-    for x in (mine, mine.t().contiguous().t()):  # strides must not matter
-        before = x.clone()
-        assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
-        assert torch.equal(collectives.reduce_scatter(x, group), whole.sum(0)[7 * rank : 7 * rank + 7])
-        assert torch.equal(collectives.all_reduce(x, group), whole.sum(0))
-        assert torch.equal(collectives.all_reduce_max(x, group), whole.amax(0))
-        assert torch.equal(x, before)
-    out = mine.clone()
-    collectives.start_all_reduce(out, group).wait()
-    assert torch.equal(out, whole.sum(0))
+    with _implementation(implementation):
+        for x in (mine, mine.t().contiguous().t()):  # strides must not matter
+            before = x.clone()
+            assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
+            assert torch.equal(collectives.reduce_scatter(x, group), whole.sum(0)[7 * rank : 7 * rank + 7])
+            assert torch.equal(collectives.all_reduce(x, group), whole.sum(0))
+            assert torch.equal(collectives.all_reduce_max(x, group), whole.amax(0))
+            rows = x.view(world, 7, 9) if x.is_contiguous() else x.reshape(world, 7, 9)
+            assert torch.equal(collectives.all_to_all(rows, group), whole.view(world, world, 7, 9)[:, rank])
+            assert torch.equal(x, before)
+        out = mine.clone()
+        collectives.start_all_reduce(out, group).wait()
+        assert torch.equal(out, whole.sum(0))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_collectives(world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_collect, dtype)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_collectives(world: int, dtype: torch.dtype, implementation: str) -> None:
+    pool(world).run(_collect, implementation, dtype)
+
+
+def _sizes(implementation: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    with _implementation(implementation):
+        for n in sizes:
+            whole = integers(n, world, world, n).to(dtype)
+            mine = whole[rank].clone()
+            assert torch.equal(collectives.all_gather(mine[0], group), whole[:, 0].flatten())
+            assert torch.equal(collectives.all_to_all(mine, group), whole[:, rank])
+            assert torch.equal(collectives.reduce_scatter(mine.flatten(), group), whole.sum(0, dtype=dtype)[rank])
+            assert torch.equal(collectives.all_reduce(mine, group), whole.sum(0, dtype=dtype))
+            assert torch.equal(collectives.all_reduce_max(mine, group), whole.amax(0))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+def test_any_size(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_sizes, "direct", (0, 1, 63, 1000, 100_003, 700_001), dtype)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_size_interpreted(world: int) -> None:
+    pool(world).run(_sizes, "fused", (0, 1, 63, 1000, 4099), torch.float32)
+    pool(world).run(_sizes, "fused", (0, 63, 1000), torch.int32)
+
+
+def _delayed(iterations: int) -> list[torch.Tensor]:
+    """Ranks that come in any order, over and over the same memory."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late = random.Random(rank)
+    found = []
+    for i in range(iterations):
+        if late.random() < 0.1:
+            time.sleep(late.random() * 2e-3)
+        n = 1 + i * 37 % 2000
+        whole = integers(i, world, n)
+        assert torch.equal(collectives.all_reduce(whole[rank], group), whole.sum(0))
+        assert torch.equal(collectives.all_gather(whole[rank], group), whole.flatten())
+        found.append(whole.sum())
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_500_iterations_of_ranks_that_are_late(world: int) -> None:
+    assert len(pool(world).run(_delayed, 500)[0]) == 500
 
 
 def _under_way() -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     whole = integers(2, world, 4 * world)
+    large = integers(3, world, 300_000 * world)
     gathered, gather = collectives.start_all_gather(whole[rank], group)
-    scattered, scatter = collectives.start_reduce_scatter(whole[rank], group)
-    gather.wait()
-    scatter.wait()
+    scattered, scatter = collectives.start_reduce_scatter(large[rank], group)
+    third, handle = collectives.start_all_gather(large[rank], group)
+    assert torch.equal(collectives.all_reduce(whole[rank], group), whole.sum(0)), "one that overtakes all of them"
+    for under_way in (scatter, gather, handle, handle):
+        under_way.wait()
     assert torch.equal(gathered, whole.flatten())
-    assert torch.equal(scattered, whole.sum(0)[4 * rank : 4 * rank + 4])
+    assert torch.equal(scattered, large.sum(0).view(world, -1)[rank])
+    assert torch.equal(third, large.flatten())
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_two_collectives_under_way(world: int) -> None:
+def test_several_collectives_under_way(world: int) -> None:
     pool(world).run(_under_way)
 
 
+def _overlapping() -> None:
+    """Pairs of ranks and all of them, by turns, and a collective of the one begun inside of the other's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    pair, first = pairs[rank // 2], rank // 2 * 2
+    for i in range(20):
+        whole = integers(i, world, 500 + i)
+        out = whole[rank].clone()
+        handle = collectives.start_all_reduce(out, dist.group.WORLD)
+        assert torch.equal(collectives.all_gather(whole[rank], pair), whole[first : first + 2].flatten())
+        handle.wait()
+        assert torch.equal(out, whole.sum(0))
+
+
+def test_groups_that_overlap() -> None:
+    pool(4).run(_overlapping)
+
+
+def _halves() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    both = []
+    for limit in (0, 2**20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(direct, "ONE_SHOT_BYTES", limit)
+            both.append(collectives.all_reduce(x, dist.group.WORLD))
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
+    results = pool(world).run(_halves)
+    x = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)).bfloat16().float() for rank in range(world)]
+    total = x[0].clone()
+    for part in x[1:]:
+        total += part
+    for in_two, in_one in results:
+        assert torch.equal(in_two, total.bfloat16()) and torch.equal(in_one, in_two)
+
+
+def _fingerprints() -> str:
+    group = dist.new_group()
+    set_settings(fingerprint=True)
+    try:
+        collectives.all_reduce(torch.zeros(5), group)
+        collectives.all_reduce(torch.zeros(7 + dist.get_rank()), group)
+    except Disagreement as error:
+        return str(error)
+    finally:
+        set_settings(fingerprint=False)
+    return ""
+
+
+def test_fingerprints_show_both_sides() -> None:
+    for text in pool(2).run(_fingerprints):
+        assert "rank 0 is at" in text and "all_reduce torch.float32 [7]" in text
+        assert "rank 1 at" in text and "all_reduce torch.float32 [8]" in text
+
+
+def _late() -> str:
+    """Over Gloo, whose group is of no use afterwards: one of its own, and no rank uses it again."""
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+        return "PeerTimeout"
+    set_settings(timeout=0.5)
+    try:
+        with _implementation("collective"):
+            collectives.all_reduce(torch.zeros(3), group)
+    except PeerTimeout as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        set_settings(timeout=60.0)
+    return "no error"
+
+
+def test_a_collective_of_gloo_without_its_peer() -> None:
+    first = pool(2).run(_late)[0]
+    assert first.startswith("PeerTimeout: all_reduce: rank 0 waited 0.5 s for a rank")
+
+
 def _uneven() -> None:
+    group = group_of(tensor_mesh())
     with pytest.raises(ValueError, match="7 rows cannot be split among 2 ranks"):
-        collectives.reduce_scatter(torch.zeros(7, 2), group_of(tensor_mesh()))
+        collectives.reduce_scatter(torch.zeros(7, 2), group)
+    with pytest.raises(ValueError, match="all_to_all: 7 rows: expected one for each of 2 ranks"):
+        collectives.all_to_all(torch.zeros(7, 2), group)
 
 
 def test_rows_that_cannot_be_scattered_are_refused() -> None:

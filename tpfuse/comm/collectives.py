@@ -1,16 +1,17 @@
 """Collectives along dimension 0, without autograd, by whatever serves the group best.
 
-| tensors | ranks                | by                                                                         |
-|---------|----------------------|----------------------------------------------------------------------------|
-| CPU     | of one host          | torch operations on shared memory (`tpfuse.comm.direct`)                   |
-| any     | others               | torch.distributed: NCCL or Gloo (`tpfuse.comm.process_group`)              |
+| implementation | where                                                                                        |
+|----------------|----------------------------------------------------------------------------------------------|
+| direct         | CPU ranks of one host: torch operations on shared memory (`tpfuse.comm.direct`)              |
+| fused          | CUDA ranks with peer access, small tensors; CPU ranks that interpret kernels (`.launched`)   |
+| collective     | all else: NCCL, Gloo (`tpfuse.comm.process_group`)                                           |
 
 A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
 handle; the result may be read once `wait()` has returned. Every rank calls the same collectives of a group in the same
 order, from one thread at a time. Raise PeerTimeout where a rank does not come.
 """
 
-from typing import Protocol
+from typing import Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +22,8 @@ from tpfuse.comm import process_group
 from tpfuse.comm.connect import connect
 from tpfuse.comm.direct import DirectCollectives
 from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.launched import LaunchedCollectives
+from tpfuse.kernel_choice import use_triton
 
 
 class Handle(Protocol):
@@ -36,19 +39,35 @@ class _Done:
 
 
 _DONE = _Done()
-_direct: WeakKeyDictionary[dist.ProcessGroup, DirectCollectives | None] = WeakKeyDictionary()
+CUDA_BYTES = 2**18  # up to here kernels run in NCCL's place: not measured yet
+_Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
+_Symmetric = DirectCollectives | LaunchedCollectives
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
 
 
-def _direct_of(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
-    """What serves the group through shared memory; None where nothing does."""
-    if x.device.type != "cpu":
-        return None
-    if group not in _direct:
+def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
+    """What serves CPU ranks of one host."""
+    return None if x.device.type != "cpu" else _of(group, x.device, DirectCollectives)
+
+
+def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
+    """What serves the group through symmetric memory; None where nothing does."""
+    if x.device.type == "cuda":
+        small = x.nbytes <= CUDA_BYTES and (not summed or LaunchedCollectives.sums(x.dtype))
+        return _of(group, x.device, LaunchedCollectives) if small and use_triton(x) else None
+    if x.device.type == "cpu" and use_triton(x) and (not summed or LaunchedCollectives.sums(x.dtype)):
+        return _of(group, x.device, LaunchedCollectives)
+    return _direct(x, group)
+
+
+def _of(group: dist.ProcessGroup, device: torch.device, kind: type[_Kind]) -> _Kind | None:
+    made = _made.setdefault(group, {})
+    if kind not in made:
         try:
-            _direct[group] = DirectCollectives(connect(group, x.device))
+            made[kind] = kind(connect(group, device))
         except Unavailable:
-            _direct[group] = None
-    return _direct[group]
+            return None
+    return cast(_Kind, made[kind])
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
@@ -62,9 +81,9 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Te
     x = x.contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     flat, rows = x.view(-1), out.view(group.size(), -1)
-    direct = _direct_of(x, group)
-    if direct is not None:
-        return out, direct.all_gather(flat, rows, later=later)
+    symmetric = _symmetric(x, group)
+    if symmetric is not None:
+        return out, symmetric.all_gather(flat, rows, later=later)
     return out, process_group.start_all_gather(flat, rows, group)
 
 
@@ -86,9 +105,9 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
     x = x.contiguous()
     out = x.new_empty(x.shape[0] // world, *x.shape[1:])
     rows, flat = x.view(world, out.numel()), out.view(-1)
-    direct = _direct_of(x, group)
-    if direct is not None:
-        return out, direct.reduce_scatter(rows, flat, later=later)
+    symmetric = _symmetric(x, group, summed=True)
+    if symmetric is not None:
+        return out, symmetric.reduce_scatter(rows, flat, later=later)
     return out, process_group.start_reduce_scatter(rows, flat, group)
 
 
@@ -100,9 +119,9 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
 
 
 def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool) -> Handle:
-    direct = _direct_of(x, group)
-    if direct is not None:
-        return direct.all_reduce(x.view(-1), out.view(-1), later=later)
+    symmetric = _symmetric(x, group, summed=True)
+    if symmetric is not None:
+        return symmetric.all_reduce(x.view(-1), out.view(-1), later=later)
     if out is not x:
         out.copy_(x)
     return process_group.start_all_reduce(out, group)
@@ -141,7 +160,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return x
     x = x.contiguous()
-    direct = _direct_of(x, group)
+    direct = _direct(x, group)
     if direct is not None:
         out = torch.empty_like(x)
         direct.all_reduce_max(x.view(-1), out.view(-1)).wait()
@@ -163,7 +182,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     rows = x.view(len(x), -1), out.view(len(x), -1)
-    direct = _direct_of(x, group)
-    handle = process_group.start_all_to_all(*rows, group) if direct is None else direct.all_to_all(*rows)
+    symmetric = _symmetric(x, group)
+    handle = process_group.start_all_to_all(*rows, group) if symmetric is None else symmetric.all_to_all(*rows)
     handle.wait()
     return out

@@ -1,7 +1,7 @@
 """Collectives by torch.distributed (NCCL or Gloo), where ranks have no symmetric memory: on several hosts, above all.
 
-Deadlines are those of the process group (`tpfuse train --comm.timeout` sets them). A rank that is lost, or late, is a
-PeerTimeout here as well; who it was, Gloo and NCCL do not know. Their group is of no more use then.
+A rank that is lost, or late, is a PeerTimeout here as well; who it was, Gloo and NCCL do not know. Their group is of no
+more use then.
 """
 
 import time
@@ -41,13 +41,15 @@ class Work:
     def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
         self._op, self._group, self._work = op, group, work
         self._started = time.monotonic()
+        # Gloo's wait takes a deadline. NCCL's would block the host until the result is there; its watchdog has one.
+        self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
 
     def wait(self) -> None:
         """Blocks (on CUDA: the current stream) until the result may be read. Raises PeerTimeout."""
         if self._work is None:
             return
         try:
-            self._work.wait()
+            self._work.wait(*self._deadline)
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
