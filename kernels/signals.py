@@ -93,7 +93,8 @@ def begin(state_ptr, abort_ptr):
     does nothing: it would write what peers may still be reading.
     """
     aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed", scope="sys")
-    return tl.load(state_ptr) + 1, aborted == 0
+    epoch = tl.load(state_ptr) + 1
+    return epoch, aborted == 0
 
 
 @triton.jit

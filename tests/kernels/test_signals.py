@@ -1,0 +1,192 @@
+"""Signals by themselves, in kernels that are as small as can be, explored and with every line of them deleted."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.kernels import signals
+from tpfuse.kernels.signals import advance, barrier, begin, peer_pointer, put, wait
+from tpfuse.testing.explore import ExploreError, Sequential, SimulatedMemory, explore
+from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+
+Program = Callable[[SimulatedMemory], None]
+
+
+@triton.jit
+def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, left, right, rank):
+    """Adds what the two neighbours have: one signal to each and one wait for each."""
+    offs = tl.arange(0, 4)
+    epoch, running = begin(state_ptr, abort_ptr)
+    half = (epoch & 1) * 4
+    if running:
+        tl.store(peer_pointer(slots_ptr, rank, tl.float32) + half + offs, tl.load(x_ptr + offs))
+        put(peer_pointer(flags_ptr, left, tl.int32) + 1, epoch)
+        put(peer_pointer(flags_ptr, right, tl.int32), epoch)
+        own = peer_pointer(flags_ptr, rank, tl.int32)
+        if wait(own, epoch, abort_ptr) & wait(own + 1, epoch, abort_ptr):
+            total = tl.load(peer_pointer(slots_ptr, left, tl.float32) + half + offs)
+            total += tl.load(peer_pointer(slots_ptr, right, tl.float32) + half + offs)
+            tl.store(out_ptr + offs, total)
+            advance(state_ptr, epoch)
+
+
+def neighbours(memory: SimulatedMemory, first_epoch: int = 0, flags_before: int = 0) -> None:
+    """Four epochs after `first_epoch`."""
+    slots = memory.buffer("slots", (2, 4), torch.float32)
+    flags, state = memory.signals("flags", 2), memory.signals("state", 2)
+    state.local[0] = first_epoch
+    flags.local.fill_(flags_before)
+    memory.barrier()
+    rank, world = memory.rank, memory.world
+    left, right = (rank - 1) % world, (rank + 1) % world
+    for epoch in range(4):
+        x, out = torch.full((4,), 10.0 * epoch + rank), torch.empty(4)
+        tensors = x, out, slots.addresses, flags.addresses, state.local, memory.abort
+        neighbours_kernel[(1,)](*tensors, left, right, rank)
+        assert out.tolist() == [20.0 * epoch + left + right] * 4
+
+
+@triton.jit
+def counting_kernel(out_ptr, state_ptr, abort_ptr):
+    """Asks for the epoch and has nothing to wait for."""
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        tl.store(out_ptr + tl.program_id(0), epoch)
+        advance(state_ptr, epoch)
+
+
+def counting(memory: SimulatedMemory) -> None:
+    state, out = memory.signals("state", 2), torch.empty(3, dtype=torch.int32)
+    for epoch in range(1, 4):
+        counting_kernel[(3,)](out, state.local, memory.abort)
+        assert out.tolist() == [epoch] * 3
+
+
+@triton.jit
+def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, rank, WORLD: tl.constexpr):
+    """Ranks meet twice in a launch: what each reads the next one wrote in between, and that of what it read itself."""
+    pid = tl.program_id(0)
+    epoch, running = begin(state_ptr, abort_ptr)
+    half = (epoch & 1) * 6
+    if running:
+        own = peer_pointer(slots_ptr, rank, tl.int32) + half + pid
+        after = peer_pointer(slots_ptr, (rank + 1) % WORLD, tl.int32) + half + pid
+        tl.store(own, epoch + rank)
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+            tl.store(own + 3, tl.load(after) + 100)
+            if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
+                tl.store(out_ptr + pid, tl.load(after + 3))
+                advance(state_ptr, epoch)
+
+
+def meeting(memory: SimulatedMemory) -> None:
+    """Grids of one, two and three programs, in turn."""
+    slots = memory.buffer("slots", (2, 6), torch.int32)
+    flags, state = memory.signals("flags", 6 * memory.world), memory.signals("state", 2)
+    for epoch, programs in enumerate((2, 1, 3, 1, 2), 1):
+        out = torch.empty(programs, dtype=torch.int32)
+        tensors = out, slots.addresses, flags.addresses, state.local, memory.abort
+        meeting_kernel[(programs,)](*tensors, memory.rank, WORLD=memory.world)
+        assert out.tolist() == [100 + epoch + (memory.rank + 2) % memory.world] * programs
+
+
+PROGRAMS = {"neighbours": 3, "counting": 2, "meeting": 2}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("resident", [1, 2])
+def test_no_alarm(name: str, resident: int) -> None:
+    explore(globals()[name], PROGRAMS[name], resident=resident, seeds=range(5))
+
+
+def left_by(name: str, mutants: list[Mutant]) -> list[Mutant]:
+    """Those that a program of this file does not fail."""
+    this = sys.modules[__name__]
+
+    def program_of(signals: ModuleType, this: ModuleType) -> Program:
+        program: Program = getattr(this, name)
+        return program
+
+    return surviving(program_of, [signals, this], PROGRAMS[name], mutants=mutants, resident=2)
+
+
+def test_every_line_is_needed() -> None:
+    """By one of the programs at least: none does everything that a kernel may."""
+    left = mutants_of(signals)
+    assert len(left) > 15
+    for name in PROGRAMS:
+        left = left_by(name, left)
+    assert not left, "\n".join(map(str, left))
+
+
+FAULTS = {
+    "one word for all programs": ("(ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD", "ROUND * WORLD"),
+    "one word for both rounds": ("(ROUND * tl.num_programs(0) + ", "("),
+    "words of a rank behind each other": (
+        "there + first + rank, epoch", "there + rank * tl.num_programs(0) + tl.program_id(0), epoch"
+    ),
+    "the epoch before will do": ('sem="acquire", scope="sys") - epoch', 'sem="acquire", scope="sys") - epoch + 1'),
+    "any of the ranks will do": ("late = tl.max(late, 0)", "late = tl.min(late, 0)"),
+    "the first program publishes": ("if ended == tl.num_programs(0):", "if ended == 1:"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_are_no_deletion(fault: str) -> None:
+    source = inspect.getsource(signals)
+    before, after = FAULTS[fault]
+    assert source.count(before) == 1
+    mutant = Mutant(signals.__name__, str(signals.__file__), (1, 1), fault, source.replace(before, after))
+    assert not left_by("meeting", [mutant])
+
+
+@pytest.mark.parametrize("first_epoch", [2**31 - 3, -3])
+def test_epochs_wrap_around(first_epoch: int) -> None:
+    explore(lambda memory: neighbours(memory, first_epoch, first_epoch), 3)
+
+
+@pytest.mark.parametrize("age", [2**31 + 1, 2**31 + 2**30, 2**32 - 2**17])
+def test_a_word_that_was_left_alone_for_an_age_is_not_ahead(age: int) -> None:
+    """A kernel that has long used few of its words comes back to the others."""
+    word = (7 - age + 2**31) % 2**32 - 2**31
+    explore(lambda memory: neighbours(memory, 7, word), 3)
+
+
+def late(memory: SimulatedMemory) -> None:
+    """The waits for rank 0 end by the abort word; after a reset all begin anew."""
+    slots = memory.buffer("slots", (2, 6), torch.int32)
+    flags, state = memory.signals("flags", 6 * memory.world), memory.signals("state", 2)
+    out, rank = torch.zeros(2, dtype=torch.int32), memory.rank
+    tensors = out, slots.addresses, flags.addresses, state.local, memory.abort
+    for _ in range(2):
+        with pytest.raises(PeerTimeout), memory.guard("meeting"):
+            if rank == 0:
+                memory.barrier("elsewhere")
+            meeting_kernel[(2,)](*tensors, rank, WORLD=memory.world)
+            assert out.tolist() == [0, 0] and state.local.tolist() == [0, 0]
+            meeting_kernel[(2,)](*tensors, rank + 50, WORLD=memory.world)  # would write 51 and more into its slot
+        memory.reset()
+        assert slots.local.max() == (1 + rank if rank else 0) and not slots.local[0].any()
+        assert not flags.local.any()
+        memory.barrier()
+    for epoch in (1, 2):
+        meeting_kernel[(2,)](*tensors, rank, WORLD=memory.world)
+        assert out.tolist() == [100 + epoch + (rank + 2) % memory.world] * 2
+
+
+def test_waits_end_by_the_abort_word() -> None:
+    explore(late, 3, timeouts=True, seeds=range(3))
+    explore(late, 2, timeouts=True, resident=2)
+
+
+def test_a_signal_of_the_future_is_found_out() -> None:
+    """The programs of this file would see a wait that ends too early."""
+    with pytest.raises(ExploreError):
+        explore(lambda memory: neighbours(memory, 7, 20), 3, schedules=[Sequential()])
