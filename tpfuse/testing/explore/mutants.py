@@ -32,16 +32,17 @@ _HOST = ("put", "wait", "barrier")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module. lines: first and last of what was changed; source: of the whole module, changed."""
+    """One change of one module. lines, text: what was changed; source: of the whole module, with the change."""
 
     module: str
     file: str
     lines: tuple[int, int]
+    text: str
     change: str
     source: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.lines[0]}: {self.change}"
+        return f"{self.file}:{self.lines[0]}: {self.text}: {self.change}"
 
 
 def mutants_of(*targets: Any) -> list[Mutant]:
@@ -86,7 +87,9 @@ def surviving(
             except ExploreError:
                 continue
         first, last = mutant.lines
-        if "scope" not in mutant.change or any((mutant.file, line) in shared for line in range(first, last + 1)):
+        if not mutant.change.startswith("scope") or any(
+            (mutant.file, line) in shared for line in range(first, last + 1)
+        ):
             left.append(mutant)
     return left
 
@@ -274,7 +277,7 @@ class _Finder:
         above, below = b"".join(self._lines[: begin[0] - 1]), b"".join(self._lines[end[0] :])
         shown = self._lines[place.lineno - 1].decode().strip()
         source = above.decode() + middle + below.decode()
-        return Mutant(self._name, self._file, (place.lineno, place.end_lineno), f"{shown}: {change}", source)
+        return Mutant(self._name, self._file, (place.lineno, place.end_lineno), shown, change, source)
 
 
 def _root(node: ast.expr) -> str:

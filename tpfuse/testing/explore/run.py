@@ -12,7 +12,7 @@ from tpfuse.testing.explore.memory import CheckedMemory
 from tpfuse.testing.explore.scheduler import GRID, PLACE, Scheduler, Task
 from tpfuse.testing.explore.schedules import Schedule
 from tpfuse.testing.explore.shadow import Region
-from tpfuse.testing.explore.sites import actor, text_of
+from tpfuse.testing.explore.sites import actor, is_foreign, text_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Run:
         self._body = body
         self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
         self._arrived: dict[str, list[Task]] = {}
+        self._fault: tuple[Exception, tuple[int, ...]] | None = None  # what a kernel raised last, in which program
         self._missing: dict[int, int] = {}  # rank -> for whom it waited in vain
         self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
         self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
@@ -58,13 +59,16 @@ class Run:
         self._body(self, task.rank)
 
     def _failure(self, task: Task, error: BaseException) -> BaseException:
+        error_outside = error
         while error.__cause__ is not None and type(error).__name__ == "InterpreterError":
             error = error.__cause__
-        frames = traceback.extract_tb(error.__traceback__)
-        if frames and Path(frames[-1].filename).parent == Path(__file__).parent and not isinstance(error, _MEANT):
+        frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+        if frames and Path(frames[-1][0]).parent == Path(__file__).parent and not isinstance(error, _MEANT):
             return error  # a fault of the explorer, not of what it explores
-        place = f" at {text_of((frames[-1].filename, frames[-1].lineno or 0))}" if frames else ""
-        wrapped = ProtocolError(f"{actor(task.rank, task.program)} raised {type(error).__name__}: {error}\n {place}")
+        program = self._fault[1] if self._fault and error_outside is self._fault[0] else None
+        places = [text_of(line) for line in frames if not is_foreign(line[0])][-1:]
+        message = f"{actor(task.rank, program)} raised {type(error).__name__}: {error}"
+        wrapped = ProtocolError("\n  at ".join([message, *places]))
         wrapped.__cause__ = error
         return wrapped
 
@@ -105,7 +109,11 @@ class Run:
         self._programs_left[task.rank] -= 1
         self.memory.clocks.fork(task.stream, chain)
         begin(index)
-        kernel()
+        try:
+            kernel()
+        except Exception as error:
+            self._fault = error, index
+            raise
 
     def _interleave(
         self,
@@ -167,7 +175,7 @@ class Run:
             arrived.clear()
             self.scheduler.progress()
         else:
-            task.held = f"{self.memory.line_of(site)}\n    {what}: {len(arrived)} of {self.world} ranks are here"
+            task.held = f"{self.memory.line_of(site)}\n    {what}"
         self.scheduler.dispatch(task)
         return self._missing.pop(task.rank, None)
 

@@ -16,7 +16,7 @@ from tpfuse.testing.explore.clocks import Line
 
 _FOREIGN = (
     *(f"{Path(str(file)).parent}{os.sep}" for file in (triton.__file__, torch.__file__, __file__)),
-    *(module.__file__ for module in (threading, contextlib)),
+    *(str(module.__file__) for module in (threading, contextlib)),
 )
 
 
@@ -57,13 +57,18 @@ def text_of(line: Line) -> str:
     return f"{path}:{line[1]}" + (f": {text}" if text else "")
 
 
+def is_foreign(file: str) -> bool:
+    """Whether the file belongs to torch, Triton or the explorer."""
+    return file.startswith(_FOREIGN)
+
+
 def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
     """The lines on the stack that belong to neither torch, Triton nor the explorer, up to a frame that runs a root."""
     frame: FrameType | None = sys._getframe(1)
     lines: list[Line] = []
     while frame is not None and frame.f_code not in roots:
         line = frame.f_code.co_filename, frame.f_lineno
-        if not line[0].startswith(_FOREIGN) and line not in lines[-1:]:
+        if not is_foreign(line[0]) and line not in lines[-1:]:
             lines.append(line)
         frame = frame.f_back
     return tuple(lines[:limit]) or (("?", 0),)

@@ -1,0 +1,31 @@
+"""Signals for ring.py, with semantics and scopes in every form that a source can have them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def put(flag_ptr, epoch):
+    tl.debug_barrier()
+    tl.atomic_xchg(
+        flag_ptr,
+        epoch,
+        sem="release",
+        scope="sys",
+    )
+
+
+@triton.jit
+def wait(flag_ptr, epoch, SCOPE: tl.constexpr = "sys"):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE) < epoch:
+        pass
+    return True
+
+
+@triton.jit
+def advance(state_ptr):
+    epoch = tl.load(state_ptr) + 1
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr + 1, 1) + 1 == tl.num_programs(0):
+        tl.store(state_ptr + 1, 0)
+        tl.store(state_ptr, epoch)

@@ -1,0 +1,705 @@
+"""The explorer: what it reports, what replays, what it sees beside loads and stores, and what it leaves behind.
+
+Runs under other Triton versions too: PYTHONPATH=<their tree>:. python -m pytest tests/testing/test_explore.py
+"""
+
+import operator
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.testing.explore import (
+    PCT,
+    Choices,
+    DeadlockError,
+    ExploreError,
+    ProtocolError,
+    RaceError,
+    RandomWalk,
+    RoundRobin,
+    Sequential,
+    explore,
+    explore_bounded,
+)
+
+
+@triton.jit
+def shift_kernel(
+    x_ptr, out_ptr, slots_ptr, flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, N: tl.constexpr,
+    BARRIER: tl.constexpr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr, SCOPE: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """x to the right neighbour's slot, program by program, and what the left one has sent to out."""
+    pid = tl.program_id(0)
+    right = (rank + 1) % WORLD
+    offs = pid * N + tl.arange(0, N)
+    there = tl.load(slots_ptr + right).to(tl.pointer_type(tl.float32))
+    flag = tl.load(flags_ptr + right).to(tl.pointer_type(tl.int32)) + pid
+    tl.store(there + offs, tl.load(x_ptr + offs))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.atomic_xchg(flag, epoch, sem=RELEASE, scope=SCOPE)
+    own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + pid
+    aborted = 0
+    if WAIT:
+        while (tl.atomic_add(own, 0, sem=ACQUIRE, scope="sys") != epoch) & (aborted == 0):
+            aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed")
+    if aborted == 0:
+        here = tl.load(slots_ptr + rank).to(tl.pointer_type(tl.float32))
+        tl.store(out_ptr + offs, tl.load(here + offs))
+
+
+def shift(memory, guard=True, epochs=2, programs=2, **changes):
+    settings = {"BARRIER": True, "RELEASE": "release", "ACQUIRE": "acquire", "SCOPE": "sys", "WAIT": True} | changes
+    n = 4
+    slots = memory.buffer("slots", (programs * n,), torch.float32)
+    flags = memory.signals("flags", programs)
+    for epoch in range(1, epochs + 1):
+        x = torch.full((programs * n,), 10.0 * epoch + memory.rank)
+        out = torch.zeros_like(x)
+        shift_kernel[(programs,)](
+            x, out, slots.addresses, flags.addresses, memory.abort, epoch, memory.rank, memory.world, n, **settings
+        )  # fmt: skip
+        assert (out == 10.0 * epoch + (memory.rank - 1) % memory.world).all(), "wrong result"
+        if guard:
+            memory.barrier()
+
+
+def changed(**changes):
+    """`shift` with something wrong."""
+
+    def program(memory):
+        shift(memory, **changes)
+
+    return program
+
+
+STORE = "tl.store(there + offs, tl.load(x_ptr + offs))"
+SIGNAL = "tl.atomic_xchg(flag, epoch, sem=RELEASE, scope=SCOPE)"
+POLL = 'while (tl.atomic_add(own, 0, sem=ACQUIRE, scope="sys") != epoch) & (aborted == 0):'
+READ = "tl.store(out_ptr + offs, tl.load(here + offs))"
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.strip() == text)
+
+
+# Reports
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"BARRIER": False}, f"a tl.debug_barrier() before the release at {{}}: {SIGNAL} would order them"),
+        ({"RELEASE": "relaxed"}, f"release semantics at {{}}: {SIGNAL} would order them"),
+        ({"RELEASE": "acquire"}, f"release semantics at {{}}: {SIGNAL} would order them"),
+        ({"ACQUIRE": "relaxed"}, f"acquire semantics at {{}}: {POLL} would order them"),
+        ({"WAIT": False}, f"the first signals at {{}}: {SIGNAL}, but the second has not waited for that"),
+    ],
+)
+def test_a_race_names_both_lines_and_what_would_have_ordered_them(changes, why) -> None:
+    with pytest.raises(RaceError) as caught:
+        explore(changed(**changes), 2, schedules=[RoundRobin()])
+    lines = str(caught.value).splitlines()
+    here = "tests/testing/test_explore.py"
+    where = f"{here}:{line_of(POLL if 'ACQUIRE' in changes else SIGNAL)}"
+    assert lines[0].startswith("race on slots[") and " of rank " in lines[0]
+    for access, text in (("store", STORE), ("load", READ)):
+        found = rf"  {access} by rank \d, program \d at {re.escape(f'{here}:{line_of(text)}: {text}')}"
+        assert any(re.fullmatch(found, line) for line in lines), lines
+    assert any(x.strip() == why.format(where) for x in lines), lines
+    assert lines[-1] == "  replay: explore(program, 2, schedules=[RoundRobin()])"
+
+
+def test_a_scope_that_spans_one_gpu_is_named() -> None:
+    with pytest.raises(RaceError, match='scope="gpu" spans no two ranks: "sys" is needed at .*' + "atomic_xchg"):
+        explore(changed(SCOPE="gpu"), 2)
+
+
+def test_reuse_without_a_guard_is_a_race_between_iterations() -> None:
+    """With values that do not change: the results are right under every schedule."""
+
+    def program(memory):
+        flags, slots = memory.signals("flags", 1), memory.buffer("slots", (1,), torch.float32)
+        for epoch in (1, 2):
+            slots.peers[1 - memory.rank].fill_(1.0)
+            memory.put(flags, 1 - memory.rank, 0, epoch)
+            memory.wait(flags, memory.rank, 0, epoch, op="test")
+            assert slots.local.item() == 1.0
+
+    with pytest.raises(RaceError, match="the first signals nothing after it"):
+        explore(program, 2, schedules=[RoundRobin()])
+
+
+def test_the_rule_of_debug_barrier_can_be_switched_off() -> None:
+    explore(changed(BARRIER=False), 2, barrier_rule=False)
+    with pytest.raises(RaceError, match="release semantics at"):
+        explore(changed(BARRIER=False, RELEASE="relaxed"), 2, barrier_rule=False)
+
+
+def test_what_is_right_passes_and_is_counted() -> None:
+    report = explore(shift, 3, seeds=range(2))
+    assert [type(schedule) for schedule in report.schedules] == [Sequential, RoundRobin, PCT, PCT]
+    assert report.schedules[3] == PCT(1, length=report.steps[0])
+    assert str(report) == f"4 schedules, {sum(report.steps)} steps: no fault"
+    assert all(len(log) == steps for log, steps in zip(report.logs, report.steps, strict=True))
+
+
+def test_a_rank_that_raises_is_named() -> None:
+    def program(memory):
+        assert memory.rank != 1
+
+    with pytest.raises(
+        ProtocolError, match=r"(?s)rank 1 raised AssertionError.*  at tests/testing/test_explore.py:\d+: assert"
+    ):
+        explore(program, 3)
+
+
+def test_a_kernel_that_raises_is_named_without_the_interpreters_wrapping() -> None:
+    with pytest.raises(
+        ProtocolError, match=r"rank \d, program 0 raised ValueError: Memory semantic strange .*\n  at tests/testing"
+    ):
+        explore(changed(RELEASE="strange"), 2)
+
+
+# Deadlocks
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    def program(memory):
+        flags = memory.signals("flags", 2)
+        if memory.rank == 0:
+            memory.wait(flags, 1, 1, 5, op="test")
+        elif memory.rank == 1:
+            memory.barrier()
+
+    with pytest.raises(DeadlockError) as caught:
+        explore(program, 3)
+    lines = [line.strip() for line in str(caught.value).splitlines()]
+    assert lines[0] == "deadlock:"
+    assert (
+        lines[1].startswith("rank 0 waits at tests/testing/test_explore.py:")
+        and "memory.wait(flags, 1, 1, 5" in lines[1]
+    )
+    assert lines[2] == "flags[1] of rank 1 is 0"
+    assert lines[3].startswith("rank 1 waits at ") and lines[3].endswith(": memory.barrier()")
+    assert lines[-2] == "rank 2 has ended"
+
+
+@triton.jit
+def later_program_kernel(flags_ptr):
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flags_ptr, 0, sem="acquire", scope="gpu") == 0:
+            pass
+    else:
+        tl.atomic_xchg(flags_ptr, 1, sem="release", scope="gpu")
+
+
+def test_waiting_for_a_later_program_of_its_own_grid_is_a_deadlock() -> None:
+    def program(memory):
+        later_program_kernel[(2,)](memory.signals("flags", 1).local)
+
+    with pytest.raises(
+        DeadlockError, match=r"have not begun: 1 of rank .*\(resident=1\): does a program wait for a later"
+    ):
+        explore(program, 2)
+    explore(program, 2, resident=2)
+
+
+@triton.jit
+def bounded_wait_kernel(flags_ptr, out_ptr):
+    tries = 0
+    while (tl.load(flags_ptr, volatile=True) == 0) & (tries < 30):
+        tries += 1
+    tl.store(out_ptr, tries)
+
+
+def test_a_wait_that_gives_up_by_itself_is_no_deadlock_to_the_patient() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+
+    def program(memory):
+        bounded_wait_kernel[(1,)](memory.signals("flags", 1).local, out)
+
+    explore(program, 1, schedules=[Sequential()], patience=40)
+    assert out.item() == 30
+    with pytest.raises(DeadlockError):
+        explore(program, 1, schedules=[Sequential()], patience=10)
+
+
+def test_a_run_without_an_end_is_stopped() -> None:
+    def program(memory):
+        flags = memory.signals("flags", 1)
+        while True:
+            memory.put(flags, 0, 0, flags.local.item() + 1)
+
+    with pytest.raises(DeadlockError, match="still running after 500 steps"):
+        explore(program, 1, max_steps=500)
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    "schedule", [Sequential(), RoundRobin(), RandomWalk(3), PCT(3, length=50), Choices((0, 1, 0, 1))]
+)
+def test_a_schedule_makes_the_same_run_each_time(schedule) -> None:
+    def program(memory):
+        torch.rand(2)
+        shift(memory)
+
+    first, second = (explore(program, 3, schedules=[schedule], resident=2) for _ in range(2))
+    assert first.logs == second.logs
+    assert eval(repr(schedule)) == schedule
+
+
+def test_what_is_drawn_is_the_same_in_every_run_and_the_callers_state_untouched() -> None:
+    drawn = []
+
+    def program(memory):
+        drawn.append(torch.rand(3))
+
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    explore(program, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(values, drawn[0]) for values in drawn)
+
+
+def check_then_act(memory):
+    """Both ranks take the ticket if one is interrupted between looking and taking."""
+    tickets = memory.signals("tickets", 1)
+    taken = memory.signals("taken", 1)
+    here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0, None)
+    if here == 0:
+        memory.put(tickets, 0, 0, 1)
+        memory.put(taken, memory.rank, 0, 1)
+    memory.barrier()
+    assert sum(int(part.item()) for part in taken.peers) == 1
+
+
+def test_one_preemption_is_enough_for_what_no_sequence_of_ranks_shows() -> None:
+    explore(check_then_act, 2, schedules=[Sequential()])
+    assert explore_bounded(check_then_act, 2, preemptions=0).exhausted
+    with pytest.raises(ProtocolError, match=r"schedules=\[Choices\(choices=\(") as caught:
+        explore_bounded(check_then_act, 2, preemptions=1)
+    with pytest.raises(ProtocolError) as again:
+        eval(caught.value.replay, globals())
+    assert again.value.replay == caught.value.replay
+
+
+def test_every_schedule_within_the_bound_is_tried_once() -> None:
+    def program(memory):
+        flags = memory.signals("flags", 1)
+        memory.put(flags, memory.rank, 0, 1)
+
+    none, one = (explore_bounded(program, 2, preemptions=bound) for bound in (0, 1))
+    assert none.exhausted and one.exhausted
+    assert len(none.schedules) < len(one.schedules) == len(set(one.schedules))
+    assert not explore_bounded(program, 2, preemptions=1, limit=2).exhausted
+
+
+def test_a_failure_replays_from_its_expression() -> None:
+    with pytest.raises(ExploreError) as caught:
+        explore(wrong, 3, schedules=[RandomWalk(5)], resident=2)
+    assert caught.value.replay == "explore(wrong, 3, schedules=[RandomWalk(seed=5)], resident=2)"
+    with pytest.raises(ExploreError) as again:
+        eval(caught.value.replay, globals())
+    assert str(again.value) == str(caught.value)
+
+
+def wrong(memory):
+    shift(memory, guard=False)
+
+
+# Programs of one grid
+
+
+@triton.jit
+def count_kernel(box_ptr, state_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr):
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    tl.store(box_ptr + pid, pid + 1)
+    tl.debug_barrier()
+    if tl.atomic_add(state_ptr, 1, sem=SEM, scope=SCOPE) == programs - 1:
+        total = 0
+        for other in range(programs):
+            total += tl.load(box_ptr + other)
+        tl.store(state_ptr + 1, total)
+        tl.store(state_ptr, 0)
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize("sem", ["acq_rel", "relaxed", "acquire", "release"])
+def test_programs_of_one_grid_are_ordered_by_atomics_alone(sem, resident) -> None:
+    def program(memory):
+        box, state = memory.buffer("box", (3,), torch.int32), memory.signals("state", 2)
+        for _ in range(2):
+            count_kernel[(3,)](box.local, state.local, sem, "gpu")
+            assert state.local.tolist() == [0, 6]
+
+    if sem == "acq_rel":
+        explore(program, 2, resident=resident)
+    else:
+        with pytest.raises(RaceError, match=r"semantics at|has not waited|signals nothing"):
+            explore(program, 2, resident=resident)
+
+
+def test_a_scope_that_spans_one_block_is_too_narrow_for_a_grid() -> None:
+    def program(memory):
+        count_kernel[(2,)](
+            memory.buffer("box", (2,), torch.int32).local, memory.signals("s", 2).local, "acq_rel", "cta"
+        )
+
+    with pytest.raises(RaceError, match='scope="cta" spans no two programs: "gpu" is needed'):
+        explore(program, 1)
+
+
+def test_an_empty_grid_is_a_launch_of_nothing() -> None:
+    explore(lambda memory: later_program_kernel[(0,)](memory.signals("flags", 1).local), 1, resident=2)
+
+
+# What torch does
+
+
+@torch.library.custom_op("tpfuse_test::double_into", mutates_args=("out",))
+def double_into(x: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mul(x, 2, out=out)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda box: box.fill_(1.0),
+        lambda box: torch.add(torch.ones(4), 1.0, out=box),
+        lambda box: torch.cat([torch.ones(2), torch.ones(2)], out=box),
+        lambda box: torch._foreach_add_([torch.ones(1), box], 1.0),
+        lambda box: box[1:].view(3, 1).transpose(0, 1).copy_(torch.ones(1, 3)),
+        lambda box: box.view(torch.int32).zero_(),
+        lambda box: torch.ones(4).add(other=box),
+        lambda box: torch.cat([torch.ones(1), box]),
+        lambda box: box[2].item(),
+        lambda box: box.tolist(),
+        lambda box: box.expand(2, 4).sum(),
+        lambda box: double_into(torch.ones(4), box),
+        lambda box: double_into(box, torch.empty(4)),
+    ],
+)  # fmt: skip
+def test_torch_operations_on_a_peers_memory_race(operation) -> None:
+    def program(memory):
+        box = memory.buffer("box", (4,), torch.float32)
+        if memory.rank == 0:
+            operation(box.peers[1])
+        else:
+            box.local.add_(1.0)
+
+    with pytest.raises(RaceError, match=r"race on box\[\d\] of rank 1"):
+        explore(program, 2)
+
+
+def test_what_reads_no_elements_is_no_access() -> None:
+    def program(memory):
+        box = memory.buffer("box", (4,), torch.float32)
+        if memory.rank == 0:
+            box.peers[1][1:3].view(2, 1).detach().new_empty(3).add_(1.0)
+            torch.zeros_like(box.peers[1]).add_(1.0)
+            box.peers[1].split(2)[0].expand(3, 2).unbind()
+        box.local.add_(1.0)
+
+    explore(program, 2)
+
+
+# Signals of the host
+
+
+@triton.jit
+def fill_kernel(ptr, value, N: tl.constexpr):
+    tl.store(ptr + tl.arange(0, N), tl.full((N,), value, tl.float32))
+
+
+def test_host_signals_order_kernels_and_torch_without_a_debug_barrier() -> None:
+    def program(memory):
+        box, flags = memory.buffer("box", (2, 4), torch.float32), memory.signals("flags", memory.world)
+        for epoch in range(1, 4):
+            fill_kernel[(1,)](box.local[0], float(epoch), 4)
+            box.local[1].fill_(memory.rank)
+            for peer in range(memory.world):
+                memory.put(flags, peer, memory.rank, epoch)
+            for peer in range(memory.world):
+                memory.wait(flags, memory.rank, peer, epoch, op="test", peer=peer)
+                assert box.peers[peer].tolist() == [[epoch] * 4, [peer] * 4]
+            memory.barrier()
+
+    explore(program, 3)
+
+
+def test_signals_wrap_around() -> None:
+    def program(memory):
+        flags = memory.signals("flags", 1)
+        if memory.rank == 0:
+            for epoch in (2**31 - 1, 2**31, 2**31 + 1):
+                memory.put(flags, 1, 0, epoch)
+        else:
+            flags.local.fill_(0)
+            memory.wait(flags, 1, 0, 2**31 - 1, op="test")
+
+    with pytest.raises(RaceError):  # the fill
+        explore(program, 2)
+
+
+def test_wait_compares_by_difference() -> None:
+    def program(memory):
+        flags = memory.signals("flags", 2)
+        memory.put(flags, 0, 0, -(2**31) + 1)  # two epochs after 2**31 - 1
+        memory.wait(flags, 0, 0, 2**31 - 1, op="test")
+        memory.put(flags, 0, 1, 2**31 - 1)
+        memory.wait(flags, 0, 1, -(2**31) + 1, op="test")
+
+    with pytest.raises(DeadlockError, match=r"flags\[1\] of rank 0 is 2147483647"):
+        explore(program, 1)
+
+
+def test_a_plain_store_ends_what_a_release_had_left() -> None:
+    def program(memory):
+        box, flags = memory.buffer("box", (1,), torch.float32), memory.signals("flags", 1)
+        if memory.rank == 0:
+            memory.put(flags, 0, 0, 1)
+            box.local.fill_(1.0)
+            flags.local.fill_(2)
+        else:
+            memory.wait(flags, 0, 0, 2, op="test")
+            box.peers[0].item()
+
+    with pytest.raises(RaceError):
+        explore(program, 2)
+
+
+# Buffers
+
+
+def test_using_a_freed_buffer_raises() -> None:
+    def program(memory):
+        box = memory.buffer("box", (4,), torch.float32)
+        memory.free("box")
+        with pytest.raises(ValueError, match="symmetric buffer 'box' was freed"):
+            box.local  # noqa: B018
+        again = memory.buffer("box", (2,), torch.int32)
+        assert again.shape == (2,) and again.local.tolist() == [0, 0]
+        with pytest.raises(ValueError, match="free it first"):
+            memory.buffer("box", (3,), torch.int32)
+        with pytest.raises(ValueError, match="there is no symmetric buffer 'flags'"):
+            memory.free("flags")
+
+    explore(program, 2)
+
+
+def test_a_kernel_that_keeps_an_address_is_caught() -> None:
+    def program(memory):
+        local = memory.buffer("box", (4,), torch.float32).local
+        memory.free("box")
+        fill_kernel[(1,)](local, 1.0, 4)
+
+    with pytest.raises(
+        ProtocolError, match=r"buffer 'box' of rank \d was freed:\n +store by rank \d, program 0 at .*tl.store"
+    ):
+        explore(program, 2)
+
+
+def test_a_store_past_the_end_is_caught() -> None:
+    def program(memory):
+        fill_kernel[(1,)](memory.buffer("box", (3,), torch.float32).local, 1.0, 4)
+
+    with pytest.raises(
+        ProtocolError, match=r"element 3 of symmetric buffer 'box' of rank \d, which has 3:\n +store by"
+    ):
+        explore(program, 2)
+
+
+def test_ranks_that_ask_for_different_buffers_disagree() -> None:
+    def program(memory):
+        with pytest.raises(Disagreement, match=r"rank 1 asks for torch.float32 \(2,\), another rank for .* \(1,\)"):
+            memory.buffer("box", (1 + memory.rank,), torch.float32)
+        raise AssertionError("unreachable on rank 0, which waits for the others")
+
+    with pytest.raises(ProtocolError, match="rank 1 raised AssertionError: unreachable"):
+        explore(program, 2)
+
+
+def test_a_buffer_that_one_rank_never_asks_for_is_a_deadlock() -> None:
+    def program(memory):
+        if memory.rank:
+            memory.buffer("box", (1,), torch.float32)
+
+    with pytest.raises(DeadlockError, match="buffer 'box'"):
+        explore(program, 2)
+
+
+# Time-outs
+
+
+def test_every_wait_ends_and_ranks_can_go_on() -> None:
+    ended = []
+
+    def program(memory):
+        flags = memory.signals("late", 1)
+        try:
+            with memory.guard("late"):
+                if memory.rank == 0:
+                    memory.put(flags, 1, 0, 1)
+                memory.wait(flags, memory.rank, 0, 1, op="late", peer=2)
+            memory.barrier("after")
+        except PeerTimeout as error:
+            ended.append((memory.rank, error.op, error.peer))
+        with pytest.raises(PeerTimeout), memory.guard("next"):
+            raise AssertionError("not reached")
+        memory.reset()
+        assert memory.generation == 1 and flags.local.item() == 0 and memory.abort.item() == 0
+        shift(memory)
+
+    with pytest.raises(DeadlockError):
+        explore(program, 3)
+    ended.clear()
+    explore(program, 3, schedules=[Sequential(), RoundRobin()], timeouts=True)
+    assert sorted(ended) == [(0, "late", 2)] * 2 + [(1, "after", 0)] * 2 + [(2, "late", 2)] * 2
+
+
+def test_a_kernel_leaves_its_wait_when_told_to() -> None:
+    def program(memory):
+        if memory.rank == 1:  # comes too late
+            memory.buffer("slots", (8,), torch.float32), memory.signals("flags", 2)
+            with pytest.raises(PeerTimeout):
+                memory.barrier()
+        else:
+            wrong_result = pytest.raises(AssertionError, match="wrong result")
+            with pytest.raises(PeerTimeout), memory.guard("shift"), wrong_result:
+                shift(memory)
+        memory.reset()
+        shift(memory)
+
+    explore(program, 3, timeouts=True)
+
+
+def test_a_kernel_that_polls_no_abort_word_is_a_deadlock_all_the_same() -> None:
+    def program(memory):
+        later_program_kernel[(1,)](memory.signals("flags", 1).local)
+
+    with pytest.raises(DeadlockError, match="atomic_add"):
+        explore(program, 2, timeouts=True)
+
+
+def test_a_reset_that_a_rank_never_reaches_times_out() -> None:
+    def program(memory):
+        with pytest.raises(PeerTimeout):
+            memory.wait(memory.signals("flags", 1), 0, 0, 1, op="test")
+        if memory.rank:
+            with pytest.raises(PeerTimeout, match=r"reset: rank 1 waited .* for rank 0"):
+                memory.reset()
+
+    explore(program, 2, timeouts=True)
+
+
+# What is left behind
+
+
+def _interpreter():
+    names = ("program_id", "load", "store", "atomic_add", "debug_barrier", "static_range", "range", "sum", "zeros")
+    return (
+        dict(vars(interpreter.interpreter_builder)),
+        {name: getattr(tl, name) for name in names},
+        dict(vars(tl.tensor)),
+        dict(vars(tl.core.tensor)),
+        interpreter._patch_lang,
+        interpreter.GridExecutor.__call__,
+        threading.active_count(),
+    )
+
+
+@pytest.mark.parametrize("program", [shift, wrong, lambda memory: 1 / 0], ids=["right", "race", "error"])
+def test_triton_is_as_it_was(program) -> None:
+    out = torch.zeros(4)
+    fill_kernel[(1,)](out, 1.0, 4)
+    before = _interpreter()
+    if program is shift:
+        explore(program, 2)
+    else:
+        with pytest.raises(ExploreError):
+            explore(program, 2)
+    assert _interpreter() == before
+    fill_kernel[(1,)](out, 2.0, 4)
+    assert out.tolist() == [2.0] * 4
+
+
+def test_one_exploration_at_a_time() -> None:
+    def program(memory):
+        with pytest.raises(RuntimeError, match="one exploration at a time"):
+            explore(shift, 2)
+
+    explore(program, 1)
+    explore(shift, 2)
+
+
+def test_without_the_interpreter_it_says_what_to_set(monkeypatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
+        explore(shift, 2)
+
+
+def test_a_fault_of_the_explorer_is_not_blamed_on_the_program(monkeypatch) -> None:
+    monkeypatch.setattr("tpfuse.testing.explore.memory.explain", operator.index)
+    with pytest.raises(TypeError):
+        explore(wrong, 2)
+
+
+# Triton 3.9
+
+
+@triton.jit
+def poll_kernel(slots_ptr, flags_ptr, out_ptr, rank, N: tl.constexpr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr):
+    offs = tl.arange(0, N)
+    right = 1 - rank
+    tl.store(tl.load(slots_ptr + right).to(tl.pointer_type(tl.float32)) + offs, tl.full((N,), rank, tl.float32))
+    tl.debug_barrier()
+    tl.atomic_store(tl.load(flags_ptr + right).to(tl.pointer_type(tl.int32)), 1, sem=RELEASE, scope="sys")
+    own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_poll(own, 1, sem=ACQUIRE, scope="sys")
+    tl.store(out_ptr, tl.atomic_load(own, sem="relaxed", scope="sys"))
+    tl.store(out_ptr + 1 + offs, tl.load(tl.load(slots_ptr + rank).to(tl.pointer_type(tl.float32)) + offs))
+
+
+@triton.jit
+def poll_with_timeout_kernel(flags_ptr, out_ptr):
+    tl.store(out_ptr, tl.atomic_poll(flags_ptr, 1, timeout_ns=5).to(tl.int32))
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="since Triton 3.9")
+@pytest.mark.parametrize(
+    ("release", "acquire"), [("release", "acquire"), ("relaxed", "acquire"), ("release", "relaxed")]
+)
+def test_atomic_load_store_and_poll(release, acquire) -> None:
+    def program(memory):
+        slots, flags = memory.buffer("slots", (2,), torch.float32), memory.signals("flags", 1)
+        out = torch.zeros(3)
+        poll_kernel[(1,)](slots.addresses, flags.addresses, out, memory.rank, 2, release, acquire)
+        assert out.tolist() == [1.0, 1.0 - memory.rank, 1.0 - memory.rank]
+
+    if "relaxed" in (release, acquire):
+        with pytest.raises(RaceError, match="semantics at"):
+            explore(program, 2)
+    else:
+        explore(program, 2)
+
+
+@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="since Triton 3.9")
+def test_the_time_out_of_atomic_poll_passes_where_nobody_can_go_on() -> None:
+    def program(memory):
+        out = torch.zeros(1, dtype=torch.int32)
+        flags = memory.signals("flags", 1)
+        poll_with_timeout_kernel[(1,)](flags.local, out)
+        assert out.item() == 0
+
+    explore(program, 2)
