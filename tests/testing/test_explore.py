@@ -123,6 +123,31 @@ def test_a_scope_that_spans_one_gpu_is_named() -> None:
         explore(changed(SCOPE="gpu"), 2)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_narrow_scope_is_enough_for_what_else_orders(ordered) -> None:
+    """Rank 0 alone uses the word within its GPU; rank 1 comes after a barrier."""
+
+    def program(memory):
+        word = memory.signals("word", 1)
+        if memory.rank == 0:
+            signal_kernel[(1,)](word.local, "gpu")
+        if ordered:
+            memory.barrier()
+        if memory.rank == 1:
+            signal_kernel[(1,)](word.peers[0], "sys")
+
+    if ordered:
+        explore(program, 2)
+    else:
+        with pytest.raises(RaceError, match="spans no two ranks"):
+            explore(program, 2)
+
+
+@triton.jit
+def signal_kernel(flag_ptr, SCOPE: tl.constexpr):
+    tl.atomic_add(flag_ptr, 1, sem="relaxed", scope=SCOPE)
+
+
 def test_reuse_without_a_guard_is_a_race_between_iterations() -> None:
     """With values that do not change: the results are right under every schedule."""
 
@@ -322,13 +347,13 @@ def wrong(memory):
 
 
 @triton.jit
-def count_kernel(box_ptr, state_ptr, SEM: tl.constexpr, SCOPE: tl.constexpr):
-    pid, programs = tl.program_id(0), tl.num_programs(0)
+def count_kernel(box_ptr, state_ptr, PROGRAMS: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr):
+    pid = tl.program_id(0)
     tl.store(box_ptr + pid, pid + 1)
     tl.debug_barrier()
-    if tl.atomic_add(state_ptr, 1, sem=SEM, scope=SCOPE) == programs - 1:
+    if tl.atomic_add(state_ptr, 1, sem=SEM, scope=SCOPE) == PROGRAMS - 1:
         total = 0
-        for other in range(programs):
+        for other in range(PROGRAMS):
             total += tl.load(box_ptr + other)
         tl.store(state_ptr + 1, total)
         tl.store(state_ptr, 0)
@@ -340,7 +365,7 @@ def test_programs_of_one_grid_are_ordered_by_atomics_alone(sem, resident) -> Non
     def program(memory):
         box, state = memory.buffer("box", (3,), torch.int32), memory.signals("state", 2)
         for _ in range(2):
-            count_kernel[(3,)](box.local, state.local, sem, "gpu")
+            count_kernel[(3,)](box.local, state.local, 3, sem, "gpu")
             assert state.local.tolist() == [0, 6]
 
     if sem == "acq_rel":
@@ -352,9 +377,8 @@ def test_programs_of_one_grid_are_ordered_by_atomics_alone(sem, resident) -> Non
 
 def test_a_scope_that_spans_one_block_is_too_narrow_for_a_grid() -> None:
     def program(memory):
-        count_kernel[(2,)](
-            memory.buffer("box", (2,), torch.int32).local, memory.signals("s", 2).local, "acq_rel", "cta"
-        )
+        box, state = memory.buffer("box", (2,), torch.int32), memory.signals("state", 2)
+        count_kernel[(2,)](box.local, state.local, 2, "acq_rel", "cta")
 
     with pytest.raises(RaceError, match='scope="cta" spans no two programs: "gpu" is needed'):
         explore(program, 1)

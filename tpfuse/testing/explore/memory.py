@@ -48,7 +48,7 @@ class CheckedMemory:
         self.regions: list[Region] = []
         self._site_list: list[Site] = []
         self._sites: dict[Site, int] = {}  # their numbers
-        self._users: dict[Word, dict[int, tuple[int, int]]] = {}  # chain -> its narrowest scope, and where
+        self._users: dict[Word, dict[tuple[int, int], tuple[int, int]]] = {}  # (chain, scope) -> when and where last
         self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # which ranks, and where
 
     def site(self, operation: str) -> int:
@@ -183,24 +183,24 @@ class CheckedMemory:
         )
 
     def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
-        """Atomics of two programs on one word are atomic, and order anything, only if the scope of both spans both."""
+        """Atomics on one word that nothing else orders are atomic, and order anything, only if both scopes span both."""
         task = self._scheduler.current
         word = self.regions.index(region), element
         users = self._users.setdefault(word, {})
         ranks, lines = self._word_lines.setdefault(word, (set(), set()))
         ranks.add(task.rank)
         lines.add(self._site_list[site].lines[0])
-        for chain, (other, other_site) in users.items():
-            there = self._site_list[other_site]
-            needed = 2 if there.rank != task.rank else 1
-            if chain != task.chain and min(scope, other) < needed:
+        known = self.clocks.knows[task.chain]
+        for (chain, other), (time, other_site) in users.items():
+            needed = 2 if self._site_list[other_site].rank != task.rank else 1
+            if chain != task.chain and min(scope, other) < needed and time > known[chain + 1]:
                 where = "two ranks" if needed == 2 else "two programs"
-                narrow = site if scope < needed else other_site
-                given, wanted = _SCOPES[min(scope, other)], _SCOPES[needed]
-                why = f'scope="{given}" spans no {where}: "{wanted}" is needed at {self.line_of(narrow)}'
+                narrow = self.line_of(site if scope < needed else other_site)
+                why = (
+                    f'scope="{_SCOPES[min(scope, other)]}" spans no {where}: "{_SCOPES[needed]}" is needed at {narrow}'
+                )
                 self._race(region, element, other_site, site, why)
-        if task.chain not in users or scope < users[task.chain][0]:
-            users[task.chain] = scope, site
+        users[task.chain, scope] = self.clocks.time(task.chain + 1), site
 
     def shared_lines(self) -> set[Line]:
         """Where atomic operations on words are that two ranks have touched."""

@@ -61,12 +61,13 @@ class PCT(Schedule):
 
     def start(self) -> Pick:
         draw = random.Random(self.seed)
-        drops = {draw.randrange(1, max(self.length, 2)): -fall for fall in range(1, self.depth)}
+        drops = sorted(draw.randrange(1, max(self.length, 2)) for _ in range(1, self.depth))
         priority: dict[int, float] = {}
 
         def pick(ready: Sequence[int], current: int, step: int) -> int:
-            if step in drops:
-                priority[current] = drops[step]
+            while drops and drops[0] <= step:
+                drops.pop(0)
+                priority[current] = min(priority.values(), default=0.0) - 1.0
             for number in ready:
                 priority.setdefault(number, draw.random())
             return max(ready, key=lambda number: priority[number])
