@@ -183,7 +183,7 @@ class CheckedMemory:
         )
 
     def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
-        """Atomics on one word that nothing else orders are atomic, and order anything, only if both scopes span both."""
+        """Atomics on one word that nothing else orders are atomic, and order anything, only if both scopes suffice."""
         task = self._scheduler.current
         word = self.regions.index(region), element
         users = self._users.setdefault(word, {})
