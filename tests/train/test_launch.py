@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,6 +165,36 @@ def test_a_killed_rank_ends_the_run(start: Callable[..., Started], tmp_path: Pat
     assert "Traceback" not in err
     assert all(line.startswith("tpfuse train: error: ") for line in err.splitlines())
     command.assert_nothing_is_left()
+
+
+def test_a_rank_that_hangs_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", "2", "--out", str(run))
+    command.wait_for("step 3/")
+    os.kill(command.ranks()[1], signal.SIGSTOP)
+    status, _, err = command.end()
+    assert status == 1
+    assert re.search(r"error: \w+.*, step \d+: rank 0 waited 2\.\d s for rank 1; process \d+, last seen in", err), err
+    assert "Traceback" not in err
+    command.assert_nothing_is_left()
+    record = json.loads((run / "flight_record_rank0.json").read_text())
+    assert record["missing"] == 1 and [len(rank["operations"]) > 10 for rank in record["ranks"]] == [True, True]
+
+
+def test_a_run_that_was_stopped_for_longer_than_the_deadline_goes_on(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    """Ctrl-Z, and `fg` a while later."""
+    command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", "2", "--out", str(tmp_path / "run"))
+    command.wait_for("step 3/")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in command.ranks():
+            os.kill(pid, number)
+        time.sleep(4.0)
+    command.process.send_signal(signal.SIGTERM)
+    status, out, err = command.end()
+    assert (status, err) == (0, "")
+    assert "stopped at step" in out
 
 
 def test_a_killed_parent_leaves_no_rank(start: Callable[..., Started], tmp_path: Path) -> None:

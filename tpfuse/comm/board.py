@@ -228,20 +228,19 @@ class Board:
     def _meet(self, place: int, value: int, op: str, *, heed_abort: bool) -> None:
         """Writes a number and waits until every rank's is as large."""
         store_release(self.mine.addresses[place : place + 1], np.array([value], np.int64))
-        pace, started = Pace(), time.monotonic()
+        pace = Pace()
         for rank, part in enumerate(self.parts):
             while True:
                 if heed_abort and self.mine.abort[0]:
-                    raise self.fail(op, rank, time.monotonic() - started)
+                    raise self.fail(op, rank, pace.waited)
                 seen = int(part.numbers[place])
                 if seen >= value:
                     break
                 if pace.rest(part.addresses[place : place + 1], seen):
-                    waited = time.monotonic() - started
                     gone = self.gone()
-                    if waited > self.timeout or gone is not None:
+                    if pace.waited > self.timeout or gone is not None:
                         missing = rank if gone is None else gone
-                        raise self.fail(op, missing, waited) if heed_abort else self._timeout(op, missing, waited)
+                        raise (self.fail if heed_abort else self._timeout)(op, missing, pace.waited)
             load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
 
     def agree(self, what: str, op: str) -> None:

@@ -17,6 +17,7 @@ from triton._C.libtriton import interpreter as atomics
 
 _POLLS, _YIELDS = 50, 20  # before a waiting rank lends its core, and before it sleeps
 _NAP = 0.01  # seconds, the longest that it sleeps before it sees to deadlines and aborts
+_LONGEST_LOOK = 1.0  # seconds
 _WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1  # operations of futex(2) between processes
 _ONE = np.ones(1, bool)
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # number of the system call
@@ -43,10 +44,15 @@ def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32] | NDArray[
 
 
 class Pace:
-    """How a waiting process passes the time between two looks at a word."""
+    """How a waiting process passes the time between two looks at a word.
+
+    waited: seconds so far. Those in which this process itself was stopped (Ctrl-Z, with all other ranks) do not count:
+    no more than one second passes between two looks of a process that runs.
+    """
 
     def __init__(self) -> None:
-        self._turns = 0
+        self.waited = 0.0
+        self._turns, self._looked = 0, time.monotonic()
 
     def rest(self, address: NDArray[np.uint64], seen: int) -> bool:
         """After a look that saw `seen`. Returns whether it is time to see to deadlines and aborts."""
@@ -61,4 +67,6 @@ class Pace:
         else:  # returns at once if the (little-endian) word's lower half is not what was seen
             seen_low = ctypes.c_uint32(seen & 0xFFFFFFFF)
             _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAIT, seen_low, ctypes.byref(_TIMEOUT), None, 0)
+        now = time.monotonic()
+        self.waited, self._looked = self.waited + min(now - self._looked, _LONGEST_LOOK), now
         return True
