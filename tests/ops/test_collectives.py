@@ -8,7 +8,7 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
-NAMES = ("all_gather", "reduce_scatter", "all_reduce", "replicate", "gather_last", "split_last")
+NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "replicate", "gather_last", "split_last")
 
 
 def _forward_and_backward(name: str) -> None:
@@ -26,6 +26,9 @@ def _forward_and_backward(name: str) -> None:
         out, given, expected = x.sum(0)[5 * rank : 5 * rank + 5], grad[rank], grad.flatten(0, 1)
     elif name == "all_reduce":
         out, given, expected = x.sum(0), grad[0], grad[0]
+    elif name == "all_to_all":
+        x, grad = integers(1, world, world, 9), integers(2, world, world, 9)
+        out, given, expected = x[:, rank], grad[rank], grad[:, rank]
     elif name == "replicate":
         out, given, expected = x[rank], grad[rank], grad.sum(0)
     elif name == "gather_last":

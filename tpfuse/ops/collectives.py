@@ -5,6 +5,7 @@
 | all_gather     | all-gather, dim 0        | reduce-scatter           |
 | reduce_scatter | reduce-scatter, dim 0    | all-gather               |
 | all_reduce     | all-reduce               | identity                 |
+| all_to_all     | all-to-all, dim 0        | all-to-all               |
 | replicate      | identity                 | all-reduce               |
 | gather_last    | all-gather, last dim     | this rank's slice        |
 | split_last     | this rank's slice        | all-gather, last dim     |
@@ -60,6 +61,18 @@ class _AllReduce(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return collectives.all_to_all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.all_to_all(grad, ctx.group), None
 
 
 class _Replicate(Function):
@@ -125,6 +138,14 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Partial sums on each rank -> their sum on all."""
     return x if group is None else apply(_AllReduce, x, group)
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """[world, ...] on each rank: row r goes to rank r -> [world, ...], row r came from rank r.
+
+    Raises ValueError where x does not have a row for each rank.
+    """
+    return x if group is None else apply(_AllToAll, x, group)
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:

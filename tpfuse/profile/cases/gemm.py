@@ -59,7 +59,7 @@ def launches(dtype: torch.dtype) -> None:
         gemm_forward(
             empty(m, k), empty(n, k), empty(n), empty(m, width), activation=activation, keep_preactivation=keep
         )
-    for activation in (None, "gelu", "gelu_tanh", "swiglu", "geglu"):
+    for activation in ACTIVATIONS:
         width = n // 2 if activation in GATED else n
         gemm_input_gradient(empty(m, width), empty(n, k), empty(m, n), activation=activation)
         into, bias_into = (torch.empty(shape, device="meta") for shape in ((n, k), (n,)))
