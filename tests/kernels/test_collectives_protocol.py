@@ -88,7 +88,7 @@ def test_faults_that_are_no_deletion(two_shot: Any, connect: Connect, fault: str
     module, before, after = FAULTS[fault]
     source = inspect.getsource(module)
     assert source.count(before) == 1
-    mutant = Mutant(module.__name__, str(module.__file__), (1, 1), fault, source.replace(before, after))
+    mutant = Mutant(module.__name__, str(module.__file__), (1, 1), before, fault, source.replace(before, after))
     assert not left_by(program_of(two_shot, connect), all_reduce, [mutant])
 
 

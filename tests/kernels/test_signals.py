@@ -143,7 +143,7 @@ def test_faults_that_are_no_deletion(fault: str) -> None:
     source = inspect.getsource(signals)
     before, after = FAULTS[fault]
     assert source.count(before) == 1
-    mutant = Mutant(signals.__name__, str(signals.__file__), (1, 1), fault, source.replace(before, after))
+    mutant = Mutant(signals.__name__, str(signals.__file__), (1, 1), before, fault, source.replace(before, after))
     assert not left_by("meeting", [mutant])
 
 
