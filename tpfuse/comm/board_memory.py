@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.board import Board
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.watchdog import Watchdog, write_flight_record
@@ -60,29 +61,40 @@ class BoardMemory(SymmetricMemory):
         self.board.begin(op)
         try:
             if self.board.aborted:
-                raise self.board.fail(op, None, 0.0)
+                raise self._failure(op, 0.0)
             if settings().fingerprint:
                 self.board.agree(f"operation {self.board.mine.begun}: {op}", op)
-            if kernel:
-                self._watchdog = self._watchdog or Watchdog(self.board)
-                self._watchdog.watch(op, self._started + self.timeout)
+            self._watch(op, kernel)
         except BaseException as error:
             self.end(op, error)
             raise
 
     def end(self, op: str, error: BaseException | None) -> None:
         """What `guard` does after an operation, or when it failed."""
+        self._unwatch(op)
         self._busy.release()
-        if self._watchdog is not None:
-            self._watchdog.unwatch()
         if error is None and self.board.aborted:
-            error = self.board.fail(op, None, time.monotonic() - self._started)
+            error = self._failure(op, time.monotonic() - self._started)
             write_flight_record(self.board, error)
             raise error
         if error is None:
             self.board.end()
         else:
             write_flight_record(self.board, error)
+
+    def _watch(self, op: str, kernel: bool) -> None:
+        """From now on until `_unwatch`, what cannot look at a clock has a deadline."""
+        if kernel:
+            self._watchdog = self._watchdog or Watchdog(self.board)
+            self._watchdog.watch(op, self._started + self.timeout)
+
+    def _unwatch(self, op: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.unwatch()
+
+    def _failure(self, op: str, waited: float) -> PeerTimeout:
+        """What to raise where this rank was told to stop."""
+        return self.board.fail(op, None, waited)
 
     def reset(self) -> None:
         self.board.reset(self._clear)

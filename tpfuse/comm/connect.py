@@ -5,17 +5,20 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.settings import settings
-from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
-_memories: WeakKeyDictionary[dist.ProcessGroup, SymmetricMemory | Unavailable] = WeakKeyDictionary()
+_Found = SymmetricMemory | Unavailable
+_memories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Found]] = WeakKeyDictionary()
 
 
 def connected() -> list[SymmetricMemory]:
     """Every symmetric memory that this process has."""
-    return [memory for memory in _memories.values() if isinstance(memory, SymmetricMemory)]
+    memories = (memory for of_group in _memories.values() for memory in of_group.values())
+    return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
@@ -23,13 +26,26 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
 
     Raises Unavailable with the reason, on every rank alike.
     """
-    found = _memories.get(group)
+    of_group = _memories.setdefault(group, {})
+    found = of_group.get(device.type)
     if found is None:
         try:
-            found = SharedMemory(group, settings().timeout)
+            found = _make(group, device)
         except Unavailable as error:
             found = error
-        _memories[group] = found
+        of_group[device.type] = found
     if isinstance(found, Unavailable):
         raise found
     return found
+
+
+def _make(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
+    if str(device) == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    if group.size() == 1:
+        return LocalMemory(device)
+    if device.type == "cuda":
+        return CudaMemory(group, device, settings().timeout)
+    if device.type == "cpu":
+        return SharedMemory(group, settings().timeout)
+    raise Unavailable(f"tensors on {device}: expected a CPU or a CUDA GPU")

@@ -4,8 +4,6 @@ Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.b
 Interpreted kernels and torch operations reach all parts as ordinary memory.
 """
 
-import time
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from tpfuse.comm.board_memory import BoardMemory
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
-from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
 from tpfuse.comm.words import Pace, load_acquire, store_release
 
 _ZERO = np.zeros(1, np.int32)
@@ -84,23 +82,25 @@ class SharedMemory(BoardMemory):
         return word
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        store_release(self._word(flags, owner, index)[1], np.array([_wrapped(value)], np.int32))
+        store_release(self._word(flags, owner, index)[1], np.array([wrapped(value)], np.int32))
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         view, address = self._word(flags, owner, index)
-        if self.board.aborted or _wrapped(int(view[0]) - value) < 0:
+        if self.board.aborted or wrapped(int(view[0]) - value) < 0:
             self._wait(view, address, value, owner if peer is None else peer, op)
         load_acquire(address, _ZERO)
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
-        pace, started = Pace(), time.monotonic()
-        while self.board.aborted or _wrapped((seen := int(view[0])) - value) < 0:
-            if self.board.aborted or pace.rest(address, seen):
-                waited = time.monotonic() - started
-                if self.board.aborted or waited > self.timeout or self.board.ended(peer):
-                    raise self.board.fail(op, peer, waited)
+        pace = Pace()
+        while True:
+            aborted, seen = self.board.aborted, int(view[0])
+            if not aborted and wrapped(seen - value) >= 0:
+                return
+            late = not aborted and pace.rest(address, seen) and (pace.waited > self.timeout or self.board.ended(peer))
+            if late or aborted:
+                raise self.board.fail(op, peer, pace.waited)
 
 
 def _check_room(key: str, size: int, world: int) -> None:
@@ -112,11 +112,6 @@ def _check_room(key: str, size: int, world: int) -> None:
         raise Unavailable(
             f"symmetric buffer {key!r} takes {size} bytes on each of {world} ranks; this machine has {room} left"
         )
-
-
-def _wrapped(difference: int) -> int:
-    """As an int32: signals may wrap around."""
-    return (difference + 2**31) % 2**32 - 2**31
 
 
 class LocalMemory(SymmetricMemory):
@@ -141,13 +136,13 @@ class LocalMemory(SymmetricMemory):
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
         flags.check_signal(owner, index)
-        flags.peers[owner][index] = _wrapped(value)
+        flags.peers[owner][index] = wrapped(value)
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         flags.check_signal(owner, index)
-        assert _wrapped(int(flags.peers[owner][index]) - value) >= 0, f"{op}: one rank waits for itself"
+        assert wrapped(int(flags.peers[owner][index]) - value) >= 0, f"{op}: one rank waits for itself"
 
     def barrier(self, op: str = "barrier") -> None:
         pass

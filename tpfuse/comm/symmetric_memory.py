@@ -26,6 +26,11 @@ import torch
 from torch import Tensor
 
 
+def wrapped(value: int) -> int:
+    """As an int32: signals may wrap around, and so may their differences."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
 class SymmetricBuffer:
     """One tensor per rank, of the same shape and dtype, each of which every rank can read and write.
 

@@ -8,13 +8,14 @@ import json
 import threading
 import time
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from tpfuse.comm.board import Board
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import settings
 
-_INTERVAL = 0.1  # seconds
+INTERVAL = 0.1  # seconds
 
 
 class Watchdog:
@@ -25,9 +26,7 @@ class Watchdog:
         self._watched: tuple[str, float] | None = None
         self._lock = threading.Lock()
         self._begun = threading.Event()
-        arguments = weakref.ref(self), self._begun  # a thread that held the watchdog would keep the board for ever
-        threading.Thread(target=_watch, args=arguments, name="tpfuse watchdog", daemon=True).start()
-        weakref.finalize(self, self._begun.set)
+        look_often(self, self._begun)
 
     def watch(self, op: str, deadline: float) -> None:
         """From now on; deadline: of time.monotonic()."""
@@ -50,15 +49,33 @@ class Watchdog:
                     self._board.fail(op, None, self._board.timeout + late)
 
 
-def _watch(reference: "weakref.ref[Watchdog]", begun: threading.Event) -> None:
+class Looking(Protocol):
+    """What has something to look after."""
+
+    def look(self) -> None:
+        """Once, in the watchdog's thread."""
+
+
+def look_often(watchdog: Looking, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
+    """Starts a thread that looks a few times a second while `awake` is set, as long as somebody holds the watchdog.
+
+    enter: what the thread does first.
+    """
+    arguments = weakref.ref(watchdog), awake, enter
+    threading.Thread(target=_look_often, args=arguments, name="tpfuse watchdog", daemon=True).start()
+    weakref.finalize(watchdog, awake.set)
+
+
+def _look_often(reference: "weakref.ref[Looking]", awake: threading.Event, enter: Callable[[], None]) -> None:
+    enter()
     while True:
-        begun.wait()
+        awake.wait()
         watchdog = reference()
         if watchdog is None:
             return
         watchdog.look()
         del watchdog
-        time.sleep(_INTERVAL)
+        time.sleep(INTERVAL)
 
 
 def write_flight_record(board: Board, error: BaseException) -> None:

@@ -1,0 +1,35 @@
+"""signal_wait: a stream does not go on until a word of symmetric memory says so.
+
+For the host, which orders copies between ranks on streams: the kernel is one program that waits and ends, and what
+follows it on the stream sees what the word's writer did before. It ends early when the abort word says so.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from tpfuse.kernels import launch
+from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.signals import wait
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def signal_wait_kernel(
+    flag_ptr,  # [1] int32, read
+    abort_ptr,  # [1] int32, read
+    epoch,
+):
+    wait(flag_ptr, epoch, abort_ptr)
+
+
+def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
+    """On the current stream: until `flag` says `epoch` or later, as int32 that wrap around, or `abort` is not 0.
+
+    flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raises ValueError for what is neither.
+    """
+    for name, x in (("flag", flag), ("abort", abort)):
+        check_shape("signal_wait", name, x, (1,))
+        check_integers("signal_wait", name, x, (torch.int32,))
+        check_device("signal_wait", "flag", flag, name, x)
+    epoch = (epoch + 2**31) % 2**32 - 2**31
+    launch.launch(signal_wait_kernel, (1,), num_warps=1, num_stages=1, flag_ptr=flag, abort_ptr=abort, epoch=epoch)

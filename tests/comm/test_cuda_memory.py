@@ -1,0 +1,530 @@
+"""`CudaMemory` without a GPU: streams are threads, device memory is shared memory of the host.
+
+Tensors begin somewhere inside their allocation, elsewhere on each rank, as they may in torch's pools. What only a GPU
+can show: test_cuda_ranks.py.
+"""
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import connect as connections
+from tpfuse.comm.board import Mapping
+from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, wrapped
+from tpfuse.testing.ranks import pool
+
+
+class Stream:
+    """Does one thing after the other, later."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._queue.get()()
+            self._queue.task_done()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._queue.put(work)
+
+    def synchronize(self) -> None:
+        self._queue.join()
+
+
+class StandInEvent:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def query(self) -> bool:
+        return self.passed.is_set()
+
+
+class StandInHandle:
+    """Of allocations of which each rank's tensor begins `offset` bytes in."""
+
+    def __init__(self, allocations: Sequence[Tensor], offset: int) -> None:
+        self._allocations, self.offset = allocations, offset
+
+    @property
+    def buffer_ptrs(self) -> list[int]:
+        return [allocation.data_ptr() for allocation in self._allocations]
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+        start = storage_offset * dtype.itemsize
+        size = torch.Size(sizes).numel() * dtype.itemsize
+        assert start + size <= len(self._allocations[rank])
+        return self._allocations[rank][start : start + size].view(dtype).view(tuple(sizes))
+
+
+class StandIn(CudaCalls):
+    """See `CudaCalls`. use(name) changes the current stream; `captured` counts what was done under a capture."""
+
+    def __init__(self, group: dist.ProcessGroup, *, gpu: str = "", allowed: bool = True, blind: str = "none") -> None:
+        super().__init__(torch.device("cpu"))
+        self.group, self.name, self.allowed, self.blind = group, gpu or f"gpu {group.rank()}", allowed, blind
+        self.streams: dict[str, Stream] = {}
+        self.reason = ""
+        self.capture = False
+        self.events = 0
+        self.waits = 0
+        self.rung = 0
+        self.fails: set[str] = set()
+        self.live: list[tuple[Tensor, Mapping]] = []
+        self.use("default")
+
+    def use(self, name: str) -> None:
+        self.current = self.streams.setdefault(name, Stream())
+
+    def do(self, work: Callable[[], object]) -> None:
+        """On the current stream."""
+        if not self.capture:
+            self.current.put(work)
+
+    def why_not(self) -> str:
+        return self.reason
+
+    def gpu(self) -> str:
+        return self.name
+
+    def reaches(self, gpu: str) -> bool:
+        return gpu != self.blind
+
+    def overlapping_allowed(self) -> bool:
+        return self.allowed
+
+    def allocate(self, size: int, group_name: str) -> Tensor:
+        assert group_name == self.group.group_name
+        if "allocate" in self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        offset = 16 * (1 + self.group.rank())
+        mapping = Mapping("stand-in", offset + size)
+        memory = torch.from_numpy(mapping.memory).fill_(0xAB)  # as cudaMalloc leaves it
+        tensor = memory[offset:]
+        self.live.append((tensor, mapping))
+        return tensor
+
+    def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
+        mapping = next(mapping for x, mapping in self.live if x is tensor)
+        place = os.getpid(), mapping.descriptor, len(mapping.memory)
+        places: list[tuple[int, int, int]] = [(0, 0, 0)] * self.group.size()
+        dist.all_gather_object(places, place, group=self.group)
+        parts = [
+            mapping.memory if place == other else Mapping("stand-in", other[2], other[:2]).memory for other in places
+        ]
+        dist.barrier(self.group)
+        mapping.close_descriptor()
+        if "rendezvous" in self.fails:
+            raise RuntimeError("CUDA driver error: invalid device ordinal\nException raised from ...")
+        return StandInHandle([torch.from_numpy(part) for part in parts], 16 * (1 + self.group.rank()))
+
+    def addresses(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values)
+
+    def new_word(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32)
+
+    def set_word(self, words: Tensor, index: int, value: int) -> None:
+        words.view(torch.uint32)  # as the real one wants
+        self.do(partial(words[index].fill_, wrapped(value)))
+
+    def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
+        def spin() -> None:
+            while wrapped(int(word) - value) < 0 and not int(abort):
+                time.sleep(1e-3)
+
+        self.do(spin)
+
+    def synchronize(self) -> None:
+        for stream in self.streams.values():
+            stream.synchronize()
+
+    def stream(self) -> int:
+        return id(self.current)
+
+    def capturing(self) -> bool:
+        return self.capture
+
+    def record(self) -> Event:
+        assert not self.capture, "an event of a capture cannot be looked at"
+        self.events += 1
+        event = StandInEvent()
+        self.do(event.passed.set)
+        return event
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, StandInEvent) and not self.capture
+        self.waits += 1
+        self.do(event.passed.wait)
+
+    def alarm(self, word: Tensor) -> Callable[[], None]:
+        def ring() -> None:
+            self.rung += 1
+            word.fill_(1)
+
+        return ring
+
+    def enter_thread(self) -> None:
+        pass
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _memory(timeout: float = 20.0) -> tuple[CudaMemory, StandIn]:
+    calls = StandIn(_group())
+    return CudaMemory(_group(), torch.device("cpu"), timeout, calls), calls
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _buffers() -> None:
+    memory, _ = _memory()
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex128)
+    for dtype in dtypes:
+        buffer = memory.buffer(f"{dtype}", (5, 3), dtype)
+        assert buffer.dtype == dtype and not _bits(buffer.local).any() and len(buffer.peers) == memory.world
+        _bits(buffer.local).fill_(memory.rank + 1)
+        memory.barrier()
+        for rank, peer in enumerate(buffer.peers):
+            assert bool((_bits(peer) == rank + 1).all())
+        assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
+        memory.barrier()
+    assert memory.buffer("empty", (0, 2), torch.float32).local.shape == (0, 2)
+    x = memory.buffer("x", (4,), torch.int32)
+    with pytest.raises(ValueError, match="free it first"):
+        memory.buffer("x", (5,), torch.int32)
+    with pytest.raises(Disagreement, match=r"rank 0 is at buffer 'y' .*\(1,\), rank 1 at buffer 'y' .*\(2,\)"):
+        memory.buffer("y", (1 + memory.rank,), torch.int32)
+    memory.free("x")
+    with pytest.raises(ValueError, match="'x' was freed"):
+        _ = x.local
+    assert memory.buffer("x", (5,), torch.int32).local.tolist() == [0] * 5
+    with pytest.raises(ValueError, match="signal 2 of rank 0"):
+        memory.put(memory.signals("flags", 2), 0, 2, 1)
+    with pytest.raises(ValueError, match="signal 0 of rank 9"):
+        memory.wait(memory.signals("flags", 2), 9, 0, 1, op="test")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_buffers_begin_at_their_offset(world: int) -> None:
+    pool(world).run(_buffers)
+
+
+def _ring(rounds: int, first: int) -> None:
+    """All rounds are left to the stream, copies and signals; the host looks at the results afterwards."""
+    memory, calls = _memory()
+    x, flags = memory.buffer("x", (4,), torch.int64), memory.signals("flags", 2)
+    right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
+    out = torch.zeros(rounds, 4, dtype=torch.int64)
+    for index in range(2):
+        memory.put(flags, memory.rank, index, first)
+    memory.barrier()
+    for turn in range(rounds):
+        epoch = first + 1 + turn
+        with memory.guard("turn"):
+            memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+            calls.do(partial(x.local.fill_, turn * 10 + memory.rank))
+            memory.put(flags, right, 0, epoch)
+            memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+            calls.do(partial(out[turn].copy_, x.peers[left]))
+            memory.put(flags, left, 1, epoch)
+    calls.synchronize()
+    memory.check()
+    assert out.tolist() == [[turn * 10 + left] * 4 for turn in range(rounds)]
+    memory.barrier()
+
+
+def test_signals_order_copies_on_streams() -> None:
+    pool(2).run(_ring, 200, 0)
+    pool(3).run(_ring, 50, 2**31 - 20)
+
+
+def _never(memory: CudaMemory, flags: SymmetricBuffer) -> None:
+    with memory.guard("operation"):
+        memory.wait(flags, memory.rank, 0, 1, op="its wait")
+
+
+def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
+    set_settings(flight_folder=folder)
+    memory, calls = _memory(timeout=0.5)
+    memory.step = 3
+    flags = memory.signals("flags", 1)
+    started = time.monotonic()
+    found: tuple[str, str, int | None] = "", "", None
+    if memory.rank == 0:
+        if guarded:
+            _never(memory, flags)
+        else:
+            memory.wait(flags, memory.rank, 0, 1, peer=1, op="its wait")
+        assert time.monotonic() - started < 0.3  # the host goes on
+        memory.check()
+        calls.synchronize()  # the kernel comes back
+        assert 0.4 < time.monotonic() - started < 1.5 and calls.rung == 1 and int(memory.abort) == 1
+        with pytest.raises(PeerTimeout) as caught:
+            memory.check()
+        found = str(caught.value), caught.value.op, caught.value.peer
+        record = json.loads((folder / "flight_record_rank0.json").read_text())
+        assert record["op"] == caught.value.op and record["missing"] == caught.value.peer
+    else:
+        while not memory.board.aborted:
+            time.sleep(0.01)
+    for _ in range(2):
+        with pytest.raises(PeerTimeout), memory.guard("the next one"):
+            raise AssertionError("must not begin")
+    with pytest.raises(PeerTimeout):
+        memory.wait(flags, memory.rank, 0, 1, op="another one")
+    set_settings(flight_folder=None)
+    memory.reset()
+    assert int(memory.abort) == 0 and flags.local.tolist() == [0]
+    memory.check()
+    with memory.guard("after"):
+        memory.put(flags, 1 - memory.rank, 0, 1)
+        memory.wait(flags, memory.rank, 0, 1, op="after")
+    calls.synchronize()
+    memory.check()
+    memory.barrier()
+    return found
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, tmp_path: Path) -> None:
+    (message, op, peer), _ = pool(2).run(_late, guarded, tmp_path)
+    assert (op, peer) == ("operation" if guarded else "its wait", 1)
+    assert message.startswith(f"{op}, step 3: rank 0 waited 0.")
+
+
+def _told() -> None:
+    """Rank 0 gives up; rank 1's kernel, which would wait for long, ends as well."""
+    memory, calls = _memory(timeout=0.4 if dist.get_rank() == 0 else 20.0)
+    flags = memory.signals("flags", 1)
+    _never(memory, flags)
+    calls.synchronize()
+    with pytest.raises(PeerTimeout) as caught:
+        memory.check()
+    assert caught.value.rank == memory.rank and caught.value.op == "operation"
+    memory.reset()
+    memory.barrier()
+
+
+def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
+    pool(2).run(_told)
+
+
+def _behind_long_work() -> None:
+    """What the stream does before an operation does not count."""
+    memory, calls = _memory(timeout=0.5)
+    flags = memory.signals("flags", 1)
+    calls.do(lambda: time.sleep(1.0))
+    with memory.guard("operation"):
+        memory.put(flags, 1 - memory.rank, 0, 1)
+        memory.wait(flags, memory.rank, 0, 1, op="its wait")
+    calls.synchronize()
+    memory.check()
+    memory.barrier()
+
+
+def test_the_deadline_runs_from_where_an_operation_begins() -> None:
+    pool(2).run(_behind_long_work)
+
+
+def _gone() -> None:
+    memory, calls = _memory(timeout=20.0)
+    flags = memory.signals("flags", 1)
+    if memory.rank == 0:
+        gone, memory.board.gone = memory.board.gone, lambda: 1  # type: ignore[method-assign]
+        _never(memory, flags)
+        calls.synchronize()
+        memory.board.gone = gone  # type: ignore[method-assign]
+        with pytest.raises(PeerTimeout) as caught:
+            memory.check()
+        assert caught.value.peer == 1 and caught.value.waited < 1.0
+    memory.reset()
+
+
+def test_a_rank_that_is_gone_ends_waits_on_streams_at_once() -> None:
+    pool(2).run(_gone)
+
+
+def _raises() -> None:
+    """What else goes wrong in an operation is not hidden, and what it left on the stream is watched."""
+    memory, calls = _memory(timeout=0.4)
+    flags = memory.signals("flags", 1)
+    if memory.rank == 0:
+        with pytest.raises(KeyError), memory.guard("operation"):
+            memory.wait(flags, memory.rank, 0, 1, op="its wait")
+            raise KeyError
+        calls.synchronize()
+        with pytest.raises(PeerTimeout):
+            memory.check()
+    else:
+        while not memory.board.aborted:
+            time.sleep(0.01)
+    memory.reset()
+
+
+def test_an_operation_that_raises_is_still_watched() -> None:
+    pool(2).run(_raises)
+
+
+def _two_streams() -> None:
+    memory, calls = _memory()
+    done: list[str] = []
+
+    def operation(stream: str, seconds: float, name: str) -> None:
+        calls.use(stream)
+        with memory.guard(name):
+            calls.do(lambda: time.sleep(seconds))
+            calls.do(lambda: done.append(name))
+
+    operation("a", 0.2, "first")
+    operation("a", 0.0, "second")
+    assert calls.waits == 0
+    operation("b", 0.0, "third")
+    operation("a", 0.0, "fourth")
+    assert calls.waits == 2
+    calls.synchronize()
+    assert done == ["first", "second", "third", "fourth"]
+    memory.barrier()
+
+
+def test_the_second_of_two_streams_waits_for_the_first() -> None:
+    pool(2).run(_two_streams)
+
+
+def _capture() -> None:
+    memory, calls = _memory()
+    flags = memory.signals("flags", 1)
+    _signal_each_other(memory, flags, 1)
+    calls.synchronize()
+    events = calls.events
+    calls.capture = True
+    calls.use("capturing")
+    for _ in range(2):
+        _signal_each_other(memory, flags, 2)
+    memory.wait(flags, memory.rank, 0, 1, op="test")
+    memory.check()
+    with pytest.raises(
+        RuntimeError, match="symmetric buffer 'new' is made while a graph is captured: ask for it before"
+    ):
+        memory.buffer("new", (1,), torch.int32)
+    with pytest.raises(RuntimeError, match="barrier: a barrier of the host while a graph is captured"):
+        memory.barrier()
+    calls.use("another one")
+    with pytest.raises(RuntimeError, match="operation: a second stream of the group in a captured graph"):
+        _signal_each_other(memory, flags, 2)
+    calls.capture = False
+    assert calls.events == events
+    memory.check()
+    calls.capture = True
+    _signal_each_other(memory, flags, 2)
+    calls.capture = False
+    assert calls.waits == 0
+    _signal_each_other(memory, flags, 2)
+    assert calls.waits == 1  # for the last operation that ran
+    calls.synchronize()
+    memory.barrier()
+
+
+def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
+    with memory.guard("operation"):
+        memory.put(flags, 1 - memory.rank, 0, epoch)
+        memory.wait(flags, memory.rank, 0, epoch, op="operation")
+
+
+def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
+    pool(2).run(_capture)
+
+
+def _refused(kind: str) -> str:
+    rank = dist.get_rank()
+    calls = StandIn(_group())
+    calls.device = torch.device("cuda", rank)
+    if kind == "missing" and rank == 1:
+        calls.reason = "torch 2.1 has no symmetric memory"
+    elif kind == "one":
+        calls.device, calls.name, calls.allowed = torch.device("cuda:0"), "the only one", False
+    elif kind == "numbers":
+        calls.device, calls.allowed = torch.device("cuda:0"), False
+    elif kind == "blind" and rank == 2:
+        calls.blind = "gpu 0"
+    try:
+        CudaMemory(_group(), calls.device, 10.0, calls)
+    except Unavailable as error:
+        return str(error)
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "rank 1: torch 2.1 has no symmetric memory"),
+        ("blind", "there is no peer access between the GPUs of rank 2 (cuda:2) and rank 0 (cuda:0)"),
+        ("one", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses that without "),
+        ("numbers", "rank 0 (cuda:0) and rank 1 (cuda:0) have different GPUs of one number: torch refuses that "),
+    ],
+)
+def test_what_cannot_be_is_said_on_every_rank(kind: str, message: str) -> None:
+    found = pool(3).run(_refused, kind)
+    assert found == [found[0]] * 3 and found[0].startswith(message)
+
+
+def _fails(where: str) -> str:
+    memory, calls = _memory()
+    if memory.rank == 1:
+        calls.fails.add(where)
+    with pytest.raises(Unavailable) as caught:
+        memory.buffer("x", (100,), torch.float32)
+    calls.fails.clear()
+    memory.buffer("x", (100,), torch.float32)
+    return str(caught.value)
+
+
+def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
+    assert (
+        pool(2).run(_fails, "allocate")
+        == ["rank 1: 400 bytes of GPU memory for x cannot be had: CUDA out of memory."] * 2
+    )
+    assert (
+        pool(2).run(_fails, "rendezvous")
+        == ["rank 1: GPU memory for x cannot be shared: CUDA driver error: invalid device ordinal"] * 2
+    )
+
+
+def _connect() -> tuple[str, ...]:
+    found = []
+    for device in ("cuda:0", "cuda:0", "meta"):
+        with pytest.raises(Unavailable) as caught:
+            connections.connect(_group(), torch.device(device))
+        found.append(str(caught.value))
+    memory = connections.connect(_group(), torch.device("cpu"))
+    assert memory is connections.connect(_group(), torch.device("cpu")) and memory in connections.connected()
+    assert isinstance(memory, LocalMemory if memory.world == 1 else SharedMemory)
+    return tuple(found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without GPUs")
+def test_connect_says_why_there_is_no_memory() -> None:
+    reason = "rank 0: there is no GPU that this torch can use"
+    assert pool(2).run(_connect) == [(reason, reason, "tensors on meta: expected a CPU or a CUDA GPU")] * 2

@@ -1,0 +1,254 @@
+"""Symmetric memory of CUDA ranks, on a GPU: each rank its own, or all of them one, in a Gloo group.
+
+Their kernels are compiled: the ranks are started without TRITON_INTERPRET. test_cuda_memory.py has what needs no GPU.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.connect import connect
+from tpfuse.comm.cuda_memory import CudaMemory
+from tpfuse.comm.errors import PeerTimeout, Unavailable
+from tpfuse.comm.launched import LaunchedCollectives
+from tpfuse.comm.settings import set_settings
+from tpfuse.testing.ranks import RankError, RankPool
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+def _here() -> None:
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+
+def _pool(world: int, monkeypatch: pytest.MonkeyPatch, *, overlapping: bool = True) -> RankPool:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")
+    running = RankPool(world, timeout=120.0, grace=20.0)
+    running.run(_here)
+    return running
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        running = _pool(request.param, monkeypatch)
+    yield running
+    running.close()
+
+
+def _memory(timeout: float = 30.0) -> CudaMemory:
+    group = dist.group.WORLD
+    assert group is not None
+    return CudaMemory(group, torch.device("cuda", torch.cuda.current_device()), timeout)
+
+
+def _buffers() -> None:
+    memory = _memory()
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)):
+        buffer = memory.buffer(f"x{number}", (1000, 3), dtype)
+        assert not buffer.local.any() and buffer.local.is_contiguous()
+        buffer.local.view(torch.uint8).fill_(memory.rank % 2)
+        memory.barrier()
+        for rank, peer in enumerate(buffer.peers):
+            assert peer.device == memory.device and peer.shape == (1000, 3)
+            assert bool((peer.view(torch.uint8) == rank % 2).all())
+        assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
+        memory.barrier()
+        left = buffer.peers[memory.rank - 1]
+        left.view(torch.uint8).fill_(1)
+        memory.barrier()
+        assert bool((buffer.local.view(torch.uint8) == 1).all())
+    assert memory.buffer("empty", (0, 3), torch.float32).local.shape == (0, 3)
+    memory.free("x0")
+    assert not memory.buffer("x0", (7,), torch.float32).local.any()
+    free, _ = torch.cuda.mem_get_info()
+    for _ in range(5):
+        memory.buffer("large", (2**26,), torch.uint8)
+        memory.free("large")
+    memory.barrier()
+    assert torch.cuda.mem_get_info()[0] > free - 2**25 * memory.world
+    for number in range(5):
+        memory.free(f"x{number}")
+
+
+def test_every_rank_reads_and_writes_every_ranks_part(ranks: RankPool) -> None:
+    ranks.run(_buffers)
+
+
+def _ring(first: int) -> None:
+    """Copies and signals on the stream; nothing is looked at before the end."""
+    memory, rounds = _memory(), 500
+    x, flags = memory.buffer("x", (10000,), torch.int64), memory.signals("flags", 2)
+    right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
+    out = torch.zeros(rounds, 10000, dtype=torch.int64, device=memory.device)
+    for index in range(2):
+        memory.put(flags, memory.rank, index, first)
+    memory.barrier()
+    for turn in range(rounds):
+        epoch = first + 1 + turn
+        with memory.guard("turn"):
+            memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+            x.local.fill_(turn * 10 + memory.rank)
+            memory.put(flags, right, 0, epoch)
+            memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+            out[turn].copy_(x.peers[left])
+            memory.put(flags, left, 1, epoch)
+    torch.cuda.synchronize()
+    memory.check()
+    expected = torch.arange(rounds, device=memory.device)[:, None] * 10 + left
+    assert bool((out == expected).all())
+    memory.barrier()
+
+
+def test_signals_order_copies_on_streams(ranks: RankPool) -> None:
+    ranks.run(_ring, 0)
+    ranks.run(_ring, 2**31 - 200)
+
+
+def _never() -> None:
+    """The last rank does not come; kernels that spin are told to stop, and all can go on."""
+    memory = _memory(timeout=1.0)
+    flags = memory.signals("flags", memory.world)
+    last = memory.world - 1
+    started = time.monotonic()
+    if memory.rank != last:
+        with memory.guard("operation"):
+            memory.wait(flags, memory.rank, last, 1, peer=last, op="operation")
+        assert time.monotonic() - started < 0.8  # the host goes on (the kernel's first compilation is in _ring)
+        torch.cuda.synchronize()
+        assert time.monotonic() - started < 4.0
+        with pytest.raises(PeerTimeout) as caught:
+            memory.check()
+        assert caught.value.op == "operation" and caught.value.peer == last
+    else:
+        while not memory.board.aborted:
+            time.sleep(0.01)
+    with pytest.raises(PeerTimeout), memory.guard("the next one"):
+        pass
+    memory.reset()
+    assert int(memory.abort) == 0 and not flags.local.any()
+    for epoch in (1, 2, 3):
+        with memory.guard("after"):
+            for rank in range(memory.world):
+                memory.put(flags, rank, memory.rank, epoch)
+            for rank in range(memory.world):
+                memory.wait(flags, memory.rank, rank, epoch, peer=rank, op="after")
+    torch.cuda.synchronize()
+    memory.check()
+    memory.barrier()
+
+
+def test_kernels_stop_waiting_and_all_ranks_can_go_on(ranks: RankPool) -> None:
+    ranks.run(_never)
+
+
+def _two_streams() -> None:
+    memory = _memory()
+    x = torch.zeros(2**24, device=memory.device)
+    seen = torch.zeros(20, device=memory.device)
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for turn in range(20):
+        with torch.cuda.stream(streams[turn % 2]), memory.guard("operation"):
+            for _ in range(5):
+                x += 1  # a race, were it not for the order of the operations
+            seen[turn] = x[-1]
+    torch.cuda.synchronize()
+    assert seen.tolist() == [5.0 * (turn + 1) for turn in range(20)]
+    memory.barrier()
+
+
+def test_the_second_of_two_streams_waits_for_the_first(ranks: RankPool) -> None:
+    ranks.run(_two_streams)
+
+
+def _collectives() -> None:
+    memory = _memory()
+    collectives = LaunchedCollectives(memory)
+    expected = torch.arange(1000, device=memory.device) * memory.world + sum(range(memory.world))
+    x = torch.arange(1000, device=memory.device) + memory.rank
+    out = torch.empty_like(x)
+    for _ in range(50):
+        out.zero_()
+        collectives.all_reduce(x, out)
+        assert torch.equal(out, expected)
+    memory.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        collectives.all_reduce(x, out)
+    for turn in range(20):
+        x.add_(1)
+        with memory.guard("replay"):
+            graph.replay()
+        assert torch.equal(out, expected + memory.world * (turn + 1))
+    memory.check()
+    memory.barrier()
+
+
+def test_launched_collectives_and_their_graphs(ranks: RankPool) -> None:
+    ranks.run(_collectives)
+
+
+def _connected() -> str:
+    set_settings(timeout=20.0)
+    group = dist.group.WORLD
+    assert group is not None
+    memory = connect(group, torch.device("cuda"))
+    assert memory.device == torch.device("cuda", torch.cuda.current_device()) and memory.timeout == 20.0
+    assert connect(group, memory.device) is memory
+    return memory.backend
+
+
+def test_connect(ranks: RankPool) -> None:
+    assert ranks.run(_connected) == ["cuda"] * ranks.world
+
+
+def _killed() -> None:
+    memory = _memory(timeout=60.0)
+    flags = memory.signals("flags", 1)
+    memory.put(flags, memory.rank, 0, 1)
+    memory.wait(flags, memory.rank, 0, 1, op="once, to compile it")
+    memory.barrier()
+    if memory.rank == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with memory.guard("operation"):
+        memory.wait(flags, memory.rank, 0, 2, peer=1, op="operation")
+    torch.cuda.synchronize()
+    memory.check()
+
+
+def test_a_rank_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = _pool(2, monkeypatch)
+    try:
+        with pytest.raises(RankError, match=r"PeerTimeout: operation: rank 0 waited .* for rank 1; .* has ended"):
+            running.run(_killed)
+    finally:
+        running.close()
+
+
+def _overlapping() -> str:
+    torch.cuda.set_device(0)
+    try:
+        _memory()
+    except Unavailable as error:
+        return str(error)
+    return "made"
+
+
+def test_ranks_of_one_gpu_need_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = _pool(2, monkeypatch, overlapping=False)
+    try:
+        (message, other) = running.run(_overlapping)
+    finally:
+        running.close()
+    assert message == other and message.startswith("rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses")

@@ -1,0 +1,195 @@
+"""Symmetric memory of CUDA ranks of one host: torch's, with its CUDA backend (peer access over NVLink or PCIe).
+
+Each buffer is an allocation of its own, made known to its group alone: never torch's shared workspace or signal pads,
+whose users would meet each other's signals. Ranks of one GPU share memory as well, where the environment variable
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it: for tests, since their kernels must then run side by side.
+
+What is done under a guard is left behind on the current stream. So PeerTimeout is not raised at the guard's end but at
+the next guard of the memory, or at `check()`, which belongs at the end of each step; until then what the operation
+computed is not to be believed. Operations on two streams wait for each other in the order in which they were begun.
+While a graph is captured nothing is recorded or looked at, since nothing runs: put a guard around its replay.
+"""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.board_memory import BoardMemory
+from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
+from tpfuse.comm.errors import PeerTimeout, Unavailable
+from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
+from tpfuse.comm.symmetric_memory import SymmetricBuffer
+
+
+class CudaMemory(BoardMemory):
+    """See `SymmetricMemory`. Raises Unavailable with the reason, on every rank.
+
+    calls: what to ask in CUDA's place, for tests.
+    """
+
+    backend = "cuda"
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout: float, calls: CudaCalls | None = None
+    ) -> None:
+        super().__init__(group, device, timeout)
+        self._calls = CudaCalls(device) if calls is None else calls
+        self._group_name = group.group_name
+        self._check_gpus()
+        self._abort = self._calls.new_word()
+        self._calls.synchronize()
+        self._on_streams = StreamWatchdog(self.board, self._calls.alarm(self._abort), self._calls.enter_thread)
+        self._kept: dict[str, tuple[Tensor, Handle]] = {}  # peers' tensors do not own what they show
+        self._begun: Event | None = None
+        self._inside = False
+        self._last: tuple[int, Event] | None = None  # stream and end of the last operation that ran
+        self._captured: int | None = None  # the stream whose operations are being captured
+
+    @property
+    def abort(self) -> Tensor:
+        return self._abort
+
+    def _check_gpus(self) -> None:
+        """Raises Unavailable on every rank unless each rank's GPU reaches all others'."""
+        reason = self._calls.why_not()
+        gpu = "" if reason else self._calls.gpu()
+        said = self._said([str(self.device), gpu, reason])
+        for rank, (_, _, text) in enumerate(said):
+            if text:
+                raise Unavailable(f"rank {rank}: {text}")
+        obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(said))
+        for text in self._said(next((text for text in obstacles if text), "")):
+            if text:
+                raise Unavailable(text)
+
+    def _obstacle(self, rank: int, name: str, other: str, gpu: str) -> str:
+        """Why this rank's GPU cannot share memory with that of `rank`; empty where it can. other, gpu: who they are."""
+        pair = f"rank {self.rank} ({self.device}) and rank {rank} ({name})"
+        if rank == self.rank:
+            return ""
+        if name == str(self.device) and not self._calls.overlapping_allowed():
+            same = "are on one GPU" if other == gpu else "have different GPUs of one number"
+            return f"{pair} {same}: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        if other != gpu and not self._calls.reaches(other):
+            return f"there is no peer access between the GPUs of {pair}"
+        return ""
+
+    def _said(self, what: object, op: str = "symmetric memory") -> list[Any]:
+        return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
+
+    def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
+        if self._calls.capturing():
+            raise RuntimeError(f"symmetric buffer {key!r} is made while a graph is captured: ask for it before")
+        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
+        size = max(16, shape.numel() * dtype.itemsize)
+        reason = ""
+        try:
+            tensor = self._calls.allocate(size, self._group_name)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            reason = f"{size} bytes of GPU memory for {key} cannot be had: {_first_line(error)}"
+        self._all_well(reason, key)
+        try:
+            handle = self._calls.rendezvous(tensor, self._group_name)
+            tensor.zero_()
+            self._calls.synchronize()
+        except RuntimeError as error:
+            reason = f"GPU memory for {key} cannot be shared: {_first_line(error)}"
+        offsets = self._all_well(reason, key, 0 if reason else handle.offset)
+        peers = [tensor if r == self.rank else _part(handle, r, size, offset) for r, offset in enumerate(offsets)]
+        views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
+        addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
+        assert addresses[self.rank] == tensor.data_ptr(), "the handle is of another tensor"
+        self._kept[key] = tensor, handle
+        return SymmetricBuffer(key, views, self.rank, self._calls.addresses(addresses))
+
+    def _all_well(self, reason: str, key: str, offset: int = 0) -> list[int]:
+        """Every rank's offset. Raises Unavailable on every rank where one has a reason."""
+        said = self._said([reason, offset], f"buffer {key}")
+        for rank, (text, _) in enumerate(said):
+            if text:
+                raise Unavailable(f"rank {rank}: {text}")
+        return [number for _, number in said]
+
+    def _release(self, buffer: SymmetricBuffer) -> None:
+        self._calls.synchronize()
+        del self._kept[buffer.key]
+
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+        """On the current stream, after everything before it there, copies included."""
+        flags.check_signal(owner, index)
+        self._calls.set_word(flags.peers[owner], index, value)
+
+    def wait(
+        self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
+    ) -> None:
+        """On the current stream, before everything after it there; the host goes on. `check` has the PeerTimeout."""
+        flags.check_signal(owner, index)
+        if self.board.aborted:
+            raise self._failure(op, 0.0)
+        begun = None if self._inside or self._calls.capturing() else self._calls.record()
+        self._calls.wait_for_word(flags.peers[owner][index : index + 1], value, self._abort)
+        if begun is not None:
+            self._on_streams.add(Pending(op, begun, self._calls.record(), owner if peer is None else peer))
+
+    def barrier(self, op: str = "barrier") -> None:
+        """Until every rank and its GPU have come here."""
+        if self._calls.capturing():
+            raise RuntimeError(f"{op}: a barrier of the host while a graph is captured")
+        self._calls.synchronize()
+        super().barrier(op)
+
+    def _watch(self, op: str, kernel: bool) -> None:
+        """Every operation is left to the stream, whether it is a kernel or copies with signals."""
+        stream = self._calls.stream()
+        if self._calls.capturing():
+            if self._captured not in (None, stream):
+                raise RuntimeError(f"{op}: a second stream of the group in a captured graph: capture one, then check()")
+            self._captured = stream
+        else:
+            self._captured = None
+            if self._last is not None and self._last[0] != stream:
+                self._calls.wait_for(self._last[1])
+            self._begun = self._calls.record()
+        self._inside = True
+
+    def _unwatch(self, op: str) -> None:
+        self._inside = False
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            end = self._calls.record()
+            self._on_streams.add(Pending(op, begun, end))
+            self._last = self._calls.stream(), end
+
+    def _failure(self, op: str, waited: float) -> PeerTimeout:
+        return self._on_streams.failure() or super()._failure(op, waited)
+
+    def check(self) -> None:
+        if not self._calls.capturing():
+            self._captured = None
+            if self.board.aborted:
+                raise self._failure("check", 0.0)
+
+    def reset(self) -> None:
+        if self.board.aborted:
+            self._on_streams.look()  # the kernels that still wait are told
+        self._calls.synchronize()
+        self._on_streams.forget()
+        self._last = self._captured = None
+        super().reset()
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._abort.zero_()
+        self._calls.synchronize()
+
+
+def _part(handle: Handle, rank: int, size: int, offset: int) -> Tensor:
+    """Another rank's tensor; offset: of its allocation's beginning, in bytes."""
+    return handle.get_buffer(rank, (size,), torch.uint8, offset)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:500]
