@@ -1,15 +1,7 @@
-"""`CudaMemory` without a GPU: streams are threads, device memory is shared memory of the host.
-
-Tensors begin somewhere inside their allocation, elsewhere on each rank, as they may in torch's pools. What only a GPU
-can show: test_cuda_ranks.py.
-"""
+"""`CudaMemory` on CPU ranks, with a GPU's stand-in. What only a GPU can show: test_cuda_ranks.py."""
 
 import json
-import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,169 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import connect as connections
-from tpfuse.comm.board import Mapping
-from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
-from tpfuse.comm.symmetric_memory import SymmetricBuffer, wrapped
+from tpfuse.comm.symmetric_memory import SymmetricBuffer
+from tpfuse.testing.cuda_stand_in import StandIn
 from tpfuse.testing.ranks import pool
-
-
-class Stream:
-    """Does one thing after the other, later."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self._queue.get()()
-            self._queue.task_done()
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._queue.put(work)
-
-    def synchronize(self) -> None:
-        self._queue.join()
-
-
-class StandInEvent:
-    def __init__(self) -> None:
-        self.passed = threading.Event()
-
-    def query(self) -> bool:
-        return self.passed.is_set()
-
-
-class StandInHandle:
-    """Of allocations of which each rank's tensor begins `offset` bytes in."""
-
-    def __init__(self, allocations: Sequence[Tensor], offset: int) -> None:
-        self._allocations, self.offset = allocations, offset
-
-    @property
-    def buffer_ptrs(self) -> list[int]:
-        return [allocation.data_ptr() for allocation in self._allocations]
-
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        start = storage_offset * dtype.itemsize
-        size = torch.Size(sizes).numel() * dtype.itemsize
-        assert start + size <= len(self._allocations[rank])
-        return self._allocations[rank][start : start + size].view(dtype).view(tuple(sizes))
-
-
-class StandIn(CudaCalls):
-    """See `CudaCalls`. use(name) changes the current stream; `captured` counts what was done under a capture."""
-
-    def __init__(self, group: dist.ProcessGroup, *, gpu: str = "", allowed: bool = True, blind: str = "none") -> None:
-        super().__init__(torch.device("cpu"))
-        self.group, self.name, self.allowed, self.blind = group, gpu or f"gpu {group.rank()}", allowed, blind
-        self.streams: dict[str, Stream] = {}
-        self.reason = ""
-        self.capture = False
-        self.events = 0
-        self.waits = 0
-        self.rung = 0
-        self.fails: set[str] = set()
-        self.live: list[tuple[Tensor, Mapping]] = []
-        self.use("default")
-
-    def use(self, name: str) -> None:
-        self.current = self.streams.setdefault(name, Stream())
-
-    def do(self, work: Callable[[], object]) -> None:
-        """On the current stream."""
-        if not self.capture:
-            self.current.put(work)
-
-    def why_not(self) -> str:
-        return self.reason
-
-    def gpu(self) -> str:
-        return self.name
-
-    def reaches(self, gpu: str) -> bool:
-        return gpu != self.blind
-
-    def overlapping_allowed(self) -> bool:
-        return self.allowed
-
-    def allocate(self, size: int, group_name: str) -> Tensor:
-        assert group_name == self.group.group_name
-        if "allocate" in self.fails:
-            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        offset = 16 * (1 + self.group.rank())
-        mapping = Mapping("stand-in", offset + size)
-        memory = torch.from_numpy(mapping.memory).fill_(0xAB)  # as cudaMalloc leaves it
-        tensor = memory[offset:]
-        self.live.append((tensor, mapping))
-        return tensor
-
-    def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
-        mapping = next(mapping for x, mapping in self.live if x is tensor)
-        place = os.getpid(), mapping.descriptor, len(mapping.memory)
-        places: list[tuple[int, int, int]] = [(0, 0, 0)] * self.group.size()
-        dist.all_gather_object(places, place, group=self.group)
-        parts = [
-            mapping.memory if place == other else Mapping("stand-in", other[2], other[:2]).memory for other in places
-        ]
-        dist.barrier(self.group)
-        mapping.close_descriptor()
-        if "rendezvous" in self.fails:
-            raise RuntimeError("CUDA driver error: invalid device ordinal\nException raised from ...")
-        return StandInHandle([torch.from_numpy(part) for part in parts], 16 * (1 + self.group.rank()))
-
-    def addresses(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values)
-
-    def new_word(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32)
-
-    def set_word(self, words: Tensor, index: int, value: int) -> None:
-        words.view(torch.uint32)  # as the real one wants
-        self.do(partial(words[index].fill_, wrapped(value)))
-
-    def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
-        def spin() -> None:
-            while wrapped(int(word) - value) < 0 and not int(abort):
-                time.sleep(1e-3)
-
-        self.do(spin)
-
-    def synchronize(self) -> None:
-        for stream in self.streams.values():
-            stream.synchronize()
-
-    def stream(self) -> int:
-        return id(self.current)
-
-    def capturing(self) -> bool:
-        return self.capture
-
-    def record(self) -> Event:
-        assert not self.capture, "an event of a capture cannot be looked at"
-        self.events += 1
-        event = StandInEvent()
-        self.do(event.passed.set)
-        return event
-
-    def wait_for(self, event: Event) -> None:
-        assert isinstance(event, StandInEvent) and not self.capture
-        self.waits += 1
-        self.do(event.passed.wait)
-
-    def alarm(self, word: Tensor) -> Callable[[], None]:
-        def ring() -> None:
-            self.rung += 1
-            word.fill_(1)
-
-        return ring
-
-    def enter_thread(self) -> None:
-        pass
 
 
 def _group() -> dist.ProcessGroup:

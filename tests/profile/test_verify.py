@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.comm.probe import probe
 from tpfuse.kernel_choice import implementation
 from tpfuse.profile import cases, verify
 from tpfuse.profile.case import Case
@@ -97,7 +99,10 @@ def use(
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch)
     assert run(["verify", "--operators", FAST]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    machine, table = capsys.readouterr().out.split("\n\n", 1)
+    assert [line.split()[0] for line in machine.splitlines()][:2] == ["machine", "CPU"]
+    assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks talk through it", machine, re.M)
+    lines = table.splitlines()
     assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
     assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3
     (half,) = [line for line in lines if "bfloat16" in line]
@@ -110,9 +115,11 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     use(monkeypatch)
     assert run(["verify", "--json", "--operators", FAST]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document.keys() == {"passed", "device", "family", "versions", "comparisons", "kernels"}
+    assert document.keys() == {"passed", "machine", "device", "family", "versions", "comparisons", "kernels"}
     assert document["passed"] is True
     assert document["family"] == "sm_90"
+    assert [entry["name"] for entry in document["machine"]] == [finding.name for finding in probe()]
+    assert all(entry.keys() == {"name", "value", "meaning"} for entry in document["machine"])
     assert document["versions"]["torch"] == torch.__version__
     assert [entry["dtype"] for entry in document["comparisons"]] == ["bfloat16", "float16", "float32"]
     assert all(0 < entry["error"] <= entry["bound"] and entry["passed"] for entry in document["comparisons"])

@@ -42,7 +42,7 @@ def _host() -> Iterator[Finding]:
     yield Finding(
         "shared memory",
         why_not or "works",
-        "anonymous (memfd): CPU ranks fuse" if not why_not else "CPU ranks fall back on Gloo",
+        "anonymous (memfd): CPU ranks talk through it" if not why_not else "CPU ranks fall back on Gloo",
     )
     yield Finding("/dev/shm", _dev_shm(), "not used by tpfuse: its size does not matter")
 
@@ -60,7 +60,7 @@ def _gpus() -> Iterator[Finding]:
     yield Finding(
         "peer access",
         "one GPU" if count == 1 else "between all GPUs" if not missing else f"not between {', '.join(missing)}",
-        "ranks on GPUs that reach each other's memory can fuse",
+        "ranks on GPUs without it fall back on NCCL",
     )
     for name, attribute, meaning in (
         ("multicast", _MULTICAST, "NVLink switches can add up and broadcast; tpfuse does not use it yet"),

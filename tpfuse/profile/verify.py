@@ -2,7 +2,8 @@
 
 Output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted where there is
 none: in a process of its own then, since Triton decides that when kernels are imported. Meanwhile the kernels are
-compiled for this machine's family of GPUs, for sm_90 where there is none.
+compiled for this machine's family of GPUs, for sm_90 where there is none. Above that, what the machine can do for
+ranks that share memory (`tpfuse.comm.probe`).
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tpfuse
+from tpfuse.comm.probe import Finding, probe
 from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import launch
 from tpfuse.profile import cases
@@ -114,6 +116,7 @@ def compare_in_subprocess(operators: Sequence[str]) -> list[Comparison]:
 class Verification:
     """Everything that `tpfuse verify` finds out. kernels: what was compiled, for `family`."""
 
+    machine: list[Finding]
     device: str
     family: str
     comparisons: list[Comparison]
@@ -150,7 +153,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
         except RuntimeError as error:
             raise RunError(str(error)) from None
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
-    return Verification(device, family, comparisons, compiled)
+    return Verification(probe(), device, family, comparisons, compiled)
 
 
 def document(found: Verification) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def document(found: Verification) -> dict[str, Any]:
         "passed": found.passed,
         "device": found.device,
         "family": found.family,
+        "machine": [asdict(finding) for finding in found.machine],
         "versions": {
             "tpfuse": tpfuse.__version__,
             "torch": torch.__version__,
@@ -179,7 +183,11 @@ def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
 
 
 def show(found: Verification, console: Console) -> None:
-    """The table, the reasons of what failed, and the last word."""
+    """What the machine can do, the table, the reasons of what failed, and the last word."""
+    machine = Table("machine", "", "", box=None)
+    for finding in found.machine:
+        machine.add_row(finding.name, finding.value, finding.meaning)
+    console.print(machine, "", sep="\n")
     table = Table("operator", "case", "dtype", box=None)
     for name in ("error", "bound", "registers", "spills", "shared"):
         table.add_column(name, justify="right")
