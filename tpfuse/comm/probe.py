@@ -68,9 +68,8 @@ def _gpus() -> Iterator[Finding]:
     ):
         yield Finding(name, _attribute(attribute, count), meaning)
     reason = no_symmetric_memory()
-    yield Finding(
-        "symmetric memory of torch", reason or "CUDA backend", "GPU ranks fuse" if not reason else "NCCL only"
-    )
+    meaning = "GPU ranks fall back on NCCL" if reason else "GPU ranks reach each other's memory"
+    yield Finding("symmetric memory of torch", reason or "CUDA backend", meaning)
 
 
 def _size(count: int | None) -> str:
