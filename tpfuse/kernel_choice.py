@@ -31,6 +31,11 @@ def set_kernels(name: Kernels) -> None:
     _chosen = name
 
 
+def chosen_kernels() -> Kernels:
+    """What was chosen for this process."""
+    return _chosen
+
+
 @contextlib.contextmanager
 def kernels(name: Kernels) -> Iterator[None]:
     """`set_kernels(name)` within a with block."""

@@ -3,7 +3,7 @@
 | implementation | where                                                                                        |
 |----------------|----------------------------------------------------------------------------------------------|
 | direct         | CPU ranks of one host: torch operations on shared memory (`tpfuse.comm.direct`)              |
-| fused          | CUDA ranks with peer access, small tensors; CPU ranks that interpret kernels (`.launched`)   |
+| fused          | CUDA ranks with peer access, and CPU ranks that interpret: `--kernels triton` (`.launched`)  |
 | collective     | all else: NCCL, Gloo (`tpfuse.comm.process_group`)                                           |
 
 A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
@@ -23,7 +23,7 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.direct import DirectCollectives
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.launched import LaunchedCollectives
-from tpfuse.kernel_choice import use_triton
+from tpfuse.kernel_choice import chosen_kernels, use_triton
 
 
 class Handle(Protocol):
@@ -39,7 +39,7 @@ class _Done:
 
 
 _DONE = _Done()
-CUDA_BYTES = 2**18  # up to here kernels run in NCCL's place: not measured yet
+CUDA_BYTES = 0  # up to here `--kernels auto` has kernels in NCCL's place. Not measured yet, so none (rule 13 of DESIGN)
 _Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
 _Symmetric = DirectCollectives | LaunchedCollectives
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
@@ -53,8 +53,9 @@ def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
     """What serves the group through symmetric memory; None where nothing does."""
     if x.device.type == "cuda":
-        small = x.nbytes <= CUDA_BYTES and (not summed or LaunchedCollectives.sums(x.dtype))
-        return _of(group, x.device, LaunchedCollectives) if small and use_triton(x) else None
+        wanted = x.nbytes <= CUDA_BYTES or chosen_kernels() == "triton"
+        able = use_triton(x) and (not summed or LaunchedCollectives.sums(x.dtype))
+        return _of(group, x.device, LaunchedCollectives) if wanted and able else None
     if x.device.type == "cpu" and use_triton(x) and (not summed or LaunchedCollectives.sums(x.dtype)):
         return _of(group, x.device, LaunchedCollectives)
     return _direct(x, group)
