@@ -2,9 +2,9 @@
 
 Every collective is "stage, signal, wait, combine": a rank writes what others need into a slot of its own, program p
 signals program p of every rank and waits for its signal, and then reads their slots (pull). Each slot has two halves;
-epoch e uses half e % 2. So no second barrier is needed before a half is written again (rule 10 of DESIGN): that happens
-in epoch e + 2, whose launch follows one that waited for every rank's signal of e + 1, and a rank gives that only after
-its launch of e has ended, with all its reads.
+epoch e uses half e % 2. So no second barrier is needed before a half is written again: that happens in epoch e + 2,
+whose launch follows one that waited for every rank's signal of e + 1, and a rank gives that only after its launch of e
+has ended, with all its reads.
 
 Program p of each rank works on the same tiles of every row, p, p + programs, …: a tile is the same bytes on all ranks,
 however their tensors are aligned. The launches of a channel must be the same ones, in one order, on every rank.

@@ -16,9 +16,11 @@ before its release ahead of what the waiting thread does after its acquire. A pr
 signals: the barrier of the program before the release (`tl.debug_barrier`, which Triton 3.8 and older do not bring by
 themselves, triton PR 10816) orders the others' reads and writes before it; the value that a wait returns reaches the
 other threads through shared memory and a barrier of the program. Nothing here orders the asynchronous proxy: what is
-signalled must not have been stored by TMA (rule 4 of DESIGN), and is read by ordinary loads.
+signalled must not have been stored by TMA, of which Triton 3.7 and older wait for the reads alone (triton PR 10415),
+and is read by ordinary loads.
 
-A launch whose wait is cut short by the abort word signals nobody any more and leaves the epoch as it is.
+A program waits for programs of peers alone, never for one of its own grid, so that a grid needs no more than to run at
+once. A launch whose wait is cut short by the abort word signals nobody any more and leaves the epoch as it is.
 """
 
 import triton

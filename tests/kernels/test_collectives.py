@@ -119,7 +119,7 @@ def test_in_place(connect: Connect) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("flag_count", [6, 7, 17])
+@pytest.mark.parametrize("flag_count", [6, 17])
 def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, flag_count: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory, flag_count=flag_count, programs=50)

@@ -21,7 +21,7 @@ MODULES = {
     "all_gather": all_gather, "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
     "one_shot": all_reduce, "two_shot": all_reduce,
 }  # fmt: skip
-SIZES = (40, 7, 80, 9, 30)  # grids of one, two and three programs take turns
+SIZES = (40, 7, 60, 9)  # grids of one, two and three programs take turns
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -46,7 +46,7 @@ def test_no_alarm(collective: Any, connect: Connect, world: int, resident: int) 
 
 
 def test_no_alarm_in_fifty_seeds(collective: Any, connect: Connect) -> None:
-    explore(program_of(collective, connect, (40, 7, 30)), 2, resident=2, schedules=map(PCT, range(50)))
+    explore(program_of(collective, connect, (24, 7, 20)), 2, resident=2, schedules=map(PCT, range(50)))
 
 
 def left_by(program: Program, module: ModuleType, mutants: list[Mutant]) -> list[Mutant]:
