@@ -293,6 +293,7 @@ def _one_stays_away(rank: Rank, operation: str) -> int:
     rank.tell(caught.value)
     rank.hear()
     memory.reset()
+    memory.barrier()  # not every rank had come to the one before
     return total(memory.rank)
 
 

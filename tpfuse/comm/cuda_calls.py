@@ -73,7 +73,9 @@ class CudaCalls:
 
     def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
         """Maps every rank's allocation. Collective."""
-        handle: Handle = _torch().rendezvous(tensor, group_name)
+        from torch.distributed import _symmetric_memory as symmetric  # it registers operators: on GPUs alone
+
+        handle: Handle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type]
         return handle
 
     def addresses(self, values: Sequence[int]) -> Tensor:
