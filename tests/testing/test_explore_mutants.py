@@ -97,6 +97,21 @@ def test_mutants_keep_their_line_numbers(modules) -> None:
         ast.parse(mutant.source)
 
 
+def test_a_relaxed_atomic_orders_nothing_that_could_be_weakened(tmp_path, monkeypatch) -> None:
+    (tmp_path / "tpfuse_tests_relaxed.py").write_text(
+        "import triton.language as tl\n"
+        "def poll(abort):\n"
+        '    aborted = tl.atomic_add(abort, 0, sem="relaxed", scope="sys")\n'
+        '    return tl.atomic_cas(abort, 0, 1, "acquire", "sys")\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = mutants_of(importlib.import_module("tpfuse_tests_relaxed"))
+    assert [(mutant.lines[0], mutant.change) for mutant in found] == [
+        (4, "acquire -> relaxed"),
+        (4, "scope sys -> gpu"),
+    ]
+
+
 def test_all_of_them_are_found(modules) -> None:
     assert described(surviving(program_of, modules, 2)) == []
 
@@ -157,8 +172,8 @@ def test_modules_of_a_package_are_found_by_every_form_of_import(tmp_path, monkey
     (package / "__init__.py").write_text("")
     (package / "inner.py").write_text("VALUE = 1\n")
     (package / "outer.py").write_text(
-        "import tpfuse_tests_package.inner\nfrom tpfuse_tests_package import inner\n"
-        "from tpfuse_tests_package.inner import VALUE\n"
+        "from tpfuse_tests_package import inner\n"
+        "from tpfuse_tests_package.inner import VALUE\nimport tpfuse_tests_package.inner\n"
         "def values():\n    from tpfuse_tests_package.inner import VALUE as late\n"
         "    return VALUE, inner.VALUE, tpfuse_tests_package.inner.VALUE, late\n"
     )
