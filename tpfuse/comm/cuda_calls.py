@@ -29,7 +29,7 @@ class Handle(Protocol):
     @property
     def offset(self) -> int: ...
 
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor: ...
 
 
 class Event(Protocol):
@@ -75,7 +75,7 @@ class CudaCalls:
         """Maps every rank's allocation. Collective."""
         from torch.distributed import _symmetric_memory as symmetric  # it registers operators: on GPUs alone
 
-        handle: Handle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type]
+        handle: Handle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
     def addresses(self, values: Sequence[int]) -> Tensor:

@@ -58,11 +58,11 @@ class StandInHandle:
     def buffer_ptrs(self) -> list[int]:
         return [allocation.data_ptr() for allocation in self._allocations]
 
-    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
         start = storage_offset * dtype.itemsize
         size = torch.Size(sizes).numel() * dtype.itemsize
         assert start + size <= len(self._allocations[rank])
-        return self._allocations[rank][start : start + size].view(dtype).view(tuple(sizes))
+        return self._allocations[rank][start : start + size].view(dtype).view(sizes)
 
 
 class StandIn(CudaCalls):
