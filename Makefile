@@ -46,7 +46,7 @@ build/triton-%: | install
 compiled-matrix: $(addprefix build/triton-,$(TRITONS))
 	for version in $(TRITONS); do \
 		echo "Triton $$version"; \
-		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/profile/test_compilation.py || exit 1; \
+		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/profile/test_compilation.py tests/kernels/test_signal_ptx.py || exit 1; \
 	done
 
 lint: install

@@ -21,7 +21,7 @@ MODULES = {
     "all_gather": all_gather, "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
     "one_shot": all_reduce, "two_shot": all_reduce,
 }  # fmt: skip
-SIZES = (40, 7, 60, 9)  # grids of one, two and three programs take turns
+SIZES = (40, 7, 50)  # grids of several programs and of one take turns
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
@@ -40,7 +40,7 @@ def program_of(collective: Any, connect: Connect, sizes: Sequence[int] = SIZES) 
     return program
 
 
-@pytest.mark.parametrize(("world", "resident"), [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("world", "resident"), [(2, 1), (3, 2)])
 def test_no_alarm(collective: Any, connect: Connect, world: int, resident: int) -> None:
     explore(program_of(collective, connect), world, resident=resident)
 
@@ -113,9 +113,8 @@ def late(collective: Any, connect: Connect) -> Program:
     return program
 
 
-@pytest.mark.parametrize(("world", "resident"), [(2, 2), (3, 1)])
-def test_waits_end(collective: Any, connect: Connect, world: int, resident: int) -> None:
-    explore(late(collective, connect), world, resident=resident, timeouts=True)
+def test_waits_end(collective: Any, connect: Connect) -> None:
+    explore(late(collective, connect), 2, resident=2, timeouts=True)
 
 
 def test_every_kernel_that_signals_is_tested_so() -> None:
