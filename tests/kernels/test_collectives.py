@@ -132,9 +132,9 @@ def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, 
 
 @pytest.fixture
 def alone() -> Endpoint:
-    """One rank's end of a channel of three; nothing can be launched."""
-    table, word = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    return Endpoint(1, 3, table, 256, table, 5, word, word[:1], programs=2)
+    """One rank's end of a channel of three that leads nowhere: aborted, so that what is launched does nothing."""
+    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    return Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
 
 
 ROW, ROWS = torch.zeros(8), torch.zeros(3, 8)

@@ -70,7 +70,7 @@ def counting(memory: SimulatedMemory) -> None:
 
 
 @triton.jit
-def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, rank, WORLD: tl.constexpr):
+def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, rank, WORLD: tl.constexpr):
     """Ranks meet twice in a launch: what each reads the next one wrote in between, and that of what it read itself."""
     pid = tl.program_id(0)
     epoch, running = begin(state_ptr, abort_ptr)
@@ -78,7 +78,7 @@ def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, rank, WO
     if running:
         own = peer_pointer(slots_ptr, rank, tl.int32) + half + pid
         after = peer_pointer(slots_ptr, (rank + 1) % WORLD, tl.int32) + half + pid
-        tl.store(own, epoch + rank)
+        tl.store(own, value)
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
             tl.store(own + 3, tl.load(after) + 100)
             if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
@@ -93,7 +93,7 @@ def meeting(memory: SimulatedMemory) -> None:
     for epoch, programs in enumerate((2, 1, 3, 1, 2), 1):
         out = torch.empty(programs, dtype=torch.int32)
         tensors = out, slots.addresses, flags.addresses, state.local, memory.abort
-        meeting_kernel[(programs,)](*tensors, memory.rank, WORLD=memory.world)
+        meeting_kernel[(programs,)](*tensors, epoch + memory.rank, memory.rank, WORLD=memory.world)
         assert out.tolist() == [100 + epoch + (memory.rank + 2) % memory.world] * programs
 
 
@@ -169,15 +169,15 @@ def late(memory: SimulatedMemory) -> None:
         with pytest.raises(PeerTimeout), memory.guard("meeting"):
             if rank == 0:
                 memory.barrier("elsewhere")
-            meeting_kernel[(2,)](*tensors, rank, WORLD=memory.world)
+            meeting_kernel[(2,)](*tensors, 1 + rank, rank, WORLD=memory.world)
             assert out.tolist() == [0, 0] and state.local.tolist() == [0, 0]
-            meeting_kernel[(2,)](*tensors, rank + 50, WORLD=memory.world)  # would write 51 and more into its slot
+            meeting_kernel[(2,)](*tensors, 50, rank, WORLD=memory.world)  # does not write its slot
         memory.reset()
         assert slots.local.max() == (1 + rank if rank else 0) and not slots.local[0].any()
         assert not flags.local.any()
         memory.barrier()
     for epoch in (1, 2):
-        meeting_kernel[(2,)](*tensors, rank, WORLD=memory.world)
+        meeting_kernel[(2,)](*tensors, epoch + rank, rank, WORLD=memory.world)
         assert out.tolist() == [100 + epoch + (rank + 2) % memory.world] * 2
 
 
