@@ -171,23 +171,21 @@ def test_the_rule_of_debug_barrier_can_be_switched_off() -> None:
 
 
 @triton.jit
-def lock_kernel(lock_ptr, box_ptr):
-    if tl.atomic_cas(lock_ptr, 0, 1, sem="acq_rel", scope="sys") == 0:
-        tl.store(box_ptr, 1.0)
-    else:  # whoever failed has released nothing, and the one who has the lock does not know it
-        tl.debug_barrier()
-        tl.atomic_cas(lock_ptr, 7, 8, sem="release", scope="sys")
+def failed_swap_kernel(flag_ptr, box_ptr):
+    tl.store(box_ptr, 1.0)
+    tl.debug_barrier()
+    tl.atomic_cas(flag_ptr, 7, 8, sem="release", scope="sys")  # it is 0
+    tl.atomic_xchg(flag_ptr, 1, sem="relaxed", scope="sys")
 
 
 def test_a_swap_that_fails_releases_nothing() -> None:
     def program(memory):
-        lock, box = memory.signals("lock", 1), memory.buffer("box", (1,), torch.float32)
+        flag, box = memory.signals("flag", 1), memory.buffer("box", (1,), torch.float32)
         if memory.rank == 1:
-            box.peers[0].fill_(2.0)
-            lock_kernel[(1,)](lock.peers[0], box.peers[0])
+            failed_swap_kernel[(1,)](flag.peers[0], box.peers[0])
         else:
-            memory.wait(lock, 0, 0, 1, op="test")
-            box.local.fill_(3.0)
+            memory.wait(flag, 0, 0, 1, op="test")
+            box.local.item()
 
     with pytest.raises(RaceError, match="race on box"):
         explore(program, 2)
@@ -399,6 +397,17 @@ def test_every_schedule_within_the_bound_is_tried_once() -> None:
     assert not explore_bounded(program, 2, preemptions=1, limit=2).exhausted
 
 
+def test_without_preemptions_ranks_come_in_every_order() -> None:
+    orders = []
+
+    def program(memory):
+        orders.append(memory.rank)
+
+    assert explore_bounded(program, 3, preemptions=0).exhausted
+    runs = [tuple(orders[first : first + 3]) for first in range(0, len(orders), 3)]
+    assert sorted(runs) == sorted(itertools.permutations([0, 1, 2]))
+
+
 def test_a_failure_replays_from_its_expression() -> None:
     with pytest.raises(ExploreError) as caught:
         explore(wrong, 3, schedules=[RandomWalk(5)], resident=2)
@@ -555,21 +564,6 @@ def test_wait_compares_by_difference() -> None:
 
     with pytest.raises(DeadlockError, match=r"flags\[1\] of rank 0 is 2147483647"):
         explore(program, 1)
-
-
-def test_a_plain_store_ends_what_a_release_had_left() -> None:
-    def program(memory):
-        box, flags = memory.buffer("box", (1,), torch.float32), memory.signals("flags", 1)
-        if memory.rank == 0:
-            memory.put(flags, 0, 0, 1)
-            box.local.fill_(1.0)
-            flags.local.fill_(2)
-        else:
-            memory.wait(flags, 0, 0, 2, op="test")
-            box.peers[0].item()
-
-    with pytest.raises(RaceError):
-        explore(program, 2)
 
 
 # Buffers

@@ -82,7 +82,6 @@ def test_what_ends_and_what_continues_a_release() -> None:
         "releasing store": (lambda clocks, two: do(clocks, two, modifies=False, **RELEASE), False),
         "load": (lambda clocks, two: do(clocks, two, modifies=False, stores=False), True),
         "failed swap": (lambda clocks, two: do(clocks, two, stores=False, **RELEASE), True),
-        "plain store": (lambda clocks, two: clocks.overwrite([WORD]), False),
     }
     for name, (operation, kept) in middle.items():
         clocks, one, two = pair()

@@ -109,14 +109,6 @@ class Clocks:
         self._covered[program] = self.time(program)
         self._tick(program)
 
-    def overwrite(self, words: Iterable[Word]) -> None:
-        """A plain store: who acquires the word now synchronises with nobody."""
-        words = [word for word in words if word in self._published]
-        if words:
-            self.log.append(("overwrite", (words,)))
-        for word in words:
-            del self._published[word]
-
     def atomic(self, operation: Atomic) -> None:
         """An atomic operation that has just been done."""
         self.log.append(("atomic", (operation,)))

@@ -100,8 +100,6 @@ class CheckedMemory:
             index = self._inside(region, part, size, site)
             if region.checked:
                 self._check(region, index, site, write=write, atomic=False)
-                if write and region.signals:
-                    self._forget(region, index)
         return site
 
     def written(self, parts: Parts) -> None:
@@ -166,7 +164,6 @@ class CheckedMemory:
         return result
 
     def _order(self, region: Region, element: int, semantics: Semantics, stored: bool, site: int) -> None:
-        region.signals = True
         word = self.regions.index(region), element
         line = self._site_list[site].lines[0]
         self.clocks.atomic(
@@ -219,16 +216,6 @@ class CheckedMemory:
             return int(old[0]), old, region.words[index : index + 1].copy(), np.array([value is not None])
 
         return int(self.atomic(operation, [(region, np.array([address], np.uint64))], semantics, perform))
-
-    def clear(self, region: Region) -> None:
-        """Zeroes words; what was released there is released no more."""
-        assert region.words is not None
-        region.words[:] = 0
-        self._forget(region, np.arange(region.count))
-
-    def _forget(self, region: Region, index: Indices) -> None:
-        number = self.regions.index(region)
-        self.clocks.overwrite((number, element) for element in index.tolist())
 
 
 def _words(parts: Parts) -> tuple[int, ...]:

@@ -61,8 +61,9 @@ class Scheduler:
         return task
 
     def run(self) -> None:
-        """Hands the baton to the first thread and returns when all have ended; `error` tells how."""
-        self.current = self.tasks[0]
+        """Hands the baton to a thread and returns when all have ended; `error` tells how."""
+        ready = self._ready()
+        self.current = self.tasks[self._pick(ready, -1, 0) if len(ready) > 1 else 0]
         self.current.gate.release()
         try:
             self._finished.wait()

@@ -41,7 +41,6 @@ class Region:
     def __init__(self, key: str, rank: int, shape: torch.Size, dtype: torch.dtype, *, checked: bool = True) -> None:
         self.key, self.rank, self.shape, self.dtype, self.checked = key, rank, shape, dtype, checked
         self.count, self.step, self.freed = shape.numel(), dtype.itemsize, False
-        self.signals = False  # whether an atomic operation has touched it
         self._memory = torch.zeros(self.count * self.step + 2 * RED_ZONE, dtype=torch.uint8)
         inside = self._memory[RED_ZONE : RED_ZONE + self.count * self.step]
         self.tensor: Tensor = inside.view(dtype).view(shape)

@@ -104,7 +104,9 @@ class SimulatedMemory(SymmetricMemory):
     def reset(self) -> None:
         self._meet("reset", joins=True)
         for key in self._signals & self._buffers.keys():
-            self._run.memory.clear(self._regions[key][self.rank])
+            words = self._regions[key][self.rank].words
+            assert words is not None
+            words[:] = 0  # between two barriers of all ranks: nobody is there
         self._run.end_abort(self.rank)
         self.generation += 1
         self._meet("reset", joins=True)
