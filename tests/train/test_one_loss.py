@@ -89,19 +89,19 @@ def test_clipping_changes_training_and_counts_every_parameter_once() -> None:
         np.testing.assert_allclose(sharded, free, rtol=1e-9)
 
 
-def trained_twice(dtype: str) -> tuple[bool, float, float]:
+def trained_twice(tp: int, dtype: str) -> tuple[bool, float, float]:
     runs = []
     for _ in range(2):
-        trainer, windows = trainer_for(options_for(2, 1, 2, dtype=dtype))
+        trainer, windows = trainer_for(options_for(tp, 1, 2, dtype=dtype))
         losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         runs.append((losses, whole_weights(trainer)))
     same = runs[0][0] == runs[1][0] and all(torch.equal(runs[0][1][k], runs[1][1][k]) for k in runs[0][1])
     return same, runs[0][0][0], runs[0][0][-1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(dtype: str) -> None:
-    for same, first, last in pool(2).run(trained_twice, dtype):
+@pytest.mark.parametrize(("tp", "dtype"), [(2, "float32"), (2, "bfloat16"), (2, "float16"), (4, "float32")])
+def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str) -> None:
+    for same, first, last in pool(tp).run(trained_twice, tp, dtype):
         assert same
         assert last < first - 0.1
 

@@ -112,6 +112,8 @@ class Trainer:
             total += loss.detach() / weight
         self.buckets.finish()
         squared, loss, stop = self._agree(total, stop_wanted())
+        for memory in connected():
+            memory.check()
         norm = squared**0.5 / self.loss_scale
         lr = learning_rate(options.optim, self.step, options.train.steps)
         result = StepResult(loss / tokens, norm, lr, stop)
