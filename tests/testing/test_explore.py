@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.testing.explore import (
     PCT,
     Choices,
@@ -421,211 +421,6 @@ def wrong(memory):
     shift(memory, guard=False)
 
 
-# Programs of one grid
-
-
-@triton.jit
-def count_kernel(box_ptr, state_ptr, PROGRAMS: tl.constexpr, SEM: tl.constexpr, SCOPE: tl.constexpr):
-    pid = tl.program_id(0)
-    tl.store(box_ptr + pid, pid + 1)
-    tl.debug_barrier()
-    if tl.atomic_add(state_ptr, 1, sem=SEM, scope=SCOPE) == PROGRAMS - 1:
-        total = 0
-        for other in range(PROGRAMS):
-            total += tl.load(box_ptr + other)
-        tl.store(state_ptr + 1, total)
-        tl.store(state_ptr, 0)
-
-
-@pytest.mark.parametrize("resident", [1, 3])
-@pytest.mark.parametrize("sem", ["acq_rel", "relaxed", "acquire", "release"])
-def test_programs_of_one_grid_are_ordered_by_atomics_alone(sem, resident) -> None:
-    def program(memory):
-        box, state = memory.buffer("box", (3,), torch.int32), memory.signals("state", 2)
-        for _ in range(2):
-            count_kernel[(3,)](box.local, state.local, 3, sem, "gpu")
-            assert state.local.tolist() == [0, 6]
-
-    if sem == "acq_rel":
-        explore(program, 2, resident=resident)
-    else:
-        with pytest.raises(RaceError, match=r"semantics at|has not waited|signals nothing"):
-            explore(program, 2, resident=resident)
-
-
-def test_a_scope_that_spans_one_block_is_too_narrow_for_a_grid() -> None:
-    def program(memory):
-        box, state = memory.buffer("box", (2,), torch.int32), memory.signals("state", 2)
-        count_kernel[(2,)](box.local, state.local, 2, "acq_rel", "cta")
-
-    with pytest.raises(RaceError, match='scope="cta" spans no two programs: "gpu" is needed'):
-        explore(program, 1)
-
-
-def test_an_empty_grid_is_a_launch_of_nothing() -> None:
-    explore(lambda memory: later_program_kernel[(0,)](memory.signals("flags", 1).local), 1, resident=2)
-
-
-# What torch does
-
-
-@torch.library.custom_op("tpfuse_test::double_into", mutates_args=("out",))
-def double_into(x: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mul(x, 2, out=out)
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda box: box.fill_(1.0),
-        lambda box: torch.add(torch.ones(4), 1.0, out=box),
-        lambda box: torch.cat([torch.ones(2), torch.ones(2)], out=box),
-        lambda box: torch._foreach_add_([torch.ones(1), box], 1.0),
-        lambda box: box[1:].view(3, 1).transpose(0, 1).copy_(torch.ones(1, 3)),
-        lambda box: box.view(torch.int32).zero_(),
-        lambda box: torch.ones(4).add(other=box),
-        lambda box: torch.cat([torch.ones(1), box]),
-        lambda box: box[2].item(),
-        lambda box: box.tolist(),
-        lambda box: box.expand(2, 4).sum(),
-        lambda box: double_into(torch.ones(4), box),
-        lambda box: double_into(box, torch.empty(4)),
-    ],
-)  # fmt: skip
-def test_torch_operations_on_a_peers_memory_race(operation) -> None:
-    def program(memory):
-        box = memory.buffer("box", (4,), torch.float32)
-        if memory.rank == 0:
-            operation(box.peers[1])
-        else:
-            box.local.add_(1.0)
-
-    with pytest.raises(RaceError, match=r"race on box\[\d\] of rank 1"):
-        explore(program, 2)
-
-
-def test_what_reads_no_elements_is_no_access() -> None:
-    def program(memory):
-        box = memory.buffer("box", (4,), torch.float32)
-        if memory.rank == 0:
-            box.peers[1][1:3].view(2, 1).detach().new_empty(3).add_(1.0)
-            torch.zeros_like(box.peers[1]).add_(1.0)
-            box.peers[1].split(2)[0].expand(3, 2).unbind()
-        box.local.add_(1.0)
-
-    explore(program, 2)
-
-
-# Signals of the host
-
-
-@triton.jit
-def fill_kernel(ptr, value, N: tl.constexpr):
-    tl.store(ptr + tl.arange(0, N), tl.full((N,), value, tl.float32))
-
-
-def test_host_signals_order_kernels_and_torch_without_a_debug_barrier() -> None:
-    def program(memory):
-        box, flags = memory.buffer("box", (2, 4), torch.float32), memory.signals("flags", memory.world)
-        for epoch in range(1, 4):
-            fill_kernel[(1,)](box.local[0], float(epoch), 4)
-            box.local[1].fill_(memory.rank)
-            for peer in range(memory.world):
-                memory.put(flags, peer, memory.rank, epoch)
-            for peer in range(memory.world):
-                memory.wait(flags, memory.rank, peer, epoch, op="test", peer=peer)
-                assert box.peers[peer].tolist() == [[epoch] * 4, [peer] * 4]
-            memory.barrier()
-
-    explore(program, 3)
-
-
-def test_signals_wrap_around() -> None:
-    def program(memory):
-        flags = memory.signals("flags", 1)
-        if memory.rank == 0:
-            for epoch in (2**31 - 1, 2**31, 2**31 + 1):
-                memory.put(flags, 1, 0, epoch)
-        else:
-            flags.local.fill_(0)
-            memory.wait(flags, 1, 0, 2**31 - 1, op="test")
-
-    with pytest.raises(RaceError):  # the fill
-        explore(program, 2)
-
-
-def test_wait_compares_by_difference() -> None:
-    def program(memory):
-        flags = memory.signals("flags", 2)
-        memory.put(flags, 0, 0, -(2**31) + 1)  # two epochs after 2**31 - 1
-        memory.wait(flags, 0, 0, 2**31 - 1, op="test")
-        memory.put(flags, 0, 1, 2**31 - 1)
-        memory.wait(flags, 0, 1, -(2**31) + 1, op="test")
-
-    with pytest.raises(DeadlockError, match=r"flags\[1\] of rank 0 is 2147483647"):
-        explore(program, 1)
-
-
-# Buffers
-
-
-def test_using_a_freed_buffer_raises() -> None:
-    def program(memory):
-        box = memory.buffer("box", (4,), torch.float32)
-        memory.free("box")
-        with pytest.raises(ValueError, match="symmetric buffer 'box' was freed"):
-            box.local  # noqa: B018
-        again = memory.buffer("box", (2,), torch.int32)
-        assert again.shape == (2,) and again.local.tolist() == [0, 0]
-        with pytest.raises(ValueError, match="free it first"):
-            memory.buffer("box", (3,), torch.int32)
-        with pytest.raises(ValueError, match="there is no symmetric buffer 'flags'"):
-            memory.free("flags")
-
-    explore(program, 2)
-
-
-def test_a_kernel_that_keeps_an_address_is_caught() -> None:
-    def program(memory):
-        local = memory.buffer("box", (4,), torch.float32).local
-        memory.free("box")
-        fill_kernel[(1,)](local, 1.0, 4)
-
-    with pytest.raises(
-        ProtocolError, match=r"buffer 'box' of rank \d was freed:\n +store by rank \d, program 0 at .*tl.store"
-    ):
-        explore(program, 2)
-
-
-def test_a_store_past_the_end_is_caught() -> None:
-    def program(memory):
-        fill_kernel[(1,)](memory.buffer("box", (3,), torch.float32).local, 1.0, 4)
-
-    with pytest.raises(
-        ProtocolError, match=r"element 3 of symmetric buffer 'box' of rank \d, which has 3:\n +store by"
-    ):
-        explore(program, 2)
-
-
-def test_ranks_that_ask_for_different_buffers_disagree() -> None:
-    def program(memory):
-        with pytest.raises(Disagreement, match=r"rank 1 asks for torch.float32 \(2,\), another rank for .* \(1,\)"):
-            memory.buffer("box", (1 + memory.rank,), torch.float32)
-        raise AssertionError("unreachable on rank 0, which waits for the others")
-
-    with pytest.raises(ProtocolError, match="rank 1 raised AssertionError: unreachable"):
-        explore(program, 2)
-
-
-def test_a_buffer_that_one_rank_never_asks_for_is_a_deadlock() -> None:
-    def program(memory):
-        if memory.rank:
-            memory.buffer("box", (1,), torch.float32)
-
-    with pytest.raises(DeadlockError, match="buffer 'box'"):
-        explore(program, 2)
-
-
 # Time-outs
 
 
@@ -693,6 +488,11 @@ def test_a_reset_that_a_rank_never_reaches_times_out() -> None:
 # What is left behind
 
 
+@triton.jit
+def fill_kernel(ptr, value, N: tl.constexpr):
+    tl.store(ptr + tl.arange(0, N), tl.full((N,), value, tl.float32))
+
+
 def _interpreter():
     names = ("program_id", "load", "store", "atomic_add", "debug_barrier", "static_range", "range", "sum", "zeros")
     return (
@@ -740,53 +540,3 @@ def test_a_fault_of_the_explorer_is_not_blamed_on_the_program(monkeypatch) -> No
     monkeypatch.setattr("tpfuse.testing.explore.memory.explain", operator.index)
     with pytest.raises(TypeError):
         explore(wrong, 2)
-
-
-# Triton 3.9
-
-
-@triton.jit
-def poll_kernel(slots_ptr, flags_ptr, out_ptr, rank, N: tl.constexpr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr):
-    offs = tl.arange(0, N)
-    right = 1 - rank
-    tl.store(tl.load(slots_ptr + right).to(tl.pointer_type(tl.float32)) + offs, tl.full((N,), rank, tl.float32))
-    tl.debug_barrier()
-    tl.atomic_store(tl.load(flags_ptr + right).to(tl.pointer_type(tl.int32)), 1, sem=RELEASE, scope="sys")
-    own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32))
-    tl.atomic_poll(own, 1, sem=ACQUIRE, scope="sys")
-    tl.store(out_ptr, tl.atomic_load(own, sem="relaxed", scope="sys"))
-    tl.store(out_ptr + 1 + offs, tl.load(tl.load(slots_ptr + rank).to(tl.pointer_type(tl.float32)) + offs))
-
-
-@triton.jit
-def poll_with_timeout_kernel(flags_ptr, out_ptr):
-    tl.store(out_ptr, tl.atomic_poll(flags_ptr, 1, timeout_ns=5).to(tl.int32))
-
-
-@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="since Triton 3.9")
-@pytest.mark.parametrize(
-    ("release", "acquire"), [("release", "acquire"), ("relaxed", "acquire"), ("release", "relaxed")]
-)
-def test_atomic_load_store_and_poll(release, acquire) -> None:
-    def program(memory):
-        slots, flags = memory.buffer("slots", (2,), torch.float32), memory.signals("flags", 1)
-        out = torch.zeros(3)
-        poll_kernel[(1,)](slots.addresses, flags.addresses, out, memory.rank, 2, release, acquire)
-        assert out.tolist() == [1.0, 1.0 - memory.rank, 1.0 - memory.rank]
-
-    if "relaxed" in (release, acquire):
-        with pytest.raises(RaceError, match="semantics at"):
-            explore(program, 2)
-    else:
-        explore(program, 2)
-
-
-@pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="since Triton 3.9")
-def test_the_time_out_of_atomic_poll_passes_where_nobody_can_go_on() -> None:
-    def program(memory):
-        out = torch.zeros(1, dtype=torch.int32)
-        flags = memory.signals("flags", 1)
-        poll_with_timeout_kernel[(1,)](flags.local, out)
-        assert out.item() == 0
-
-    explore(program, 2)

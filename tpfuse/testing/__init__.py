@@ -1,1 +1,1 @@
-"""A pool of ranks, comparisons and inputs for tests, benchmarks and people who write kernels."""
+"""The explorer, a pool of ranks, comparisons and inputs for tests, benchmarks and people who write kernels."""

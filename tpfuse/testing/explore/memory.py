@@ -1,4 +1,4 @@
-"""Symmetric memory as a run sees it: every operation is a place where others may go first, and is then checked."""
+"""Symmetric memory as a run sees it: before every operation others may go first, and then it is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -34,7 +34,11 @@ class Task:
 
 
 class Scheduler:
-    """One run of some threads. saved, restore: what belongs to a thread and changes with the baton."""
+    """One run of some threads.
+
+    on_stall: what may help when nobody can go on (True: it did); describe: more about a deadlock; save, restore: what
+    belongs to a thread and changes with the baton; wrap: what becomes of a thread's exception. error: how it ended.
+    """
 
     def __init__(self, schedule: Schedule, *, patience: int, max_steps: int) -> None:
         self._pick = schedule.start()
