@@ -4,6 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import connect as connections
+from tpfuse.comm.cuda_calls import CudaCalls
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
@@ -134,6 +136,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
     set_settings(flight_folder=None)
     memory.reset()
     assert int(memory.abort) == 0 and flags.local.tolist() == [0]
+    memory.barrier()
     memory.check()
     with memory.guard("after"):
         memory.put(flags, 1 - memory.rank, 0, 1)
@@ -346,6 +349,29 @@ def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
         pool(2).run(_fails, "rendezvous")
         == ["rank 1: GPU memory for x cannot be shared: CUDA driver error: invalid device ordinal"] * 2
     )
+
+
+def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = CudaCalls(torch.device("cuda:1"))
+    asked: list[tuple[int, int]] = []
+
+    def access(a: int, b: int) -> bool:
+        asked.append((a, b))
+        return b != 2
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=f"gpu {getattr(device, 'index', device)}"),
+    )
+    assert calls.gpu() == "gpu 1"
+    assert calls.reaches("gpu 0") and not calls.reaches("gpu 2") and calls.reaches("one that is hidden from us")
+    assert asked == [(1, 0), (1, 2)]
+    for value, allowed in (("1", True), ("0", False)):
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", value)
+        assert calls.overlapping_allowed() == allowed
 
 
 def _connect() -> tuple[str, ...]:

@@ -136,6 +136,7 @@ def _never() -> None:
         pass
     memory.reset()
     assert int(memory.abort) == 0 and not flags.local.any()
+    memory.barrier()
     for epoch in (1, 2, 3):
         with memory.guard("after"):
             for rank in range(memory.world):

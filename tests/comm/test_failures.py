@@ -93,8 +93,10 @@ class Ranks:
             connection.send("go")
 
     def send(self, rank: int, number: signal.Signals) -> float:
+        """When it was sent."""
+        when = time.monotonic()
         os.kill(self.processes[rank].pid or 0, number)
-        return time.monotonic()
+        return when
 
     def result(self, rank: int) -> tuple[float, Any]:
         """(when it ended, what the function returned or raised)."""
@@ -195,7 +197,7 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
             op = {"allocation": ("buffer x", "free x")}.get(operation, (operation,))
             assert error.step == 7 and error.op in op
             assert str(error).startswith(f"{error.op}, step 7: rank {survivor} waited ")
-            assert when - killed < 1.5
+            assert when - killed < 2.0
 
 
 def _sums(rank: Rank, timeout: float, stopped: int) -> list[int]:
@@ -271,13 +273,47 @@ def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(stopped: int,
             assert (error.op, error.peer, error.rank) == ("sum", stopped, rank)
             assert sums == [6 * 10**turn for turn in range(5)]
             if rank != stopped:
-                assert 0.9 < error.waited < 2.0 and 0.9 < when - began < 2.5
+                assert 0.9 < error.waited < 2.5 and 0.9 < when - began < 3.0
                 assert f"waited {error.waited:.1f} s for rank {stopped}; process" in str(error)
                 assert str(error).endswith("last seen in sum")
 
 
+def _stopped_together(rank: Rank, operation: str) -> int:
+    memory = rank.connect(timeout=2.3)
+    total, flags, out = Sum(memory), memory.signals("told", 1), torch.zeros(1, dtype=torch.int32)
+
+    def pause() -> None:
+        rank.tell("here")
+        rank.hear()
+
+    if operation == "sum":
+        return total(memory.rank + 1, pause if memory.rank == 1 else lambda: None)
+    if memory.rank == 1:
+        pause()
+        memory.put(flags, 0, 0, 1)
+        return 3
+    with memory.guard("kernel", kernel=True):
+        _wait_kernel[(1,)](flags.local, memory.abort, out)
+    return 3 * int(out)
+
+
+@pytest.mark.parametrize("operation", ["sum", "kernel"])
+def test_a_run_that_is_stopped_as_a_whole_goes_on(operation: str, tmp_path: Path) -> None:
+    """Ctrl-Z and fg: nobody was late."""
+    with ranks(2, tmp_path, _stopped_together, operation) as running:
+        assert running.hear(1) == "here"
+        time.sleep(0.2)
+        for rank in range(2):
+            running.send(rank, signal.SIGSTOP)
+        time.sleep(3.5)
+        for rank in range(2):
+            running.send(rank, signal.SIGCONT)
+        running.connections[1].send("go")
+        assert [running.result(rank)[1] for rank in range(2)] == [3, 3]
+
+
 def _one_stays_away(rank: Rank, operation: str) -> int:
-    memory = rank.connect(timeout=0.5)
+    memory = rank.connect(timeout=1.0)
     memory.step = 7
     total = Sum(memory)
     memory.signals("never", 1)
@@ -304,7 +340,7 @@ def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> Non
             error = running.hear(rank)
             assert isinstance(error, PeerTimeout), error
             assert (error.op, error.peer, error.rank, error.step) == (operation, 1, rank, 7)
-            assert "not seen yet" in str(error) and 0.4 < error.waited < 1.5
+            assert "not seen yet" in str(error) and 0.9 < error.waited < 2.5
         running.connections[1].send("go")
         assert running.hear(1).op == "sum"  # it comes late, and does not wait in turn
         running.go()
@@ -411,8 +447,10 @@ def _interrupted(rank: Rank, operation: str) -> str:
         else:
             memory.barrier()
     except KeyboardInterrupt:
-        with memory.guard("the memory is free again"):
-            return "interrupted"
+        rank.tell(("interrupted", time.monotonic()))
+        rank.hear()  # a rank that ends would end the others' waits
+        with memory.guard("the next operation"):
+            return "free again"
     return "not interrupted"
 
 
@@ -429,6 +467,7 @@ def test_control_c_ends_a_wait(operation: str, tmp_path: Path) -> None:
         time.sleep(0.3)
         sent = [running.send(rank, signal.SIGINT) for rank in range(2)]
         for rank in range(2):
-            when, result = running.result(rank)
-            assert result == "interrupted"
-            assert when - sent[rank] < 1.0
+            kind, when = running.hear(rank)
+            assert kind == "interrupted" and when - sent[rank] < 1.0
+        running.go()
+        assert [running.result(rank)[1] for rank in range(2)] == ["free again", "free again"]

@@ -86,7 +86,7 @@ class BoardMemory(SymmetricMemory):
         """From now on until `_unwatch`, what cannot look at a clock has a deadline."""
         if kernel:
             self._watchdog = self._watchdog or Watchdog(self.board)
-            self._watchdog.watch(op, self._started + self.timeout)
+            self._watchdog.watch(op)
 
     def _unwatch(self, op: str) -> None:
         if self._watchdog is not None:

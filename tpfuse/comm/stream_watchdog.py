@@ -6,7 +6,6 @@ rank is told to stop waiting, and the error is kept for whoever asks next.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +13,18 @@ from dataclasses import dataclass
 from tpfuse.comm.board import Board
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.watchdog import look_often, write_flight_record
+from tpfuse.comm.watchdog import Stopwatch, look_often, write_flight_record
 
 
 @dataclass
 class Pending:
-    """An operation between two events. peer: who is waited for, where that is known; since: seen to have begun."""
+    """An operation between two events. peer: who is waited for, where that is known; running: since it has begun."""
 
     op: str
     begun: Event
     ended: Event
     peer: int | None = None
-    since: float | None = None
+    running: Stopwatch | None = None
 
 
 class StreamWatchdog:
@@ -60,10 +59,9 @@ class StreamWatchdog:
                 self._awake.clear()
 
     def _judge(self, oldest: Pending) -> None:
-        now = time.monotonic()
-        if oldest.since is None and oldest.begun.query():
-            oldest.since = now
-        waited = 0.0 if oldest.since is None else now - oldest.since
+        if oldest.running is None and oldest.begun.query():
+            oldest.running = Stopwatch()
+        waited = 0.0 if oldest.running is None else oldest.running.look()
         if self._board.aborted or waited > self._board.timeout or self._board.gone() is not None:
             self._failure = self._board.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._board, self._failure)

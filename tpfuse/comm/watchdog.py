@@ -16,6 +16,20 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import settings
 
 INTERVAL = 0.1  # seconds
+_LONGEST_LOOK = 1.0  # seconds
+
+
+class Stopwatch:
+    """Counts seconds, but no more than one between two looks: it stands still while the process does (Ctrl-Z)."""
+
+    def __init__(self) -> None:
+        self._waited, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        """Seconds so far."""
+        now = time.monotonic()
+        self._waited, self._looked = self._waited + min(now - self._looked, _LONGEST_LOOK), now
+        return self._waited
 
 
 class Watchdog:
@@ -23,14 +37,14 @@ class Watchdog:
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._watched: tuple[str, float] | None = None
+        self._watched: tuple[str, Stopwatch] | None = None
         self._lock = threading.Lock()
         self._begun = threading.Event()
         look_often(self, self._begun)
 
-    def watch(self, op: str, deadline: float) -> None:
-        """From now on; deadline: of time.monotonic()."""
-        self._watched = op, deadline
+    def watch(self, op: str) -> None:
+        """From now on."""
+        self._watched = op, Stopwatch()
         self._begun.set()
 
     def unwatch(self) -> None:
@@ -43,10 +57,10 @@ class Watchdog:
         """Tells every rank to stop waiting if the operation is late or a peer is gone."""
         with self._lock:
             if self._watched is not None:
-                op, deadline = self._watched
-                late = time.monotonic() - deadline
-                if late > 0 or self._board.gone() is not None:
-                    self._board.fail(op, None, self._board.timeout + late)
+                op, stopwatch = self._watched
+                waited = stopwatch.look()
+                if waited > self._board.timeout or self._board.gone() is not None:
+                    self._board.fail(op, None, waited)
 
 
 class Looking(Protocol):
