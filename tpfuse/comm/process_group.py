@@ -1,11 +1,12 @@
 """Collectives by torch.distributed (NCCL or Gloo), where ranks have no symmetric memory: on several hosts, above all.
 
-A rank that is lost, or late, is a PeerTimeout here as well; who it was, Gloo and NCCL do not know. Their group is of no
-more use then.
+A rank that is lost, or late, is a PeerTimeout here as well. Gloo and NCCL do not know which one it was: so ranks that
+give up say so in the group's store, and who is silent there is missing. The group is of no more use then.
 """
 
 import time
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import settings
 
+_PATIENCE = 2.0  # seconds
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 # torch 2.13 renamed the two; older releases know only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,10 +39,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class Work:
-    """A collective of torch.distributed under way."""
+    """A collective of torch.distributed under way. Every rank makes those of a group in one order."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
         self._op, self._group, self._work = op, group, work
+        self._number = _counts[group] = _counts.get(group, 0) + 1
         self._started = time.monotonic()
         # Gloo's wait takes a deadline. NCCL's would block the host until the result is there; its watchdog has one.
         self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
@@ -53,10 +57,31 @@ class Work:
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            waited, text = time.monotonic() - self._started, str(error).strip().splitlines()[0]
+            waited, silent = time.monotonic() - self._started, _silent(self._group, self._number)
+            said = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent; "
             raise PeerTimeout(
-                self._op, step=-1, rank=self._group.rank(), peer=None, waited=waited, detail=text
+                self._op,
+                step=-1,
+                rank=self._group.rank(),
+                peer=silent[0] if len(silent) == 1 else None,
+                waited=waited,
+                detail=said + str(error).strip().splitlines()[0],
             ) from error
+
+
+def _silent(group: dist.ProcessGroup, number: int) -> list[int]:
+    """The ranks that do not give up collective `number` within two seconds of this one; none where the store fails."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    try:
+        store = dist.distributed_c10d._get_process_group_store(group)
+        store.set(f"tpfuse gives up {number}: {group.rank()}", "")
+        deadline = time.monotonic() + _PATIENCE
+        while others and time.monotonic() < deadline:
+            time.sleep(0.02)
+            others = [rank for rank in others if not store.check([f"tpfuse gives up {number}: {rank}"])]
+    except (RuntimeError, KeyError):
+        return []
+    return others
 
 
 class _SumInRankOrder:

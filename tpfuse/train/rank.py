@@ -56,7 +56,7 @@ def train_rank(place: Place, run: Run) -> int:
             fail("train", str(error))
         return 1
     except PeerTimeout as error:
-        fail("train", str(error))
+        fail("train", str(error) if error.step >= 0 else f"step {training.trainer.step}: {error}")
         return 1
     except RuntimeError as error:
         if place.world == 1 or not is_lost_peer(error):
