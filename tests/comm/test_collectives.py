@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import collectives, direct
+from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
@@ -203,6 +204,39 @@ def test_a_collective_of_gloo_without_its_peer() -> None:
     for rank in (0, 2):
         assert texts[rank].startswith(f"PeerTimeout: all_reduce: rank {rank} waited 0."), texts
         assert "s for rank 1; " in texts[rank]
+
+
+def _nobody_there() -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        return ""
+    set_settings(timeout=0.3)
+    try:
+        collectives.all_reduce(torch.zeros(3), group)
+    except PeerTimeout as error:
+        return str(error)
+    finally:
+        set_settings(timeout=60.0)
+    return "no error"
+
+
+def test_the_first_collective_without_a_peer() -> None:
+    texts = pool(3).run(_nobody_there)
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"symmetric memory: rank {rank} waited 0.3 s for rank 1; it has not come")
+
+
+def _outside_of_autograd() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for out in (collectives.all_gather(x, dist.group.WORLD), collectives.all_reduce(x, dist.group.WORLD)):
+        assert not out.requires_grad
+    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    assert not any(memory.buffer(key, b.shape, b.dtype).local.requires_grad for key, b in memory._buffers.items())
+
+
+def test_gradients_do_not_go_through_shared_memory() -> None:
+    pool(2).run(_outside_of_autograd)
 
 
 def _uneven() -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.meeting import say
 from tpfuse.comm.words import Pace, load_acquire, store_release
 
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
@@ -120,16 +121,15 @@ class Board:
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
-        hellos = _all_gather_object((_host(), os.getpid(), descriptor, reason), group)
+        hellos = say(group, (_host(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
         reason = _why_not(hellos)
         if not reason and mapping is None:
             try:
                 mapping = Mapping("board", self.world * _PART, (hellos[0][1], hellos[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
-        reasons = [
-            text for text in _all_gather_object(reason, group) if text
-        ]  # every rank has mapped it, or none uses it
+        # Every rank has mapped it, or none uses it.
+        reasons = [text for text in say(group, reason, "symmetric memory", timeout) if text]
         if mapping is not None:
             mapping.close_descriptor()
         if reasons:
@@ -290,9 +290,3 @@ def _why_not(hellos: Sequence[tuple[str, int, int | None, str]]) -> str:
     if other is not None:
         return f"the group spans hosts or containers: rank 0 is on {names[0]}, rank {other} on {names[other]}"
     return hellos[0][3]
-
-
-def _all_gather_object(value: object, group: dist.ProcessGroup) -> list[tuple[str, int, int | None, str]]:
-    gathered: list[tuple[str, int, int | None, str]] = [("", 0, None, "")] * group.size()
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered

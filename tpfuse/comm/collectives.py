@@ -79,7 +79,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
-    x = x.contiguous()
+    x = x.detach().contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     flat, rows = x.view(-1), out.view(group.size(), -1)
     symmetric = _symmetric(x, group)
@@ -103,7 +103,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
     world = group.size()
     if x.shape[0] % world:
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {world} ranks")
-    x = x.contiguous()
+    x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] // world, *x.shape[1:])
     rows, flat = x.view(world, out.numel()), out.view(-1)
     symmetric = _symmetric(x, group, summed=True)
@@ -116,6 +116,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Replaces the contiguous `x` by its sum over all ranks, in place."""
     if group is None:
         return _DONE
+    x = x.detach()
     return _all_reduce(x, x, group, later=True)
 
 
@@ -150,7 +151,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the sum of `x` over all ranks."""
     if group is None:
         return x
-    x = x.contiguous()
+    x = x.detach().contiguous()
     out = torch.empty_like(x)
     _all_reduce(x, out, group, later=False).wait()
     return out
@@ -160,7 +161,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the maximum of `x` over all ranks."""
     if group is None:
         return x
-    x = x.contiguous()
+    x = x.detach().contiguous()
     direct = _direct(x, group)
     if direct is not None:
         out = torch.empty_like(x)
@@ -180,7 +181,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     if x.shape[0] != group.size():
         raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
-    x = x.contiguous()
+    x = x.detach().contiguous()
     out = torch.empty_like(x)
     rows = x.view(len(x), -1), out.view(len(x), -1)
     symmetric = _symmetric(x, group)

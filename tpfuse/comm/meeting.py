@@ -1,0 +1,35 @@
+"""How ranks meet that share no memory yet: by what each writes into the store of their process group.
+
+Not by a collective of the group, which cannot name a rank that does not come.
+"""
+
+import json
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from tpfuse.comm.errors import PeerTimeout
+
+_counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def say(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
+    """What every rank says, in rank order: anything that JSON can hold. Collective.
+
+    Raises PeerTimeout that names the first rank that does not come in `timeout` seconds.
+    """
+    _counts[group] = count = _counts.get(group, 0) + 1
+    store = dist.distributed_c10d._get_process_group_store(group)
+    store.set(f"tpfuse meeting {count}: {group.rank()}", json.dumps(value))
+    said = []
+    for rank in range(group.size()):
+        key = f"tpfuse meeting {count}: {rank}"
+        try:
+            store.wait([key], timedelta(seconds=timeout))
+            said.append(json.loads(store.get(key)))
+        except RuntimeError as error:
+            detail = "it has not come to where ranks meet for the first time"
+            raise PeerTimeout(op, step=-1, rank=group.rank(), peer=rank, waited=timeout, detail=detail) from error
+    return said
