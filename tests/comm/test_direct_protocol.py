@@ -22,7 +22,7 @@ def program_of(channel: ModuleType, direct: ModuleType) -> Program:
     def program(memory: SimulatedMemory) -> None:
         direct.ONE_SHOT_BYTES = 12
         rank, world = memory.rank, memory.world
-        collectives = direct.DirectCollectives(memory, 32 * world)
+        collectives = direct.DirectCollectives(memory, 16 * world, 32 * world)
         for n in (5, 1, 11):
             whole = integers(n, world, world, n)
             mine = whole[rank].clone()
@@ -79,9 +79,9 @@ FAULTS = {
     "signalled before it is staged": (
         direct,
         "            slots[own].copy_(piece)\n            epoch = channel.signal()\n            yield\n"
-        "            self._wait_for_all",
+        "            _wait_for_all",
         "            epoch = channel.signal()\n            slots[own].copy_(piece)\n            yield\n"
-        "            self._wait_for_all",
+        "            _wait_for_all",
     ),
 }
 
@@ -97,7 +97,7 @@ def test_faults_that_are_no_deletion(fault: str) -> None:
 
 def test_waits_end_and_the_next_step_is_right() -> None:
     def program(memory: SimulatedMemory) -> None:
-        collectives = direct.DirectCollectives(memory, 64)
+        collectives = direct.DirectCollectives(memory, 64, 64)
         whole, out = integers(1, memory.world, 20), torch.empty(20)
         under_way = collectives.all_reduce(whole[memory.rank], torch.empty(20), later=True)
         if memory.rank == 0:

@@ -106,9 +106,11 @@ def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: 
         assert last < first - 0.1
 
 
-def trained_by(name: Kernels, tp: int, dtype: str, dropout: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained_by(
+    name: Kernels, tp: int, dtype: str, dropout: float, layers: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Losses and weights after ten steps of 63 tokens, which tp does not divide."""
-    config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=2, n_head=4, dropout=dropout)
+    config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=layers, n_head=4, dropout=dropout)
     options = options_for(tp, 1, 1, dtype=dtype)
     small = replace(options, train=replace(options.train, batch=9, micro_batch=9))
     trainer, windows = trainer_for(small, config)
@@ -127,11 +129,13 @@ def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> 
     return torch.cat([difference.flatten() for difference in differences.values()]).norm().item()
 
 
-@pytest.mark.parametrize(("tp", "dtype", "dropout"), [(1, "float32", 0.2), (2, "float32", 0.0), (1, "bfloat16", 0.0)])
-def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float) -> None:
-    truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout)[0]
-    plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout)[0]
-    losses, own_weights = pool(tp).run(trained_by, "triton", tp, dtype, dropout)[0]
+@pytest.mark.parametrize(
+    ("tp", "dtype", "dropout", "layers"), [(1, "float32", 0.2, 1), (2, "float32", 0.0, 2), (1, "bfloat16", 0.0, 1)]
+)
+def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float, layers: int) -> None:
+    truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout, layers)[0]
+    plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout, layers)[0]
+    losses, own_weights = pool(tp).run(trained_by, "triton", tp, dtype, dropout, layers)[0]
     assert truth[-1] < truth[0] - 0.1
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()

@@ -17,7 +17,10 @@ from tpfuse.comm.channel import Channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
-SLOT_BYTES = 2**20
+# Of a slot, and of the one that larger tensors pass through: it takes 16 MiB of each rank, once there is such a tensor.
+# Larger pieces mean fewer rounds, which cost most where there are more ranks than cores. Measured on 2 cores, 2 and 4
+# ranks, all-reduce of 64 MiB: with 1 MiB 35 and 106 ms, 4 MiB 28 and 70, 8 MiB 24 and 63 (2026-11-21).
+SLOT_BYTES, LARGE_SLOT_BYTES = 2**20, 2**23
 ONE_SHOT_BYTES = 2**15  # up to here every rank sums everything itself; beyond, each its part, which the others read
 
 
@@ -57,10 +60,13 @@ class DirectHandle:
 class DirectCollectives:
     """The collectives of one group. All tensors are contiguous, on the CPU, of any dtype."""
 
-    def __init__(self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES) -> None:
-        """Collective. slot_bytes: of a piece."""
-        self.memory = memory
-        self._channel = Channel(memory, "direct collectives", slot_bytes)
+    def __init__(
+        self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES, large_slot_bytes: int = LARGE_SLOT_BYTES
+    ) -> None:
+        """Collective. slot_bytes: of a piece; large_slot_bytes: of a piece of what a slot cannot hold at once."""
+        self.memory, self._large_slot_bytes = memory, large_slot_bytes
+        self._small = Channel(memory, "direct collectives", slot_bytes)
+        self._large: Channel | None = None
         self._pending: DirectHandle | None = None
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
@@ -97,13 +103,21 @@ class DirectCollectives:
                 handle.finish()
         return handle
 
+    def _channel_of(self, x: Tensor) -> Channel:
+        """What x passes through; the large one is made, by all ranks, when it is first needed."""
+        if x.numel() * x.element_size() <= self._small.nbytes:
+            return self._small
+        if self._large is None:
+            self._large = Channel(self.memory, "direct collectives, large", self._large_slot_bytes)
+        return self._large
+
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.done:
             pending.finish()
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel, self.memory.rank
+        channel, own = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
@@ -117,7 +131,7 @@ class DirectCollectives:
                 target[rank].copy_(slots[rank][: piece.numel()])
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel, self.memory.rank
+        channel, own = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
@@ -131,7 +145,7 @@ class DirectCollectives:
                 target[rank].copy_(slots[rank][own])
 
     def _reduce_scatter(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel, self.memory.rank
+        channel, own = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece = _cut(x, start, size)
@@ -139,24 +153,25 @@ class DirectCollectives:
             slots[own].copy_(piece)
             epoch = channel.signal()
             yield
-            self._wait_for_all(epoch, "reduce_scatter")
+            _wait_for_all(channel, epoch, "reduce_scatter")
             _sum_in_rank_order([slot[own] for slot in slots], _cut(out, start, size))
 
     def _all_reduce_one_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
         """Every rank reads and sums everything."""
-        channel, size = self._channel, self._channel.nbytes // x.element_size()
+        channel = self._channel_of(x)
+        size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece = _cut(x, start, size)
             slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
             slots[self.memory.rank].copy_(piece)
             epoch = channel.signal()
             yield
-            self._wait_for_all(epoch, "all_reduce")
+            _wait_for_all(channel, epoch, "all_reduce")
             _sum_in_rank_order(slots, _cut(out, start, size))
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
         """Every rank sums its part, in one epoch, and reads the other parts in the next."""
-        channel, own, world = self._channel, self.memory.rank, self.memory.world
+        channel, own, world = self._channel_of(x), self.memory.rank, self.memory.world
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
@@ -166,7 +181,7 @@ class DirectCollectives:
                 _cut(slots[own][: piece.numel()], rank * part, part).copy_(_cut(piece, rank * part, part))
             epoch = channel.signal()
             yield
-            self._wait_for_all(epoch, "all_reduce")
+            _wait_for_all(channel, epoch, "all_reduce")
             mine = [_cut(slot[: piece.numel()], own * part, part) for slot in slots]
             mine[own] = _cut(piece, own * part, part)
             sums = channel.next_slots(x.dtype)
@@ -179,21 +194,23 @@ class DirectCollectives:
                 place.copy_(sums[rank][: place.numel()])
 
     def _all_reduce_max(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, size = self._channel, self._channel.nbytes // x.element_size()
+        channel = self._channel_of(x)
+        size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
             slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
             slots[self.memory.rank].copy_(piece)
             epoch = channel.signal()
             yield
-            self._wait_for_all(epoch, "all_reduce_max")
+            _wait_for_all(channel, epoch, "all_reduce_max")
             target.copy_(slots[0])
             for slot in slots[1:]:
                 torch.maximum(target, slot, out=target)
 
-    def _wait_for_all(self, epoch: int, op: str) -> None:
-        for rank in self._channel.others:
-            self._channel.wait_for(rank, epoch, op)
+
+def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:
+    for rank in channel.others:
+        channel.wait_for(rank, epoch, op)
 
 
 def _cut(x: Tensor, start: int, size: int) -> Tensor:
