@@ -21,7 +21,8 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 # Larger pieces mean fewer rounds, which cost most where there are more ranks than cores. Measured on 2 cores, 2 and 4
 # ranks, all-reduce of 64 MiB: with 1 MiB 35 and 106 ms, 4 MiB 28 and 70, 8 MiB 24 and 63 (2026-11-21).
 SLOT_BYTES, LARGE_SLOT_BYTES = 2**20, 2**23
-ONE_SHOT_BYTES = 2**15  # up to here every rank sums everything itself; beyond, each its part, which the others read
+# Up to here each of more than two ranks sums everything itself; beyond, its part, which the others read.
+ONE_SHOT_BYTES = 2**15
 
 
 _EMPTY = object()
@@ -83,7 +84,8 @@ class DirectCollectives:
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out becomes Σ over ranks of x; both [n], may be the same."""
-        small = self.memory.world <= 2 or x.numel() * x.element_size() <= ONE_SHOT_BYTES
+        limit = self._small.nbytes if self.memory.world == 2 else ONE_SHOT_BYTES
+        small = x.numel() * x.element_size() <= limit
         rounds = self._all_reduce_one_shot(x, out) if small else self._all_reduce_two_shot(x, out)
         return self._run("all_reduce", x, rounds, later)
 
