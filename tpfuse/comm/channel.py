@@ -6,10 +6,14 @@ epoch e + 2, after this rank has waited for everybody's signal of e + 1; and tha
 that it wanted of epoch e. So one round of signals per epoch is enough, and no barrier.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+
+_VIEWS = 256  # views that are kept, since operations of a training step come again
 
 
 class Channel:
@@ -24,19 +28,21 @@ class Channel:
         self.slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
         self.flags = memory.signals(f"{name}: flags", 1)
         self._said = self.flags.local.numpy()
-        self._typed: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], list[Tensor]] = {}
         self.others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
 
-    def next_slots(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot of the next epoch, in rank order, as elements of `dtype`: [nbytes // itemsize].
+    def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        """The beginning of every rank's slot of the next epoch, in rank order, as a tensor of this dtype and shape.
 
         This rank's own may be written now; the others' may be read once `wait_for` has returned.
         """
-        half = (int(self._said[0]) + 1) % 2
-        found = self._typed.get((dtype, half))
+        key = dtype, shape, (int(self._said[0]) + 1) % 2
+        found = self._views.get(key)
         if found is None:
-            whole = self.nbytes // dtype.itemsize * dtype.itemsize
-            found = self._typed[dtype, half] = [slot[half][:whole].view(dtype) for slot in self.slots.peers]
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            size = math.prod(shape) * dtype.itemsize
+            found = self._views[key] = [slot[key[2]][:size].view(dtype).view(shape) for slot in self.slots.peers]
         return found
 
     def signal(self) -> int:

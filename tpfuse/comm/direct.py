@@ -123,21 +123,21 @@ class DirectCollectives:
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots = channel.next_slots(x.dtype)
-            slots[own][: piece.numel()].copy_(piece)
+            slots, targets = channel.next_slots(x.dtype, piece.numel()), target.unbind()
+            slots[own].copy_(piece)
             epoch = channel.signal()
             yield
-            target[own].copy_(piece)
+            targets[own].copy_(piece)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_gather")
-                target[rank].copy_(slots[rank][: piece.numel()])
+                targets[rank].copy_(slots[rank])
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
         channel, own = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots = [_rows(slot, piece.shape) for slot in channel.next_slots(x.dtype)]
+            slots = channel.next_slots(x.dtype, *piece.shape)
             slots[own].copy_(piece)
             epoch = channel.signal()
             yield
@@ -151,7 +151,7 @@ class DirectCollectives:
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece = _cut(x, start, size)
-            slots = [_rows(slot, piece.shape) for slot in channel.next_slots(x.dtype)]
+            slots = channel.next_slots(x.dtype, *piece.shape)
             slots[own].copy_(piece)
             epoch = channel.signal()
             yield
@@ -164,7 +164,7 @@ class DirectCollectives:
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece = _cut(x, start, size)
-            slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
+            slots = channel.next_slots(x.dtype, piece.numel())
             slots[self.memory.rank].copy_(piece)
             epoch = channel.signal()
             yield
@@ -178,18 +178,19 @@ class DirectCollectives:
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
             part = -(-piece.numel() // world)
-            slots = channel.next_slots(x.dtype)
+            slots = channel.next_slots(x.dtype, piece.numel())
             for rank in channel.others:
-                _cut(slots[own][: piece.numel()], rank * part, part).copy_(_cut(piece, rank * part, part))
+                _cut(slots[own], rank * part, part).copy_(_cut(piece, rank * part, part))
             epoch = channel.signal()
             yield
             _wait_for_all(channel, epoch, "all_reduce")
-            mine = [_cut(slot[: piece.numel()], own * part, part) for slot in slots]
+            mine = [_cut(slot, own * part, part) for slot in slots]
             mine[own] = _cut(piece, own * part, part)
-            sums = channel.next_slots(x.dtype)
-            _sum_in_rank_order(mine, sums[own][: mine[0].numel()])
+            sums = channel.next_slots(x.dtype, part)
+            own_sum = _cut(sums[own], 0, mine[own].numel())
+            _sum_in_rank_order(mine, own_sum)
             epoch = channel.signal()
-            _cut(target, own * part, part).copy_(sums[own][: mine[0].numel()])
+            _cut(target, own * part, part).copy_(own_sum)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_reduce")
                 place = _cut(target, rank * part, part)
@@ -200,7 +201,7 @@ class DirectCollectives:
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots = [slot[: piece.numel()] for slot in channel.next_slots(x.dtype)]
+            slots = channel.next_slots(x.dtype, piece.numel())
             slots[self.memory.rank].copy_(piece)
             epoch = channel.signal()
             yield
@@ -222,11 +223,6 @@ def _cut(x: Tensor, start: int, size: int) -> Tensor:
 
 def _left(x: Tensor, start: int, size: int) -> int:
     return max(0, min(size, x.shape[-1] - start))
-
-
-def _rows(slot: Tensor, shape: torch.Size) -> Tensor:
-    """The beginning of a slot as a matrix."""
-    return slot[: shape.numel()].view(shape)
 
 
 def _sum_in_rank_order(parts: list[Tensor], out: Tensor) -> None:
