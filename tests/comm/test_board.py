@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from tpfuse.comm import board as boards
 from tpfuse.comm.board import Board, Mapping
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.testing.ranks import pool
 
 
@@ -131,6 +133,58 @@ def _reset_late() -> None:
 
 def test_a_reset_that_nobody_came_to_can_be_tried_again() -> None:
     pool(2).run(_reset_late)
+
+
+def _come_and_end() -> None:
+    """Rank 1 comes, and its process ends, between rank 0's look at its word and the look at its process."""
+    group = dist.group.WORLD
+    assert group is not None
+    memory = SharedMemory(group, 20.0)
+    flags = memory.signals("flags", 1)
+    if memory.rank == 0:
+
+        def ended(rank: int) -> bool:
+            time.sleep(0.6)
+            return True
+
+        memory.board.ended = ended  # type: ignore[method-assign]
+        memory.wait(flags, 1, 0, 1, op="test")
+        memory.barrier()
+    else:
+        time.sleep(0.2)
+        memory.put(flags, 1, 0, 1)
+        time.sleep(0.7)
+        memory.barrier()
+
+
+def test_a_rank_that_has_come_may_end() -> None:
+    pool(2).run(_come_and_end)
+
+
+def _is_through() -> list[int | None]:
+    board, found = _board(), []
+
+    def gone() -> int | None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(board, "ended", lambda rank: rank == 1)
+            return board.gone()
+
+    for number in range(3):
+        board.begin(f"operation {number}")
+        board.exchange("begun", "test")
+        found.append(gone())
+        board.exchange("seen", "test")
+        if board.rank == 1:
+            board.end()
+        board.exchange("ended", "test")
+        found.append(gone())
+        board.end()
+    return found
+
+
+def test_a_rank_is_gone_only_before_it_is_through() -> None:
+    for rank, found in enumerate(pool(2).run(_is_through)):
+        assert found == ([1, None] * 3 if rank == 0 else [None] * 6)
 
 
 def _elsewhere() -> str:

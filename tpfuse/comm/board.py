@@ -97,6 +97,11 @@ class Part:
             if number
         ]
 
+    def is_through(self, number: int) -> bool:
+        """Whether this rank has ended operation `number`."""
+        begun = self.begun
+        return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, 2]))
+
     def last_operation(self) -> str:
         """What it has begun last; empty where it has begun nothing."""
         return self._text(self.begun % RECORDS) if self.begun else ""
@@ -179,8 +184,10 @@ class Board:
         return bool(select.select([pidfd], [], [], 0)[0])
 
     def gone(self) -> int | None:
-        """The first rank whose process has ended, None while all are there."""
-        return next((rank for rank in range(self.world) if rank != self.rank and self.ended(rank)), None)
+        """The first rank whose process has ended before it was through with this rank's last operation."""
+        number = self.mine.begun
+        others = (rank for rank in range(self.world) if rank != self.rank)
+        return next((rank for rank in others if self.ended(rank) and not self.parts[rank].is_through(number)), None)
 
     def behind(self) -> int | None:
         """The rank that has begun the fewest operations, where that is fewer than this rank has."""
@@ -237,11 +244,15 @@ class Board:
                 if seen >= value:
                     break
                 if pace.rest(part.addresses[place : place + 1], seen):
-                    gone = self.gone()
+                    gone = next((r for r in range(self.world) if self._has_left(r, place, value)), None)
                     if pace.waited > self.timeout or gone is not None:
                         missing = rank if gone is None else gone
                         raise (self.fail if heed_abort else self._timeout)(op, missing, pace.waited)
             load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
+
+    def _has_left(self, rank: int, place: int, value: int) -> bool:
+        """Whether a rank's process has ended before it came. It may have come and ended since: look in this order."""
+        return rank != self.rank and self.ended(rank) and int(self.parts[rank].numbers[place]) < value
 
     def agree(self, what: str, op: str) -> None:
         """Raises Disagreement on every rank unless all say the same `what`, which then shows both sides."""
