@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from tpfuse.comm.board import Board
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.watchdog import Stopwatch, look_often, write_flight_record
+from tpfuse.comm.watchdog import look_often, write_flight_record
+from tpfuse.comm.words import Stopwatch
 
 
 @dataclass

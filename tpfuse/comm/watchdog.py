@@ -14,22 +14,9 @@ from typing import Any, Protocol
 from tpfuse.comm.board import Board
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import settings
+from tpfuse.comm.words import Stopwatch
 
 INTERVAL = 0.1  # seconds
-_LONGEST_LOOK = 1.0  # seconds
-
-
-class Stopwatch:
-    """Counts seconds, but no more than one between two looks: it stands still while the process does (Ctrl-Z)."""
-
-    def __init__(self) -> None:
-        self._waited, self._looked = 0.0, time.monotonic()
-
-    def look(self) -> float:
-        """Seconds so far."""
-        now = time.monotonic()
-        self._waited, self._looked = self._waited + min(now - self._looked, _LONGEST_LOOK), now
-        return self._waited
 
 
 class Watchdog:

@@ -43,16 +43,25 @@ def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32] | NDArray[
     return int(atomics.atomic_rmw(atomics.RMW_OP.ADD, address, zero, _ONE, atomics.MEM_SEMANTIC.ACQUIRE).item())
 
 
-class Pace:
-    """How a waiting process passes the time between two looks at a word.
+class Stopwatch:
+    """Counts seconds, but no more than one between two looks: it stands still while the process does (Ctrl-Z)."""
 
-    waited: seconds so far. Those in which this process itself was stopped (Ctrl-Z, with all other ranks) do not count:
-    no more than one second passes between two looks of a process that runs.
-    """
+    def __init__(self) -> None:
+        self._waited, self._looked = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        """Seconds so far."""
+        now = time.monotonic()
+        self._waited, self._looked = self._waited + min(now - self._looked, _LONGEST_LOOK), now
+        return self._waited
+
+
+class Pace:
+    """How a waiting process passes the time between two looks at a word. waited: seconds so far, of a `Stopwatch`."""
 
     def __init__(self) -> None:
         self.waited = 0.0
-        self._turns, self._looked = 0, time.monotonic()
+        self._turns, self._stopwatch = 0, Stopwatch()
 
     def rest(self, address: NDArray[np.uint64], seen: int) -> bool:
         """After a look that saw `seen`. Returns whether it is time to see to deadlines and aborts."""
@@ -67,6 +76,5 @@ class Pace:
         else:  # returns at once if the (little-endian) word's lower half is not what was seen
             seen_low = ctypes.c_uint32(seen & 0xFFFFFFFF)
             _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAIT, seen_low, ctypes.byref(_TIMEOUT), None, 0)
-        now = time.monotonic()
-        self.waited, self._looked = self.waited + min(now - self._looked, _LONGEST_LOOK), now
+        self.waited = self._stopwatch.look()
         return True
