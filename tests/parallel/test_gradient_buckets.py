@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfuse.comm import collectives
+from tpfuse.comm.handle import Handle
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.mesh import group_of
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -148,7 +149,7 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
     events: list[str] = []
     start = collectives.start_all_reduce
 
-    def record(x: Tensor, group: dist.ProcessGroup | None) -> collectives.Handle:
+    def record(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
         events.append("reduce")
         return start(x, group)
 

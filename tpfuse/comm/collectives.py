@@ -11,7 +11,7 @@ handle; the result may be read once `wait()` has returned. Every rank calls the 
 order, from one thread at a time. Raise PeerTimeout where a rank does not come.
 """
 
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,23 +22,11 @@ from tpfuse.comm import process_group
 from tpfuse.comm.connect import connect
 from tpfuse.comm.direct import DirectCollectives
 from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.handle import DONE, Handle
 from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.kernel_choice import chosen_kernels, use_triton
+from tpfuse.kernels.endpoint import SUMMED
 
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Blocks (on CUDA: the current stream) until the result may be read."""
-
-
-class _Done:
-    def wait(self) -> None:
-        return None
-
-
-_DONE = _Done()
 CUDA_BYTES = 0  # up to here `--kernels auto` has kernels in NCCL's place. Not measured yet, so none (rule 13 of DESIGN)
 _Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
 _Symmetric = DirectCollectives | LaunchedCollectives
@@ -52,11 +40,8 @@ def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
 
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
     """What serves the group through symmetric memory; None where nothing does."""
-    if x.device.type == "cuda":
-        wanted = x.nbytes <= CUDA_BYTES or chosen_kernels() == "triton"
-        able = use_triton(x) and (not summed or LaunchedCollectives.sums(x.dtype))
-        return _of(group, x.device, LaunchedCollectives) if wanted and able else None
-    if x.device.type == "cpu" and use_triton(x) and (not summed or LaunchedCollectives.sums(x.dtype)):
+    wanted = x.device.type != "cuda" or x.nbytes <= CUDA_BYTES or chosen_kernels() == "triton"
+    if wanted and use_triton(x) and (not summed or x.dtype in SUMMED):
         return _of(group, x.device, LaunchedCollectives)
     return _direct(x, group)
 
@@ -74,7 +59,7 @@ def _of(group: dist.ProcessGroup, device: torch.device, kind: type[_Kind]) -> _K
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
     """All ranks' `x` [n, ...] behind each other in rank order: [world * n, ...]. Shapes must agree."""
     if group is None:
-        return x, _DONE
+        return x, DONE
     return _all_gather(x, group, later=True)
 
 
@@ -95,7 +80,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Te
     the rows.
     """
     if group is None:
-        return x, _DONE
+        return x, DONE
     return _reduce_scatter(x, group, later=True)
 
 
@@ -115,7 +100,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Replaces the contiguous `x` by its sum over all ranks, in place."""
     if group is None:
-        return _DONE
+        return DONE
     x = x.detach()
     return _all_reduce(x, x, group, later=True)
 

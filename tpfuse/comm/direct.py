@@ -8,13 +8,13 @@ An operation may be begun and finished later: its first piece is staged and sign
 through the same channel finishes it first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.rank_order import max_in_rank_order, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
 # Of a slot, and of the one that larger tensors pass through: it takes 16 MiB of each rank, once there is such a tensor.
@@ -85,13 +85,15 @@ class DirectCollectives:
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out becomes Σ over ranks of x; both [n], may be the same."""
         limit = self._small.nbytes if self.memory.world == 2 else ONE_SHOT_BYTES
-        small = x.numel() * x.element_size() <= limit
-        rounds = self._all_reduce_one_shot(x, out) if small else self._all_reduce_two_shot(x, out)
+        if x.nbytes <= limit:
+            rounds = self._one_shot("all_reduce", x, out, sum_in_rank_order)
+        else:
+            rounds = self._all_reduce_two_shot(x, out)
         return self._run("all_reduce", x, rounds, later)
 
     def all_reduce_max(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out becomes the maximum over ranks of x; both [n], may be the same. NaN wins."""
-        return self._run("all_reduce_max", x, self._all_reduce_max(x, out), later)
+        return self._run("all_reduce_max", x, self._one_shot("all_reduce_max", x, out, max_in_rank_order), later)
 
     def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
         op = f"{op} {x.dtype} {list(x.shape)}"
@@ -107,7 +109,7 @@ class DirectCollectives:
 
     def _channel_of(self, x: Tensor) -> Channel:
         """What x passes through; the large one is made, by all ranks, when it is first needed."""
-        if x.numel() * x.element_size() <= self._small.nbytes:
+        if x.nbytes <= self._small.nbytes:
             return self._small
         if self._large is None:
             self._large = Channel(self.memory, "direct collectives, large", self._large_slot_bytes)
@@ -156,10 +158,12 @@ class DirectCollectives:
             epoch = channel.signal()
             yield
             _wait_for_all(channel, epoch, "reduce_scatter")
-            _sum_in_rank_order([slot[own] for slot in slots], _cut(out, start, size))
+            sum_in_rank_order([slot[own] for slot in slots], _cut(out, start, size))
 
-    def _all_reduce_one_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        """Every rank reads and sums everything."""
+    def _one_shot(
+        self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
+    ) -> Iterator[None]:
+        """Every rank reads and combines everything."""
         channel = self._channel_of(x)
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
@@ -168,8 +172,8 @@ class DirectCollectives:
             slots[self.memory.rank].copy_(piece)
             epoch = channel.signal()
             yield
-            _wait_for_all(channel, epoch, "all_reduce")
-            _sum_in_rank_order(slots, _cut(out, start, size))
+            _wait_for_all(channel, epoch, op)
+            combine(slots, _cut(out, start, size))
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
         """Every rank sums its part, in one epoch, and reads the other parts in the next."""
@@ -188,27 +192,13 @@ class DirectCollectives:
             mine[own] = _cut(piece, own * part, part)
             sums = channel.next_slots(x.dtype, part)
             own_sum = _cut(sums[own], 0, mine[own].numel())
-            _sum_in_rank_order(mine, own_sum)
+            sum_in_rank_order(mine, own_sum)
             epoch = channel.signal()
             _cut(target, own * part, part).copy_(own_sum)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_reduce")
                 place = _cut(target, rank * part, part)
                 place.copy_(sums[rank][: place.numel()])
-
-    def _all_reduce_max(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel = self._channel_of(x)
-        size = channel.nbytes // x.element_size()
-        for start in range(0, x.numel(), size):
-            piece, target = _cut(x, start, size), _cut(out, start, size)
-            slots = channel.next_slots(x.dtype, piece.numel())
-            slots[self.memory.rank].copy_(piece)
-            epoch = channel.signal()
-            yield
-            _wait_for_all(channel, epoch, "all_reduce_max")
-            target.copy_(slots[0])
-            for slot in slots[1:]:
-                torch.maximum(target, slot, out=target)
 
 
 def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:
@@ -217,25 +207,5 @@ def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:
 
 
 def _cut(x: Tensor, start: int, size: int) -> Tensor:
-    """x[..., start : start + size]."""
-    return x if start == 0 and size >= x.shape[-1] else x.narrow(-1, min(start, x.shape[-1]), _left(x, start, size))
-
-
-def _left(x: Tensor, start: int, size: int) -> int:
-    return max(0, min(size, x.shape[-1] - start))
-
-
-def _sum_in_rank_order(parts: list[Tensor], out: Tensor) -> None:
-    """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
-    if out.dtype in (torch.bfloat16, torch.float16):
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        out.copy_(total)
-        return
-    if len(parts) == 1:
-        out.copy_(parts[0])
-        return
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out += part
+    """x[..., start : start + size]; x itself where that is all of it, which it mostly is."""
+    return x if start == 0 and size >= x.shape[-1] else x[..., start : start + size]

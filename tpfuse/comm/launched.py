@@ -9,27 +9,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tpfuse.comm.handle import DONE, Handle
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
-from tpfuse.kernels.endpoint import SUMMED, Endpoint
+from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 
 SLOT_BYTES = 2**20  # of each half: not measured yet
 ONE_SHOT_BYTES = 2**16  # not measured yet
 PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
 _INTERPRETED_PROGRAMS = 2
-
-
-class Finished:
-    """What was launched is waited for by the stream."""
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
-
-
-_FINISHED = Finished()
 
 
 class LaunchedCollectives:
@@ -41,46 +32,40 @@ class LaunchedCollectives:
         programs = PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
         count = 2 * programs * memory.world
         name = "launched collectives"
-        self._slots = memory.buffer(f"{name}: slots", (2 * slot_bytes,), torch.uint8)
-        self._flags = memory.signals(f"{name}: flags", count)
-        self._state = memory.signals(f"{name}: state", 2)
+        slots = memory.buffer(f"{name}: slots", (2 * slot_bytes,), torch.uint8)
+        flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
         self._endpoint = Endpoint(
             memory.rank,
             memory.world,
-            slots=self._slots.addresses,
+            slots=slots.addresses,
             slot_bytes=slot_bytes,
-            flags=self._flags.addresses,
+            flags=flags.addresses,
             flag_count=count,
-            state=self._state.local,
+            state=state.local,
             abort=memory.abort,
             programs=programs,
         )
 
-    @staticmethod
-    def sums(dtype: torch.dtype) -> bool:
-        """Whether there are kernels that sum `dtype`."""
-        return dtype in SUMMED
-
-    def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Finished:
+    def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out[r] becomes rank r's x. x: [n]; out: [world, n]; of any dtype."""
         return self._run("all_gather", x, out, self._slot_bytes, all_gather_forward)
 
-    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Finished:
+    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out[r] becomes rank r's x[this rank]. Both: [world, n], of any dtype."""
         return self._run("all_to_all", x, out, self._slot_bytes // len(x), all_to_all_forward)
 
-    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Finished:
+    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out becomes Σ over ranks of their x[this rank]. x: [world, n]; out: [n]; of a dtype that is summed."""
         return self._run("reduce_scatter", x, out, self._slot_bytes // len(x), reduce_scatter_forward)
 
-    def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Finished:
+    def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out becomes Σ over ranks of x; both [n], may be the same; of a dtype that is summed."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
         return self._run("all_reduce", x, out, self._slot_bytes, forward)
 
     def _run(
         self, op: str, x: Tensor, out: Tensor, row_bytes: int, forward: Callable[[Tensor, Tensor, Endpoint], None]
-    ) -> Finished:
+    ) -> Handle:
         """`forward` of one piece of x's rows after the other; pieces of several rows are packed for it."""
         size, width = row_bytes // x.element_size() // 16 * 16, x.shape[-1]
         with self.memory.guard(f"{op} {x.dtype} {list(x.shape)}", kernel=True):
@@ -90,4 +75,4 @@ class LaunchedCollectives:
                 forward(piece.contiguous(), packed, self._endpoint)
                 if packed is not target:
                     target.copy_(packed)
-        return _FINISHED
+        return DONE

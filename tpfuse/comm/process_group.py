@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.settings import settings
 
 _PATIENCE = 2.0  # seconds
@@ -29,8 +30,6 @@ def set_timeout(group: dist.ProcessGroup) -> None:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an error of torch.distributed says that a rank is gone or late; it has no class of its own for that."""
-    if isinstance(error, PeerTimeout):
-        return True
     text = str(error)
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError)
@@ -93,12 +92,7 @@ class _SumInRankOrder:
     def wait(self) -> None:
         """Blocks until the result may be read. Raises PeerTimeout."""
         self._work.wait()
-        half = self._out.dtype in (torch.bfloat16, torch.float16)
-        total = self._received[0].float() if half else self._out.copy_(self._received[0])
-        for partial in self._received[1:]:
-            total += partial
-        if half:
-            self._out.copy_(total)
+        sum_in_rank_order(self._received.unbind(), self._out)
 
 
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm import collectives
+from tpfuse.comm.handle import Handle
 from tpfuse.comm.layout import from_local, is_sharded, local_tensor
 from tpfuse.layers.parameter import offer_leaf
 
@@ -57,7 +58,7 @@ class Bucket:
     gradients: Tensor
     missing: set[int] = field(default_factory=set)
     untouched: set[int] = field(default_factory=set)
-    handle: collectives.Handle | None = None
+    handle: Handle | None = None
 
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
         """The segment of a flat buffer in its parameter's (local) shape."""

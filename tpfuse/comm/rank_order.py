@@ -1,0 +1,29 @@
+"""What ranks have brought, combined on the host in absolute rank order: bitwise the same everywhere and always."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
+        return
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out += part
+
+
+def max_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
+    """out = the largest of parts, element by element; NaN wins."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        torch.maximum(out, part, out=out)
