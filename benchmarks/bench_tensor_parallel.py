@@ -1,0 +1,276 @@
+"""Tensor parallelism on CPU ranks: tpfuse, torch's own over Gloo, and one process with as many threads, by turns.
+
+    python -m benchmarks.bench_tensor_parallel [--ranks 2] [--rounds 15] [mlp gpt]
+
+mlp: a sequence-parallel MLP with biases (column-parallel, gelu_tanh, row-parallel), forward and backward. x arrives as
+the rank's shard of the tokens; the parameters are DTensors on both sides, and all gradients are dropped before each
+call. Output and gradients are checked first against float64 (tpfuse's within the bound of the tests). gpt: a training
+step of the preset that `make train` runs, with its batch, data, clipping and optimizer: tpfuse's Trainer, and the same
+model in `benchmarks.torch_gpt` under `parallelize_module` with torch's fused AdamW and clip_grad_norm_. From the same
+weights, losses and gradient norms of three steps must agree.
+
+Ranks have one thread each. The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) is another
+one, with as many threads as there are ranks. A turn times several calls of one contender, on rank 0 after a barrier.
+Whoever has no turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn begins a
+moment after the one before it, when OpenMP's threads have gone to sleep).
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+
+from benchmarks.harness import OURS, keep, percentiles
+from benchmarks.torch_gpt import TorchGPT, parallelize
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.parallel.gradient_buckets import decays
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.ranks import RankPool
+from tpfuse.train.batches import Windows
+from tpfuse.train.config import parse_train
+from tpfuse.train.options import TrainCommand
+from tpfuse.train.schedule import learning_rate
+from tpfuse.train.trainer import Trainer
+
+TORCH, ALONE = "torch", "one_process"
+_SECONDS = 0.15  # of a turn, about
+_SETTLING = 0.02  # before a turn: longer than OpenMP's threads spin
+Call = Callable[[], object]
+
+_calls: dict[str, Call] = {}  # of this rank: what takes turns
+
+
+@dataclass(frozen=True)
+class Subject:
+    """asked: how many times as fast as torch's tensor parallelism it is to be."""
+
+    name: str
+    prepare: Callable[[tuple[int, ...], bool], None]
+    sizes: tuple[int, ...] = ()
+    asked: float = 2.0
+
+
+def _mlp(x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, up_bias), approximate="tanh"), down, down_bias)
+
+
+def _linears(inputs: dict[str, Tensor]) -> tuple[nn.Linear, nn.Linear]:
+    layers = []
+    for name in ("up", "down"):
+        weight = inputs[name]
+        layer = nn.Linear(weight.shape[1], weight.shape[0])
+        layer.weight.data.copy_(weight)
+        layer.bias.data.copy_(inputs[f"{name}_bias"])
+        layers.append(layer)
+    return layers[0], layers[1]
+
+
+def _tpfuse_mlp(up: nn.Linear, down: nn.Linear, mesh: DeviceMesh) -> nn.Module:
+    first = ColumnParallelLinear.from_linear(up, activation="gelu_tanh", sequence_parallel=True, device_mesh=mesh)
+    return nn.Sequential(first, RowParallelLinear.from_linear(down, sequence_parallel=True, device_mesh=mesh))
+
+
+def _torch_mlp(up: nn.Linear, down: nn.Linear, mesh: DeviceMesh | None) -> nn.Module:
+    model = nn.Sequential(up, nn.GELU("tanh"), down)
+    if mesh is None:
+        return model
+    plan = {"0": ColwiseParallel(input_layouts=Shard(0)), "2": RowwiseParallel(output_layouts=Shard(0))}
+    return parallelize_module(model, mesh, plan)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice, yardstick: Yardstick) -> None:
+    assert x.grad is not None
+    found = {"x": x.grad, "out": out.detach()}
+    gradients = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
+    found |= dict(zip(("up", "up_bias", "down", "down_bias"), gradients, strict=True))
+    for key, actual in found.items():
+        place = part if key in ("x", "out") else slice(None)
+        if name == OURS:
+            yardstick.check(key, actual, place)
+        truth = yardstick.truth[key][place]
+        torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
+
+
+def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
+    """Fills `_calls` with forward and backward of (tokens, width), checked. On every rank."""
+    tokens, width = sizes
+    generator = torch.Generator().manual_seed(tokens + width)
+    shapes = {"x": (tokens, width), "up": (4 * width, width), "up_bias": (4 * width,)}
+    shapes |= {"down": (width, 4 * width), "down_bias": (width,)}
+    inputs = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    grad = torch.randn(tokens, width, generator=generator)
+    yardstick = Yardstick(_mlp, inputs, grad)
+    share = tokens // dist.get_world_size()
+    part = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    mesh = None if alone else init_device_mesh("cpu", (dist.get_world_size(),))
+    models = {ALONE if alone else TORCH: _torch_mlp(*_linears(inputs), mesh)}
+    if mesh is not None:
+        models[OURS] = _tpfuse_mlp(*_linears(inputs), mesh)
+    for name, model in models.items():
+        _calls[name] = call = _forward_and_backward(model, inputs["x"][part].clone().requires_grad_(), grad[part])
+        _check_mlp(name, model, *call(), part, yardstick)
+
+
+def _forward_and_backward(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    parameters = list(model.parameters())
+
+    def call() -> tuple[Tensor, Tensor]:
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+        out: Tensor = model(x)
+        out.backward(grad)  # type: ignore[no-untyped-call]
+        return x, out
+
+    return call
+
+
+def _preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
+    """What `make train` runs, but on 4096 bytes that follow a rule."""
+    options = parse_train(["--model.preset", "tiny"])
+    options = replace(options, parallel=replace(options.parallel, tp=tp, dp=1))
+    model = options.model
+    config = GPTConfig(256, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout)
+    count = np.arange(4096)
+    tokens = ((count * 7 + count // 5) % 256).astype(np.uint16)
+    return options, config, Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
+
+
+def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Callable[[], tuple[float, float]]:
+    """A step as Trainer's: (loss, gradient norm)."""
+    named = list(model.named_parameters())
+    optim, batch = options.optim, options.train.batch
+    groups = [{"params": [p for name, p in named if decays(name, p)], "weight_decay": optim.weight_decay}]
+    groups += [{"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+    done = 0
+
+    def step() -> tuple[float, float]:
+        nonlocal done
+        ids, targets = windows.sequences(done, 0, batch, torch.device("cpu"))
+        optimizer.zero_grad(set_to_none=True)
+        with loss_parallel():
+            loss = model(ids, targets)
+            loss.backward()
+        norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), optim.clip, foreach=True))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(optim, done, options.train.steps)
+        optimizer.step()
+        done += 1
+        return _whole(loss).item(), norm.item()
+
+    return step
+
+
+def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
+    """Fills `_calls` with training steps, checked. On every rank."""
+    world = 1 if alone else dist.get_world_size()
+    options, config, windows = _preset(world)
+    mesh = None if alone else build_mesh("cpu", dp=1, tp=world)
+    trainer = Trainer(options, config, mesh, torch.device("cpu"))
+    weights = {name: _whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
+
+    def own_step() -> tuple[float, float]:
+        result = trainer.train_step(windows, lambda: False)
+        return result.loss, result.grad_norm
+
+    model = TorchGPT(config)
+    model.load(weights)
+    if mesh is not None:
+        parallelize(model, mesh["tp"])
+    torch_step = _torch_step(model, options, windows)
+    for _ in range(3):
+        np.testing.assert_allclose(own_step(), torch_step(), rtol=1e-4)
+    _calls.update({ALONE: own_step} if alone else {OURS: own_step, TORCH: torch_step})
+
+
+def set_threads(threads: int) -> None:
+    """On the single process."""
+    torch.set_num_threads(threads)
+
+
+def turn(name: str, repeats: int) -> float:
+    """Seconds of a call. On every rank of the contender."""
+    call = _calls[name]
+    time.sleep(_SETTLING)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
+
+
+def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call, of each round, by contender."""
+    where = {OURS: ranks, TORCH: ranks, ALONE: alone}
+    for pool in (ranks, alone):
+        pool.run(subject.prepare, subject.sizes, pool is alone)
+    repeats = {}
+    for name, pool in where.items():
+        pool.run(turn, name, 3)
+        repeats[name] = max(1, min(200, int(_SECONDS / pool.run(turn, name, 3)[0])))
+    found: dict[str, list[float]] = {name: [] for name in where}
+    for _ in range(rounds):
+        for name, pool in where.items():
+            found[name].append(pool.run(turn, name, repeats[name])[0])
+    return found
+
+
+SUBJECTS = (
+    Subject("mlp", prepare_mlp, (768, 128), 2.5),
+    Subject("mlp", prepare_mlp, (1024, 768), 1.15),
+    Subject("gpt", prepare_gpt),
+)
+
+
+def report(subject: Subject, ranks: int, times: dict[str, list[float]]) -> None:
+    """Prints a line and keeps a row."""
+    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    median = {name: figures[name]["median"] for name in figures}
+    over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
+    sizes = " x ".join(map(str, subject.sizes)) or "tiny"
+    columns = " ".join(f"{median[name]:>8.2f} ms" for name in (OURS, TORCH, ALONE))
+    print(
+        f"{ranks:>5} {subject.name:<3} {sizes:<10} {columns} {over_torch:>12} {subject.asked:>6} {over_one:>14}",
+        flush=True,
+    )
+    row = {"subject": subject.name, "sizes": subject.sizes, "ranks": ranks, "asked": subject.asked}
+    row |= {"speedup": over_torch, "speedup_over_one_process": over_one}
+    keep("tensor_parallel", row | {f"{name}_ms": figures[name] for name in figures})
+
+
+def main() -> None:
+    """A line for each subject."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="default: both")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    ranks, alone = RankPool(arguments.ranks, timeout=600.0), RankPool(1, timeout=600.0)
+    alone.run(set_threads, arguments.ranks)
+    print("ranks subject             tpfuse       torch one process   times torch  asked  times one process")
+    for subject in SUBJECTS:
+        if not arguments.subjects or subject.name in arguments.subjects:
+            report(subject, arguments.ranks, measure(subject, ranks, alone, arguments.rounds))
+    for pool in (ranks, alone):
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The contenders of tensor parallelism compute the same thing, or are not timed."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from benchmarks.bench_tensor_parallel import ALONE, TORCH, Subject, _calls, measure, prepare_mlp
+from benchmarks.harness import OURS
+from benchmarks.torch_gpt import TorchGPT, parallelize
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.ranks import pool
+
+
+def prepared(tokens: int, width: int, alone: bool) -> set[str]:
+    prepare_mlp((tokens, width), alone)
+    return set(_calls)
+
+
+def test_every_contender_of_the_mlp_is_right() -> None:
+    assert pool(2).run(prepared, 6, 16, False) == [{OURS, TORCH}] * 2
+    assert pool(1).run(prepared, 6, 16, True) == [{ALONE}]
+
+
+def test_contenders_take_turns() -> None:
+    times = measure(Subject("mlp", prepare_mlp, (4, 8)), pool(2), pool(1), rounds=2)
+    assert times.keys() == {OURS, TORCH, ALONE}
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
+
+
+def losses(world: int) -> tuple[float, float]:
+    """Of ours on one rank, and of torch's on `world`."""
+    config = GPTConfig(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=4)
+    ours = GPT(config)
+    initialize(ours, 3)
+    peer = TorchGPT(config)
+    peer.load(dict(ours.named_parameters()))
+    if world > 1:
+        parallelize(peer, init_device_mesh("cpu", (world,)))
+    ids = torch.randint(32, (3, 9), generator=torch.Generator().manual_seed(1))
+    with loss_parallel():
+        loss = peer(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+    return ours(ids[:, :-1], ids[:, 1:]).mean().item(), (loss.full_tensor() if world > 1 else loss).item()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_torchs_gpt_is_ours(world: int) -> None:
+    for ours, theirs in pool(world).run(losses, world):
+        assert ours == pytest.approx(theirs, rel=1e-5)
