@@ -69,20 +69,29 @@ def wait(flag_ptrs, epoch, abort_ptr, mask=None):
 
 
 @triton.jit
+def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
+    """Tells every rank, this one too, that the program has come here: word first + rank of its flags.
+
+    flags_ptr: [WORLD] int64, addresses of int32; first: a multiple of WORLD, so that word w is written by rank
+    w % WORLD alone, whatever the size of the grid: two writers of one word could overtake each other, since a rank that
+    is through with an epoch signals the next one while others have yet to be signalled.
+    """
+    ranks = tl.arange(0, triton.next_power_of_2(WORLD))
+    there = tl.load(flags_ptr + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(tl.int32))
+    put(there + first + rank, epoch, ranks < WORLD)
+
+
+@triton.jit
 def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.constexpr = 0):
     """Until program p of every rank has come here in this epoch; False where the abort word ended the wait.
 
     What those programs wrote before may be read afterwards, and what they read may be overwritten. flags_ptr: [WORLD]
     int64, addresses of int32 [rounds * programs * WORLD], rounds: how many barriers a launch has, each with its ROUND.
     A rank signals itself as well: what the program wrote is then visible to its own other threads too.
-
-    Word w is written by rank w % WORLD alone, whatever the size of the grid: two writers of one word could overtake
-    each other, since a rank that is through with an epoch signals the next one while others have yet to be signalled.
     """
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     first = (ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD
-    there = tl.load(flags_ptr + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(tl.int32))
-    put(there + first + rank, epoch, ranks < WORLD)
+    arrive(flags_ptr, epoch, rank, first, WORLD)
     here = peer_pointer(flags_ptr, rank, tl.int32)
     return wait(here + first + ranks, epoch, abort_ptr, ranks < WORLD)
 

@@ -1,0 +1,294 @@
+"""all_gather_gemm: act(all_gather(x) Wᵀ + bias), one persistent program that multiplies what is here while more comes.
+
+x of each rank is a chunk of rows. The first programs of the grid, the copiers, move chunks: copier p stages its share
+of x in the own slot, tells copier p of every rank, and then, for rank + 1, rank + 2, …, waits for that rank's copier p
+and copies its share of that slot into `gathered`. The other programs multiply, the tiles of the own chunk first, then
+those of rank + 1, …: before they read a chunk they wait until each copier has said, in a word of `ready`, that its
+share is there. So links and tensor cores are busy at once, whichever is the slower, and not all ranks read from one.
+
+Nobody waits for a program behind it in its grid: a copier waits for the same copier of a peer, which has told of its
+share before it waits itself, and products wait for copiers. All programs of a grid must run at once, as everywhere.
+
+Who may write what when. The own slot's half of epoch e is written in epoch e, and again in e + 2, as in
+`kernels/endpoint.py`: at least copier 0 has waited for all signals of e + 1 in between, also where there is nothing to
+multiply or to gather. `gathered` and `ready` are of this rank alone, one launch after another on one stream. A word of
+ready says the epoch in which its share has come, and only ever gets later ones; so launches with different numbers of
+copiers share them. What an aborted launch leaves in out, gathered and ready is zeroed, written again or never read.
+
+With `copied` a copy engine brings the chunks, and all programs multiply: `kernels/staging.py` has that protocol.
+
+x and what copiers have written are read by ordinary loads, which a signal orders, the weight by TMA where it can be. A
+reduction is never split and runs in the order of k, so that results are those of `gemm` with the same tiles.
+
+Chunks that are multiplied as they come: Wang et al., ASPLOS 2023 (overlap by decomposition); Flux, arXiv:2406.06858.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.activations import GATED, check_activation
+from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.endpoint import Endpoint, slot
+from tpfuse.kernels.gemm_tiles import load_tile, store_result
+from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
+from tpfuse.kernels.tiles import dot, grouped_tile
+
+
+@triton.jit
+def _copy_share(source_ptr, target_ptr, n, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
+    """This copier's tiles of the n elements of a chunk: the same ones of every chunk, on every rank."""
+    for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), COPIERS):
+        offs = tile * BLOCK + tl.arange(0, BLOCK)
+        tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < n), mask=offs < n)
+
+
+@triton.jit
+def gather_chunks(
+    x_ptr,  # [n] bf16, read
+    gathered_ptr,  # [WORLD, n] bf16, written
+    ready_ptr,  # [WORLD, COPIERS] int32, written
+    slots_ptr,
+    flags_ptr,
+    abort_ptr,
+    n,
+    slot_bytes,
+    epoch,
+    rank,
+    WORLD: tl.constexpr,
+    COPIERS: tl.constexpr,
+    KEEP_OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What a copier does; returns of how many chunks it has its share, which are all unless a wait was cut short."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    copier = tl.program_id(0)
+    _copy_share(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), n, COPIERS, BLOCK)
+    arrive(flags_ptr, epoch, rank, copier * WORLD, WORLD)
+    here = peer_pointer(flags_ptr, rank, tl.int32) + copier * WORLD
+    chunks = 1
+    for step in range(1, WORLD):
+        source = (rank + step) % WORLD
+        if wait(here + source, epoch, abort_ptr):
+            chunk_ptr = gathered_ptr + tl.cast(source, tl.int64) * n
+            _copy_share(slot(slots_ptr, source, epoch, slot_bytes, dtype), chunk_ptr, n, COPIERS, BLOCK)
+            put(ready_ptr + source * COPIERS + copier, epoch)
+            chunks += 1
+    if KEEP_OWN:
+        _copy_share(x_ptr, gathered_ptr + tl.cast(rank, tl.int64) * n, n, COPIERS, BLOCK)
+    return chunks
+
+
+@triton.jit(do_not_specialize=["rank"])
+def all_gather_gemm_forward_kernel(
+    x_ptr,  # [M, K] bf16, read
+    weight_ptr,  # [N, K] bf16, read
+    weight_up_ptr,  # [N, K] bf16, read: the second half of a gated pair, or None
+    bias_ptr,  # [N] bf16, [2 N] gated, read; or None
+    preactivation_ptr,  # [WORLD M, N] bf16, [WORLD M, 2 N] gated, written; or None
+    out_ptr,  # [WORLD M, N] bf16, written
+    gathered_ptr,  # [WORLD, M, K] bf16, written by copiers, or before, and read
+    ready_ptr,  # [WORLD, COPIERS] int32, of a copy engine [WORLD]
+    slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
+    flags_ptr,  # [WORLD] int64, addresses of int32 words
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+    M,
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    stride_bias,
+    slot_bytes,
+    rank,
+    WORLD: tl.constexpr,
+    COPIERS: tl.constexpr,  # 0: a copy engine
+    KEEP_OWN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    K_ADJACENT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_COPY: tl.constexpr,
+):
+    GATED: tl.constexpr = weight_up_ptr is not None
+    SHARES: tl.constexpr = max(COPIERS, 1)
+    w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    w_up = weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        worker, workers = tl.program_id(0) - COPIERS, tl.num_programs(0) - COPIERS
+        chunks = 0
+        if COPIERS > 0:
+            if worker < 0:
+                chunks = gather_chunks(
+                    x_ptr, gathered_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr,
+                    M * K, slot_bytes, epoch, rank, WORLD, COPIERS, KEEP_OWN, BLOCK_COPY,
+                )  # fmt: skip
+        if worker >= 0:
+            shares = tl.arange(0, triton.next_power_of_2(SHARES))
+            tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+            tiles = tiles_m * tiles_n
+            first = worker  # counted on from chunk to chunk, so that no program has two tiles more than another
+            for step in range(WORLD):
+                source = tl.cast((rank + step) % WORLD, tl.int64)
+                there = (shares < SHARES) & (step > 0)  # the own chunk needs no wait
+                if wait(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
+                    chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
+                    rows_ptr = out_ptr + source * M * N
+                    kept_ptr = None
+                    if preactivation_ptr is not None:
+                        kept_ptr = preactivation_ptr + source * M * (2 * N if GATED else N)
+                    for tile in range(first, tiles, workers):
+                        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+                        first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                        for k in range(0, K, BLOCK_K):
+                            a = load_tile(chunk_ptr, first_m, k, M, K, K, 1, BLOCK_M, BLOCK_K, False)
+                            b = load_weight(
+                                w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
+                            )
+                            acc = dot(a, b, acc)
+                            if GATED:
+                                b = load_weight(
+                                    w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
+                                )
+                                up = dot(a, b, up)
+                        store_result(
+                            acc, up, bias_ptr, None, kept_ptr, rows_ptr, first_m, first_n, M, N,
+                            stride_bias, 0, 0, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
+                        )  # fmt: skip
+                    chunks += 1
+                first += tl.cdiv(max(tiles - first, 0), workers) * workers - tiles
+        if chunks == WORLD:
+            advance(state_ptr, epoch)
+
+
+def all_gather_gemm_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gathered: Tensor,
+    ready: Tensor,
+    endpoint: Endpoint,
+    *,
+    activation: str | None = None,
+    keep_preactivation: bool = False,
+    keep_own: bool = False,
+    copied: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
+
+    x: [m, K], this rank's rows, any strides; weight: [N, K], any strides; bias: [N]; for a gated activation weight and
+    bias are [gate | up] of N / 2 each. All of one dtype of float32, float16, bfloat16, any size from 0 up. All ranks
+    bring the same m, K, N and dtype. gathered: [world, m, K], contiguous, in that dtype: what the ranks' x are copied
+    to, complete after the launch but for the own rows, which are copied with keep_own alone. ready: int32, contiguous,
+    at least [world], as many on every rank, zeroed with the signals; a launch has no more copiers than it has words for
+    each rank (8 are enough). Both are this rank's alone, and nobody else touches ready.
+
+    copied: `staging.stage` has staged x, and `staging.deliver` tells that each other rank's rows are in gathered: no
+    program copies, and one multiprocessor is left free for the launches between the copies.
+
+    Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
+    ValueError for other shapes, dtypes, devices or names of activations, where x is more than a slot holds, where flags
+    are too few, and for a channel of one program, which cannot both copy and multiply.
+    """
+    operator = "all_gather_gemm"
+    m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
+    if copied and keep_own:
+        raise ValueError(f"{operator}: keep_own: what brings the other chunks brings the own one too where copied")
+    width = n // 2 if activation in GATED else n
+    gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
+    out = torch.empty(endpoint.world * m, width, dtype=x.dtype, device=x.device)
+    preactivation = None
+    if keep_preactivation:
+        preactivation = torch.empty(endpoint.world * m, n, dtype=x.dtype, device=x.device)
+
+    k_adjacent, aligned = weight_layout(gate, up)
+    row = choose(operator, x.device, x.dtype, M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned))
+    tiles = endpoint.world * triton.cdiv(m, row.blocks["BLOCK_M"]) * triton.cdiv(width, row.blocks["BLOCK_N"])
+    copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
+    launch(
+        all_gather_gemm_forward_kernel,
+        (_programs(operator, endpoint, tiles, copiers),),
+        x_ptr=x.contiguous(),
+        weight_ptr=gate,
+        weight_up_ptr=up,
+        bias_ptr=bias,
+        preactivation_ptr=preactivation,
+        out_ptr=out,
+        gathered_ptr=gathered,
+        ready_ptr=ready,
+        M=m,
+        N=width,
+        K=k,
+        stride_wn=weight.stride(0),
+        stride_wk=weight.stride(1),
+        stride_bias=bias.stride(0) if bias is not None else 0,
+        KEEP_OWN=keep_own,
+        ACTIVATION=activation or "none",
+        K_ADJACENT=k_adjacent,
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        **dict(row.blocks) | {"COPIERS": copiers, "TMA": aligned and row.blocks["TMA"]},
+        **endpoint.arguments(),
+    )
+    return out, preactivation
+
+
+def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
+    """How many programs copy: no more than there are shares, flags and words of ready; one where there is nothing."""
+    shares = triton.cdiv(x.numel(), row.blocks["BLOCK_COPY"])
+    wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
+    return endpoint.grid(operator, x.nbytes, wanted)[0]
+
+
+def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> int:
+    """All programs. Without a tile too there is one: it waits for all ranks, and advances the epoch."""
+    if copiers == 0:
+        return max(min(tiles, endpoint.programs - 1), 1)
+    if tiles and endpoint.programs == copiers:
+        raise ValueError(
+            f"{operator}: a channel of 1 program: expected at least 2, one that copies, one that multiplies"
+        )
+    return copiers + min(tiles, endpoint.programs - copiers)
+
+
+def _check(
+    operator: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gathered: Tensor,
+    ready: Tensor,
+    endpoint: Endpoint,
+    activation: str | None,
+) -> tuple[int, int, int]:
+    check_activation(operator, activation)
+    check_floats(operator, x=x, weight=weight, bias=bias, gathered=gathered)
+    check_device(operator, "the channel", endpoint.slots, "x", x)
+    check_device(operator, "the channel", endpoint.slots, "ready", ready)
+    check_integers(operator, "ready", ready, (torch.int32,))
+    if x.ndim != 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [m, K]")
+    (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
+    check_shape(operator, "weight", weight, (n, k))
+    if activation in GATED and n % 2:
+        raise ValueError(f"{operator}: weight has {n} rows: {activation} expects an even number, [gate | up]")
+    if bias is not None:
+        check_shape(operator, "bias", bias, (n,))
+    check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
+    if not gathered.is_contiguous():
+        raise ValueError(f"{operator}: gathered has strides {gathered.stride()}: expected contiguous")
+    if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
+        given = f"{tuple(ready.shape)} and strides {ready.stride()}"
+        raise ValueError(f"{operator}: ready has shape {given}: expected contiguous, at least ({endpoint.world},)")
+    return m, k, n

@@ -1,0 +1,60 @@
+"""Tiles of Wᵀ for products whose weight may lie either way: rows of adjacent elements, or columns, as `weight.t()` has.
+
+TMA wants adjacent elements in a tile's last dimension, and pointers are quick along them: a constexpr K_ADJACENT says
+which one of the weight's dimensions they are in, and a tile that lies the other way is transposed on its way to the
+product.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix
+
+
+@triton.jit
+def weight_matrix(
+    weight_ptr,  # [N, K] any dtype, read; or None
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_ADJACENT: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """What `load_weight` reads from; None of None."""
+    if weight_ptr is None:
+        return None
+    elif K_ADJACENT:
+        return matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
+    else:
+        return matrix(weight_ptr, K, N, stride_wk, BLOCK_K, BLOCK_N, TMA)
+
+
+@triton.jit
+def load_weight(
+    weight,  # of `weight_matrix`
+    k,
+    first_n,
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_ADJACENT: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """The tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
+    if K_ADJACENT:
+        return load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA).T
+    else:
+        return load_tile(weight, k, first_n, K, N, stride_wk, stride_wn, BLOCK_K, BLOCK_N, TMA)
+
+
+def weight_layout(weight: Tensor, up: Tensor | None) -> tuple[bool, bool]:
+    """(K_ADJACENT, whether TMA can read it) of weight [N, K] and the second half of a gated pair, which lies alike."""
+    k_adjacent = weight.stride(1) == 1 or weight.stride(0) != 1
+    return k_adjacent, allows_tma(*(x if k_adjacent or x is None else x.t() for x in (weight, up)))
