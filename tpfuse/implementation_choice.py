@@ -1,11 +1,11 @@
 """How tensor-parallel products and collectives communicate: one switch for the whole library, per process.
 
-| name       | what it is                                                             | where it is possible               |
-|------------|------------------------------------------------------------------------|------------------------------------|
-| auto       | the best of these for the tensor and its group                         | everywhere                         |
-| fused      | Triton kernels on symmetric memory that compute while data arrives     | CUDA; CPU with TRITON_INTERPRET=1  |
-| direct     | torch's products on memory that the ranks share: nothing is copied     | CPU ranks of one host              |
-| collective | torch.distributed (NCCL, Gloo) before or behind a product              | everywhere                         |
+| name       | what it is                                                         | where it is possible              |
+|------------|--------------------------------------------------------------------|-----------------------------------|
+| auto       | the best of these for the tensor and its group                     | everywhere                        |
+| fused      | Triton kernels on symmetric memory that compute while data arrives | CUDA; CPU with TRITON_INTERPRET=1 |
+| direct     | torch's products on memory that the ranks share: nothing is copied | CPU ranks of one host             |
+| collective | torch.distributed (NCCL, Gloo) before or behind a product          | everywhere                        |
 
 What was chosen and cannot be is replaced by the next below, with one warning. `tpfuse.explain(model)` says what is
 taken, and why. `tpfuse train --parallel.impl` sets it; in your own program call `set_implementation`, on every rank.

@@ -73,7 +73,7 @@ def _function(mutant: Mutant) -> str:
 
 
 FAULTS = {
-    "one half": (channel, "(int(self._said[0]) + 1) % 2", "0"),
+    "one half": (channel, "self.next_epoch % 2", "0"),
     "an epoch too old": (channel, "rank, 0, epoch, op=op", "rank, 0, epoch - 1, op=op"),
     "what is under way is not finished first": (direct, "            self._finish_pending()\n", ""),
     "signalled before it is staged": (

@@ -31,12 +31,17 @@ class Channel:
         self._views: dict[tuple[torch.dtype, tuple[int, ...], int], list[Tensor]] = {}
         self.others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
 
+    @property
+    def next_epoch(self) -> int:
+        """The number of the epoch that `signal` begins."""
+        return int(self._said[0]) + 1
+
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         """The beginning of every rank's slot of the next epoch, in rank order, as a tensor of this dtype and shape.
 
         This rank's own may be written now; the others' may be read once `wait_for` has returned.
         """
-        key = dtype, shape, (int(self._said[0]) + 1) % 2
+        key = dtype, shape, self.next_epoch % 2
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _VIEWS:
@@ -47,7 +52,7 @@ class Channel:
 
     def signal(self) -> int:
         """Begins the next epoch, whose number is returned: this rank's slot is written."""
-        epoch = int(self._said[0]) + 1
+        epoch = self.next_epoch
         self.memory.put(self.flags, self.memory.rank, 0, epoch)
         return epoch
 

@@ -1,10 +1,12 @@
 """Collectives along dimension 0, without autograd, by whatever serves the group best.
 
-| implementation | where                                                                                        |
-|----------------|----------------------------------------------------------------------------------------------|
-| direct         | CPU ranks of one host: torch operations on shared memory (`tpfuse.comm.direct`)              |
-| fused          | CUDA ranks with peer access, and CPU ranks that interpret: `--kernels triton` (`.launched`)  |
-| collective     | all else: NCCL, Gloo (`tpfuse.comm.process_group`)                                           |
+| implementation | what it is                                                          |
+|----------------|---------------------------------------------------------------------|
+| direct         | torch operations on shared memory (`tpfuse.comm.direct`)            |
+| fused          | Triton kernels on symmetric memory (`tpfuse.comm.launched`)         |
+| collective     | NCCL, Gloo (`tpfuse.comm.process_group`)                            |
+
+`tpfuse.comm.choice` chooses.
 
 A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
 handle; the result may be read once `wait()` has returned. Every rank calls the same collectives of a group in the same
@@ -19,40 +21,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import process_group
-from tpfuse.comm.connect import connect
+from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.direct import DirectCollectives
-from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.handle import DONE, Handle
 from tpfuse.comm.launched import LaunchedCollectives
-from tpfuse.kernel_choice import chosen_kernels, use_triton
 from tpfuse.kernels.endpoint import SUMMED
 
-CUDA_BYTES = 0  # up to here `--kernels auto` has kernels in NCCL's place. Not measured yet, so none (rule 13 of DESIGN)
 _Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
 _Symmetric = DirectCollectives | LaunchedCollectives
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
 
 
 def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
-    """What serves CPU ranks of one host."""
-    return None if x.device.type != "cpu" else _of(group, x.device, DirectCollectives)
+    """What serves CPU ranks of one host, fused kernels or not."""
+    choice = choose(x.device, x.dtype, group)
+    return _of(group, choice, DirectCollectives) if x.device.type == "cpu" else None
 
 
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
     """What serves the group through symmetric memory; None where nothing does."""
-    wanted = x.device.type != "cuda" or x.nbytes <= CUDA_BYTES or chosen_kernels() == "triton"
-    if wanted and use_triton(x) and (not summed or x.dtype in SUMMED):
-        return _of(group, x.device, LaunchedCollectives)
+    choice = choose(x.device, x.dtype, group)
+    if choice.implementation == "fused" and (not summed or x.dtype in SUMMED):
+        return _of(group, choice, LaunchedCollectives)
     return _direct(x, group)
 
 
-def _of(group: dist.ProcessGroup, device: torch.device, kind: type[_Kind]) -> _Kind | None:
+def _of(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _Kind | None:
+    if choice.memory is None:
+        return None
     made = _made.setdefault(group, {})
     if kind not in made:
-        try:
-            made[kind] = kind(connect(group, device))
-        except Unavailable:
-            return None
+        made[kind] = kind(choice.memory)
     return cast(_Kind, made[kind])
 
 
@@ -173,3 +172,10 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     handle = process_group.start_all_to_all(*rows, group) if symmetric is None else symmetric.all_to_all(*rows)
     handle.wait()
     return out
+
+
+def agree_on_rows(rows: int, device: torch.device, group: dist.ProcessGroup, op: str) -> None:
+    """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`."""
+    found = all_gather(torch.tensor([rows], device=device), group).tolist()
+    if any(other != rows for other in found):
+        raise ValueError(f"{op}: the ranks have {found} rows: all must have equally many")

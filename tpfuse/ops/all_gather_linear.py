@@ -1,60 +1,54 @@
-"""all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block.
+"""all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block, for one weight or several.
 
-Forward gathers the sequence shards and multiplies. Backward runs two communications behind two products: x
-is gathered again (only this rank's shard was kept, arXiv:2205.05198) while dX = dY W is computed, and dX is
-reduce-scattered while dW = dYᵀ X is. Triton's products apply the activation in their last pass, and its derivative
-in the first of backward's; beside torch's it is an operator of its own.
+Only this rank's shard of x is kept for backward (arXiv:2205.05198), which computes dX = dY W, reduce-scattered, and
+dW = dYᵀ X against x gathered anew. Several weights (q, k and v; gate and up) are fed by one gather, and the gradients
+of x that come back through them are scattered once. `tpfuse.ops.parallel_linear` has the implementations.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from tpfuse.comm import collectives
-from tpfuse.kernel_choice import use_triton
+from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.autograd import apply, autocast, once_differentiable
-from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
+from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear_checks import check_linear
+from tpfuse.ops.parallel_linear import parallel_linear
+
+Biases = Sequence[Tensor | None]
 
 
 class _AllGatherLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: dist.ProcessGroup,
-        activation: str | None,
-    ) -> Tensor:
-        ctx.group, ctx.activation = group, activation
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, activation: str | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.products, ctx.activation, ctx.count = parallel_linear(x, group), activation, count
         keep = activation is not None and any(ctx.needs_input_grad)
-        out, preactivation = product(collectives.all_gather(x, group), weight, bias, activation, keep)
-        ctx.save_for_backward(x, weight, preactivation)
-        return out
+        found = ctx.products.all_gather(x, weights, biases, activation, keep)
+        ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in found))
+        return tuple(out for out, _ in found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, weight, preactivation = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        factor = (preactivation, ctx.activation)
-        grad_x = grad_weight = grad_bias = None
-        if needs_weight or needs_bias:
-            gathered, gather_handle = collectives.start_all_gather(x, ctx.group)
-        if needs_x:
-            partial = input_gradient(grad, weight, *factor)
-            grad_x, scatter_handle = collectives.start_reduce_scatter(partial, ctx.group)
-        if needs_weight or needs_bias:
-            gather_handle.wait()
-            grad_weight, grad_bias = weight_gradient(grad, gathered, *factor, with_bias=needs_bias)
-        if needs_x:
-            scatter_handle.wait()
-        return grad_x, grad_weight if needs_weight else None, grad_bias, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *kept = ctx.saved_tensors
+        weights, preactivations = kept[: ctx.count], kept[ctx.count :]
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        pairs = list(zip(needs[: ctx.count], needs[ctx.count :], strict=True))
+        grad_x, grad_weights, grad_biases = ctx.products.all_gather_backward(
+            grads, x, weights, preactivations, ctx.activation, pairs, needs_x
+        )
+        return grad_x, None, None, *grad_weights, *grad_biases
 
 
+@overload
 def all_gather_linear(
     x: Tensor,
     weight: Tensor,
@@ -62,16 +56,60 @@ def all_gather_linear(
     group: dist.ProcessGroup | None,
     *,
     activation: str | None = None,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Biases | None,
+    group: dist.ProcessGroup | None,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, ...]: ...
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Biases | None,
+    group: dist.ProcessGroup | None,
+    *,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """act(all_gather(x) Wᵀ + bias), gathered along dimension 0.
 
     x: [n, ..., K] this rank's shard, equally long on all ranks; weight: [N, K] and bias: [N], this rank's
-    rows, in x's dtype. Returns [world * n, ..., N], or N / 2 for the gated activations. In backward x's
-    gradient is this rank's shard of the sum over ranks; the weight's and bias's are this rank's own.
+    rows, in x's dtype. Returns [world * n, ..., N], or N / 2 for the gated activations, whose weight is [gate | up].
+    With several weights, and as many biases or None, it returns a tuple of their outputs, an activation (no gated one)
+    applied to each. In backward x's gradient is this rank's shard of the sum over ranks; the weights' and biases' are
+    this rank's own.
+
+    Raises ValueError for shapes, dtypes, devices or names of activations that do not fit, and where ranks have unequal
+    numbers of rows.
     """
+    single = isinstance(weight, Tensor)
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
+    if not single and bias is None:
+        biases = [None] * len(weights)
+    _check(x, weights, biases, activation, single)
     if group is None:
-        return gemm(x, weight, bias, activation=activation)
-    own = autocast(x, weight, bias)
-    if use_triton(x):
-        return apply(_AllGatherLinear, *own, group, activation)
-    return apply_activation(apply(_AllGatherLinear, *own, group, None), activation)
+        outs = tuple(gemm(x, w, b, activation=activation) for w, b in zip(weights, biases, strict=True))
+        return outs[0] if single else outs
+    x_, *parameters = autocast(x, *weights, *biases)
+    assert x_ is not None
+    inside = activation if parallel_linear(x_, group).activates(x_) else None
+    outs = _AllGatherLinear.apply(x_, group, inside, *parameters)  # type: ignore[no-untyped-call]
+    if inside != activation:
+        outs = tuple(apply_activation(out, activation) for out in outs)
+    return outs[0] if single else outs
+
+
+def _check(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, single: bool
+) -> None:
+    operator = "all_gather_linear"
+    if not weights or len(biases) != len(weights):
+        raise ValueError(f"{operator}: {len(weights)} weights and {len(biases)} biases: expected as many, one or more")
+    if activation in GATED and not single:
+        raise ValueError(f"{operator}: {activation} expects one weight, [gate | up], not {len(weights)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        check_linear(operator, x, weight, bias, activation)

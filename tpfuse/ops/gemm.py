@@ -17,9 +17,10 @@ from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
 from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
-from tpfuse.ops.activation import GATED, check_activation
+from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast
+from tpfuse.ops.linear_checks import check_linear
 
 
 def gemm(
@@ -131,6 +132,11 @@ def _preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) ->
     return torch.cat([_preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)], dim=-1)
 
 
+def flat(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x.reshape(_flat(x.shape))
+
+
 def _flat(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     """[..., K] as [M, K]; -1 would be ambiguous in an empty tensor."""
     return math.prod(shape[:-1]), shape[-1]
@@ -145,26 +151,12 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> None:
-    check_activation(activation)
-    if not x.is_floating_point():
-        raise ValueError(f"gemm: x is {x.dtype}: expected a float dtype")
-    if x.ndim == 0:
-        raise ValueError("gemm: x has shape (): expected [..., K]")
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"gemm: weight has shape {tuple(weight.shape)}: expected [N, {x.shape[-1]}]")
-    if activation in GATED and weight.shape[0] % 2:
-        raise ValueError(f"gemm: weight has {weight.shape[0]} rows: {activation} expects an even number, [gate | up]")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"gemm: bias has shape {tuple(bias.shape)}: expected {tuple(weight.shape[:1])}")
+    check_linear("gemm", x, weight, bias, activation)
     if residual is not None and residual.shape != _result_shape(x, weight, activation):
         expected = _result_shape(x, weight, activation)
         raise ValueError(f"gemm: residual has shape {tuple(residual.shape)}: expected {expected}")
-    mixed = torch.is_autocast_enabled(x.device.type)
-    for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"gemm: {name} is on {other.device}, x on {x.device}: expected one device")
-        if other is not None and name != "residual" and not mixed and other.dtype != x.dtype:
-            raise ValueError(f"gemm: {name} is {other.dtype}, x is {x.dtype}: expected one dtype")
+    if residual is not None and residual.device != x.device:
+        raise ValueError(f"gemm: residual is on {residual.device}, x on {x.device}: expected one device")
 
 
 @custom_op("tpfuse::gemm_forward", mutates_args=())

@@ -1,10 +1,46 @@
-"""linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism."""
+"""linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism.
+
+Every rank gets the same output and the same gradient of it, so that backward needs no communication.
+`tpfuse.ops.parallel_linear` has the implementations.
+"""
+
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
-from tpfuse.ops.collectives import all_reduce
-from tpfuse.ops.gemm import gemm
+from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.gemm import gemm, input_gradient, weight_gradient
+from tpfuse.ops.linear_checks import check_linear
+from tpfuse.ops.parallel_linear import parallel_linear
+
+
+class _LinearAllReduce(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return parallel_linear(x, group).all_reduce(x, weight, bias, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        grad_x = input_gradient(grad, weight) if needs_x else None
+        grad_weight = grad_bias = None
+        if needs_weight:
+            grad_weight, grad_bias = weight_gradient(grad, x, with_bias=needs_bias)
+        elif needs_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None
 
 
 def linear_all_reduce(
@@ -18,11 +54,19 @@ def linear_all_reduce(
     """all_reduce(x Wᵀ) + bias + residual.
 
     x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N] and residual:
-    [..., N], equal on all ranks. Returns [..., N], equal on all ranks.
+    [..., N], equal on all ranks; the residual is added in the last pass where it has x's dtype. Returns [..., N], equal
+    on all ranks. Raises ValueError for shapes, dtypes or devices that do not fit, and where ranks have unequal numbers
+    of rows.
     """
+    operator = "linear_all_reduce"
     if group is None:
         return gemm(x, weight, bias, residual=residual)
-    out = all_reduce(gemm(x, weight), group)
-    for term in (bias, residual):
-        out = out if term is None else out + term
-    return out
+    check_linear(operator, x, weight, bias)
+    shape = *x.shape[:-1], len(weight)
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
+    x_, weight_, bias_ = autocast(x, weight, bias)
+    assert x_ is not None
+    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    out = apply(_LinearAllReduce, x_, weight_, bias_, inside, group)
+    return out if residual is None or inside is not None else out + residual

@@ -1,8 +1,9 @@
 """linear_reduce_scatter: reduce_scatter(x Wᵀ) + bias + residual, the exit of a sequence-parallel block.
 
-Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers
-the output's gradient once and uses it for both products. The bias gradient is the column sum of the gathered
-gradient, so it is whole on every rank without another communication.
+Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
+output's gradient once and uses it for both products. The bias gradient is the column sum of the gathered gradient, so
+it is whole on every rank, and the same to the bit, without another communication. `tpfuse.ops.parallel_linear` has the
+implementations.
 """
 
 from typing import Any
@@ -11,33 +12,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from tpfuse.comm import collectives
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
-from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear_checks import check_linear
+from tpfuse.ops.parallel_linear import parallel_linear
 
 
 class _LinearReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.products = parallel_linear(x, group)
         ctx.save_for_backward(x, weight)
-        partial, _ = product(x, weight, None, None, keep=False)
-        out = collectives.reduce_scatter(partial, group)
-        return out if bias is None else out.add_(bias)
+        out: Tensor = ctx.products.reduce_scatter(x, weight, bias, residual)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        gathered = collectives.all_gather(grad, ctx.group)
-        grad_x = input_gradient(gathered, weight) if needs_x else None
-        grad_weight = grad_bias = None
-        if needs_weight:
-            grad_weight, grad_bias = weight_gradient(gathered, x, with_bias=needs_bias)
-        elif needs_bias:
-            grad_bias = gathered.flatten(0, -2).sum(0)
-        return grad_x, grad_weight, grad_bias, None
+        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        gradients = ctx.products.reduce_scatter_backward(grad, x, weight, (needs_x, needs_weight, needs_bias))
+        return *gradients, grad if needs_residual else None, None
 
 
 def linear_reduce_scatter(
@@ -51,11 +53,21 @@ def linear_reduce_scatter(
     """reduce_scatter(x Wᵀ) + bias + residual, scattered along dimension 0.
 
     x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K] this rank's columns; bias:
-    [N], equal on all ranks; residual: [n, ..., N], this rank's shard. Returns [n, ..., N]. Raises ValueError
-    where the world does not divide the rows.
+    [N], equal on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass where it has x's dtype.
+    Returns [n, ..., N]. Raises ValueError for shapes, dtypes or devices that do not fit, where the world does not
+    divide the rows, and where ranks have unequal numbers of rows.
     """
-    own = (x, weight, bias)
+    operator = "linear_reduce_scatter"
     if group is None:
-        return gemm(*own, residual=residual)
-    out = apply(_LinearReduceScatter, *autocast(*own), group)
-    return out if residual is None else out + residual
+        return gemm(x, weight, bias, residual=residual)
+    check_linear(operator, x, weight, bias)
+    if x.ndim < 2 or len(x) % group.size():
+        raise ValueError(f"{operator}: {len(x)} rows cannot be split among {group.size()} ranks")
+    shape = len(x) // group.size(), *x.shape[1:-1], len(weight)
+    if residual is not None and residual.shape != shape:
+        raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
+    x_, weight_, bias_ = autocast(x, weight, bias)
+    assert x_ is not None
+    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    out = apply(_LinearReduceScatter, x_, weight_, bias_, inside, group)
+    return out if residual is None or inside is not None else out + residual

@@ -1,0 +1,67 @@
+"""Which implementation serves a group's tensors, and why: one function that chooses and explains.
+
+`tpfuse.implementation_choice` has the table of implementations and the switch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.implementation_choice import Implementation, chosen_implementation
+from tpfuse.kernel_choice import Kernels, chosen_kernels
+from tpfuse.kernels.launch import INTERPRETED
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`)."""
+
+    implementation: Literal["fused", "direct", "collective"]
+    reason: str
+    memory: SymmetricMemory | None
+
+
+_Key = tuple[str, torch.dtype, Implementation, Kernels]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDictionary()
+
+
+def choose(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
+    """What serves tensors of `dtype` on `device`; the same on every rank of the group.
+
+    Collective when it is first asked for a device. What was chosen by `set_implementation` and cannot be is replaced.
+    Raises ValueError where `fused` was chosen for CPU tensors, and this process does not interpret.
+    """
+    of_group = _made.setdefault(group, {})
+    key = device.type, dtype, chosen_implementation(), chosen_kernels()
+    found = of_group.get(key)
+    if found is None:
+        found = of_group[key] = _choose(device, dtype, group, key[2], key[3])
+    return found
+
+
+def _choose(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup, wanted: Implementation, kernels: Kernels
+) -> Choice:
+    if wanted == "collective":
+        return Choice("collective", "chosen", None)
+    try:
+        memory = connect(group, device)
+    except Unavailable as error:
+        return Choice("collective", f"the ranks share no memory: {error}", None)
+    wants_kernels = wanted == "fused" or (wanted == "auto" and kernels == "triton")
+    if wants_kernels and device.type == "cpu" and not INTERPRETED:
+        raise ValueError("fused kernels on a CPU are interpreted: set TRITON_INTERPRET=1 before the program starts")
+    no_kernels = "there are no kernels for float64" if wants_kernels and dtype == torch.float64 else ""
+    if wants_kernels and not no_kernels:
+        return Choice("fused", "chosen" if wanted == "fused" else "chosen by kernels triton", memory)
+    if device.type == "cpu":
+        return Choice("direct", no_kernels or ("chosen" if wanted == "direct" else "CPU ranks of one host"), memory)
+    if wanted == "direct":
+        return Choice("collective", f"direct is for CPU ranks, not for {device.type}", None)
+    return Choice("collective", no_kernels or "the size from which fused wins is not measured yet", None)

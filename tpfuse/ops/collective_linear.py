@@ -1,0 +1,104 @@
+"""Tensor-parallel products with whole collectives before or behind them: where the ranks share no memory.
+
+Backward of an all-gather runs two communications behind two products: x is gathered again (only this rank's shard was
+kept, arXiv:2205.05198) while dX is computed, and dX is reduce-scattered while dW is.
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import collectives
+from tpfuse.kernel_choice import use_triton
+from tpfuse.ops.gemm import input_gradient, product, weight_gradient
+
+
+class CollectiveLinear:
+    """The products of one group's ranks, on any device."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._agreed: set[int] = set()
+
+    def activates(self, x: Tensor) -> bool:
+        """Whether products apply the activation: Triton's do, in their last pass."""
+        return use_triton(x)
+
+    def _agree(self, x: Tensor, op: str) -> None:
+        """When a number of rows is new: otherwise a collective of unequal shards would not end, or not be right."""
+        if len(x) not in self._agreed:
+            collectives.agree_on_rows(len(x), x.device, self._group, op)
+            self._agreed.add(len(x))
+
+    def all_gather(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight."""
+        self._agree(x, "all_gather_linear")
+        gathered = collectives.all_gather(x, self._group)
+        pairs = zip(weights, biases, strict=True)
+        return [product(gathered, weight, bias, activation, keep) for weight, bias in pairs]
+
+    def all_gather_backward(
+        self,
+        grads: Sequence[Tensor],
+        x: Tensor,
+        weights: Sequence[Tensor],
+        preactivations: Sequence[Tensor | None],
+        activation: str | None,
+        needs: Sequence[tuple[bool, bool]],
+        needs_x: bool,
+    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+        """(dX, dWs, dbs)."""
+        factors = list(zip(grads, preactivations, strict=True))
+        gathers = any(weight or bias for weight, bias in needs)
+        if gathers:
+            gathered, gathering = collectives.start_all_gather(x, self._group)
+        if needs_x:
+            partial: Tensor | None = None
+            for (grad, preactivation), weight in zip(factors, weights, strict=True):
+                term = input_gradient(grad, weight, preactivation, activation)
+                partial = term if partial is None else partial.add_(term)
+            assert partial is not None
+            grad_x, scattering = collectives.start_reduce_scatter(partial, self._group)
+        if gathers:
+            gathering.wait()
+        found: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(weights)
+        for index, ((grad, preactivation), need) in enumerate(zip(factors, needs, strict=True)):
+            if any(need):
+                found[index] = weight_gradient(grad, gathered, preactivation, activation, with_bias=need[1])
+        if needs_x:
+            scattering.wait()
+        grad_weights = [weight if need[0] else None for (weight, _), need in zip(found, needs, strict=True)]
+        return grad_x if needs_x else None, grad_weights, [bias for _, bias in found]
+
+    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """reduce_scatter(x Wᵀ) + bias + residual."""
+        self._agree(x, "linear_reduce_scatter")
+        partial, _ = product(x, weight, None, None, keep=False)
+        return _plus(collectives.reduce_scatter(partial, self._group), bias, residual)
+
+    def reduce_scatter_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dX, dW, db), all from one all-gather of grad."""
+        needs_x, needs_weight, needs_bias = needs
+        gathered = collectives.all_gather(grad, self._group)
+        grad_x = input_gradient(gathered, weight) if needs_x else None
+        if needs_weight:
+            return grad_x, *weight_gradient(gathered, x, with_bias=needs_bias)
+        return grad_x, None, gathered.flatten(0, -2).sum(0) if needs_bias else None
+
+    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """all_reduce(x Wᵀ) + bias + residual."""
+        self._agree(x, "linear_all_reduce")
+        partial, _ = product(x, weight, None, None, keep=False)
+        return _plus(collectives.all_reduce(partial, self._group), bias, residual)
+
+
+def _plus(x: Tensor, *terms: Tensor | None) -> Tensor:
+    for term in terms:
+        if term is not None:
+            x = x.add_(term)
+    return x

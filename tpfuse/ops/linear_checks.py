@@ -1,0 +1,31 @@
+"""What every linear operator asks of its tensors."""
+
+import torch
+from torch import Tensor
+
+from tpfuse.ops.activation import GATED, check_activation
+
+
+def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
+    """Raises ValueError unless x is [..., K], weight [N, K] and bias [N], of one float dtype, on one device.
+
+    N must be even for a gated activation. Under torch.autocast dtypes may differ.
+    """
+    check_activation(activation)
+    if not x.is_floating_point():
+        raise ValueError(f"{operator}: x is {x.dtype}: expected a float dtype")
+    if x.ndim == 0:
+        raise ValueError(f"{operator}: x has shape (): expected [..., K]")
+    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"{operator}: weight has shape {tuple(weight.shape)}: expected [N, {x.shape[-1]}]")
+    if activation in GATED and weight.shape[0] % 2:
+        rows = weight.shape[0]
+        raise ValueError(f"{operator}: weight has {rows} rows: {activation} expects an even number, [gate | up]")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{operator}: bias has shape {tuple(bias.shape)}: expected {tuple(weight.shape[:1])}")
+    mixed = torch.is_autocast_enabled(x.device.type)
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{operator}: {name} is on {other.device}, x on {x.device}: expected one device")
+        if other is not None and not mixed and other.dtype != x.dtype:
+            raise ValueError(f"{operator}: {name} is {other.dtype}, x is {x.dtype}: expected one dtype")
