@@ -29,13 +29,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.activations import GATED, check_activation
-from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
+from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import launch
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
+from tpfuse.kernels.staging import check_ready
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -275,8 +276,7 @@ def _check(
     check_activation(operator, activation)
     check_floats(operator, x=x, weight=weight, bias=bias, gathered=gathered)
     check_device(operator, "the channel", endpoint.slots, "x", x)
-    check_device(operator, "the channel", endpoint.slots, "ready", ready)
-    check_integers(operator, "ready", ready, (torch.int32,))
+    check_ready(operator, ready, endpoint)
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [m, K]")
     (m, k), n = x.shape, weight.shape[0] if weight.ndim else 0
@@ -288,7 +288,4 @@ def _check(
     check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
     if not gathered.is_contiguous():
         raise ValueError(f"{operator}: gathered has strides {gathered.stride()}: expected contiguous")
-    if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
-        given = f"{tuple(ready.shape)} and strides {ready.stride()}"
-        raise ValueError(f"{operator}: ready has shape {given}: expected contiguous, at least ({endpoint.world},)")
     return m, k, n
