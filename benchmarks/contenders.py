@@ -49,7 +49,7 @@ class Operator:
 
     def _verdict(self, name: str, function: Function, yardstick: Yardstick) -> str:
         try:
-            with _poisoned() if name == OURS else contextlib.nullcontext():
+            with poisoned() if name == OURS else contextlib.nullcontext():
                 found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
             for tensor, x in found.items():
                 yardstick.check(tensor, None if x is None else self.narrow(tensor, x))
@@ -110,7 +110,7 @@ def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _poisoned() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """torch.empty gives NaN; what has no deterministic algorithm runs all the same."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

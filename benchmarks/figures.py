@@ -1,7 +1,7 @@
 """The figures that the kernels are to reach, and what the rows of a run say of each.
 
 A figure is drawn from all cases that are asked for and have the peer; the worst of them counts. The figure says how
-many of them could not be measured.
+many of them could not be measured. Of several peers the slowest is the one to compare with.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Figure:
     operator: str
     mode: str
     asked: float
-    peer: str | None
+    peer: str | tuple[str, ...] | None
     value: Callable[[Row, Row, float], float | None]
     at_most: bool = False
     case: str = ""  # a part of the names of its cases
@@ -30,7 +30,10 @@ class Figure:
     def outcome(self, rows: Sequence[Row], copy: float) -> dict[str, Any]:
         """asked, got (the worst, None where nothing was measured), its case, and how many cases have no value."""
         ours = {row["case"]: row for row in rows if row["contender"] == OURS and self._concerns(row)}
-        peers = {row["case"]: row for row in rows if row["contender"] == (self.peer or OURS) and self._concerns(row)}
+        peers: dict[str, Row] = {}
+        for row in rows:
+            if row["contender"] in self.peers and self._concerns(row):
+                peers[row["case"]] = _slower(row, peers.get(row["case"], row))
         failed = {case for case, row in ours.items() if not row["mode"]}
         names = peers.keys() | failed
         pairs = {name: (ours.get(name, {}), peers.get(name, {})) for name in names - failed}
@@ -45,6 +48,11 @@ class Figure:
         verdict = "miss" if not reached else "pass" if not outcome["missing"] else "pass, but not all measured"
         return outcome | {"got": values[worst], "case": worst, "verdict": verdict}
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The contenders that ours is compared with, itself where there are none."""
+        return (self.peer,) if isinstance(self.peer, str) else self.peer or (OURS,)
+
     def _concerns(self, row: Row) -> bool:
         """Whether a row is of one of its cases; a case that failed before it came to a mode has mode "", and a process
         that ended early, case "all …"."""
@@ -56,9 +64,19 @@ class Figure:
         )
 
 
+def _slower(row: Row, other: Row) -> Row:
+    """One that could not be measured counts as the slowest."""
+    return row if row.get("median_us", float("inf")) >= other.get("median_us", float("inf")) else other
+
+
 def speedup(ours: Row, peer: Row, copy: float) -> float:
     """How many times as fast as the peer."""
     return float(peer["median_us"] / ours["median_us"])
+
+
+def cost(ours: Row, peer: Row, copy: float) -> float:
+    """How many times as long as the peer."""
+    return float(ours["median_us"] / peer["median_us"])
 
 
 def memory(ours: Row, peer: Row, copy: float) -> float | None:

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import Figure, figures_table, memory, of_copy, speedup
+from benchmarks.figures import Figure, cost, figures_table, memory, of_copy, speedup
 from benchmarks.gpu import FIGURES
 from benchmarks.harness import OURS, Row
 
@@ -58,6 +58,16 @@ def test_a_pass_says_what_is_missing(missing: list[Row]) -> None:
 def test_a_case_without_this_peer_is_none_of_its() -> None:
     rows = [_row(OURS, "a", 10.0), _row("peer", "a", 15.0), _row(OURS, "b", 10.0), _row("other", "b", 1.0)]
     assert FASTER.outcome(rows, 1.0)["verdict"] == "pass"
+
+
+def test_the_slowest_of_several_peers_counts() -> None:
+    figure = Figure("toy / slower", "toy", "forward", 1.05, ("peer", "other"), cost, at_most=True)
+    rows = [_row(OURS, median=21.0), _row("peer", median=20.0), _row("other", median=10.0)]
+    assert (figure.outcome(rows, 1.0)["got"], figure.outcome(rows, 1.0)["verdict"]) == (1.05, "pass")
+    assert figure.outcome([rows[0], rows[2], rows[1]], 1.0)["got"] == 1.05
+    for order in ([0, 1, 2], [0, 2, 1]):
+        broken = [rows[0], rows[1], _row("other", error="no")]
+        assert figure.outcome([broken[i] for i in order], 1.0)["verdict"] == "not measured yet"
 
 
 def test_memory_is_at_most() -> None:

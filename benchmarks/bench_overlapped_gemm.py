@@ -1,0 +1,254 @@
+"""The GEMMs that overlap with communication, on one GPU: what their protocol costs, and how well they hide a real link.
+
+    python -m benchmarks.bench_overlapped_gemm --quick
+
+Cost of the protocol, beside the plain gemm kernel (`kernels/gemm.py`) on the same whole matrices; nothing waits:
+
+    all_gather_gemm      the other ranks' chunks lie in `gathered`, and their words of `ready` say so
+    gemm_reduce_scatter  the slots of all ranks are on this GPU, and the others have signalled: the tiles are pushed
+                         into slots, and this rank's rows summed over the sources. That sum reads as many bytes as the
+                         product has written, which a reduce-scatter by itself would as well: "gemm, then sum" beside it
+
+from host memory: the other ranks' chunks come over the real link that one GPU has. A copy engine brings each from
+pinned memory, and then its word of `ready`, while the product runs; beside it the copies alone, the product alone, and
+one after the other. The last chunk cannot be multiplied before it is there, and the first only once the product has
+come to it: of `world` chunks, the best that can be is max(copy + product / world, product). So what is asked for is
+drawn from shapes where the longer of both is the longer by far (the link's width decides which); the one in between,
+where they take about the same time, stands beside them.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.contenders import poisoned
+from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.shapes import layers, model
+from benchmarks.timing import Contender, one_line
+from tpfuse.kernels import reference
+from tpfuse.kernels.activations import GATED
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import multiprocessors
+from tpfuse.testing.compare import Yardstick
+
+GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
+GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
+LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
+TOKENS = (4096, 8192, 16384)
+_RANK = 1  # which of the ranks this GPU plays
+_COLUMNS = 128  # that are checked: all rows, of some columns
+_Built = tuple[Callable[[], dict[str, str]], list[Work]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """x of all ranks [M, K] times weight [N, K]: N, K of one rank, M divisible by world."""
+
+    world: int
+    M: int
+    N: int
+    K: int
+    activation: str | None = None
+
+    def __str__(self) -> str:
+        sizes = f"{self.world} ranks, {self.M} x {self.N} x {self.K}"
+        return f"{sizes}, {self.activation}" if self.activation else sizes
+
+
+class Group:
+    """The memory of all ranks on one device, where rank `_RANK` works and the others are ahead of it."""
+
+    def __init__(self, world: int, slot_bytes: int, device: torch.device) -> None:
+        half = -(-slot_bytes // 16) * 16
+        programs = multiprocessors(device)
+        self.slots = torch.zeros(world, 2, half, dtype=torch.uint8, device=device)
+        self._flags = torch.zeros(world, programs * world, dtype=torch.int32, device=device)
+        self.state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
+        slots, flags = (torch.tensor([x.data_ptr() for x in y], device=device) for y in (self.slots, self._flags))
+        self.endpoint = Endpoint(
+            _RANK, world, slots, half, flags, self._flags.shape[1], self.state, abort, programs=programs
+        )
+        self.words = torch.zeros(programs * world, dtype=torch.int32, device=device)  # ready, or counts
+        self.others = torch.arange(world, device=device) != _RANK
+
+    def next_epoch(self) -> Tensor:
+        """Of the next launch, on the device: [1]."""
+        return self.state[:1] + 1
+
+    def signalled(self) -> None:
+        """The others' words among this rank's flags say that they have done the next epoch's work."""
+        own = self._flags[_RANK, : len(self.others)]
+        own.copy_(torch.where(self.others, self.next_epoch(), own))
+
+    def stored(self, n: int) -> Tensor:
+        """What this rank has pushed to all owners in the last launch, bf16 [world, n]."""
+        half = self.slots[:, int(self.state[0]) % 2].view(torch.bfloat16)
+        return half[:, _RANK * n : (_RANK + 1) * n]
+
+
+def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
+    """What the first columns of the output need of a weight or a bias."""
+    if activation not in GATED:
+        return x.narrow(dim, 0, min(_COLUMNS, x.shape[dim]))
+    return torch.cat([half.narrow(dim, 0, min(_COLUMNS, half.shape[dim])) for half in x.chunk(2, dim)], dim)
+
+
+def _verdict(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:
+    """ "" where the first columns are as near to float64 as the tests want it."""
+    inputs = {"x": x, "weight": _narrow(weight, activation)}
+    if bias is not None:
+        inputs["bias"] = _narrow(bias, activation)
+    columns = min(_COLUMNS, found.shape[1])
+    yardstick = Yardstick(
+        partial(reference.linear, activation_name=activation), inputs, found.new_ones(len(x), columns)
+    )
+    try:
+        yardstick.check("out", found[:, :columns])
+    except AssertionError as error:
+        return one_line(error)
+    return ""
+
+
+def _cost(shape: Shape, out_columns: int) -> tuple[float, float]:
+    m, n, k = shape.M, shape.N, shape.K
+    return 2 * m * n * k, 2 * (m * k + n * k + m * out_columns)
+
+
+def _gathering(shape: Shape, stage: Stage) -> _Built:
+    m = shape.M // shape.world
+    gathered = stage.normal(shape.world, m, shape.K)
+    whole, x = gathered.view(shape.M, shape.K), gathered[_RANK].clone()
+    weight, bias = stage.normal(shape.N, shape.K, scale=shape.K**-0.5), stage.normal(shape.N)
+    group = Group(shape.world, x.nbytes, stage.device)
+
+    def present() -> None:
+        group.words[: shape.world] = group.next_epoch()
+
+    def fused(_: object = None) -> Tensor:
+        return all_gather_gemm_forward(
+            x, weight, bias, gathered, group.words, group.endpoint, activation=shape.activation, copied=True
+        )[0]
+
+    def check() -> dict[str, str]:
+        present()
+        with poisoned():
+            out = fused()
+        return {OURS: _verdict(out, whole, weight, bias, shape.activation)}
+
+    def plain(_: object) -> Tensor:
+        return gemm_forward(whole, weight, bias, activation=shape.activation)[0]
+
+    width = shape.N // 2 if shape.activation in GATED else shape.N
+    contenders = Contender(OURS, fused, prepare=present), Contender(GEMM, plain)
+    return check, [Work(GATHER, *_cost(shape, width), contenders)]
+
+
+def _scattering(shape: Shape, stage: Stage) -> _Built:
+    m = shape.M // shape.world
+    x, weight = stage.normal(shape.M, shape.K), stage.normal(shape.N, shape.K, scale=shape.K**-0.5)
+    group = Group(shape.world, 2 * shape.M * shape.N, stage.device)
+
+    def fused(_: object = None) -> Tensor:
+        return gemm_reduce_scatter_forward(x, weight, group.endpoint, group.words)
+
+    def check() -> dict[str, str]:
+        """The others' partial sums are zeros, so that the sum is this rank's own."""
+        group.signalled()
+        with poisoned():
+            out = fused()
+        pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
+        own = _verdict(out, x[_RANK * m : (_RANK + 1) * m], weight, None, None)
+        return {OURS: own or _verdict(pushed, x, weight, None, None)}
+
+    def plain(_: object) -> Tensor:
+        return gemm_forward(x, weight)[0]
+
+    def summed(_: object) -> Tensor:
+        return plain(None).view(shape.world, m, shape.N).sum(0)
+
+    contenders = Contender(OURS, fused, group.signalled), Contender(GEMM, plain), Contender(SUMMED, summed)
+    return check, [Work(SCATTER, *_cost(shape, shape.N), contenders)]
+
+
+def _over_link(shape: Shape, stage: Stage) -> _Built:
+    m, on_gpu = shape.M // shape.world, stage.device.type == "cuda"
+    source = stage.normal(shape.world, m, shape.K)
+    chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[_RANK].clone()
+    weight, gathered = stage.normal(shape.N, shape.K, scale=shape.K**-0.5), torch.zeros_like(source)
+    gathered[_RANK] = x
+    group = Group(shape.world, x.nbytes, stage.device)
+    side = torch.cuda.Stream(stage.device) if on_gpu else None
+    order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
+
+    def start_copies(epoch: Tensor) -> None:
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(stage.device))
+        with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+            for i in order:
+                gathered[i].copy_(chunks[i], non_blocking=True)
+                group.words[i : i + 1].copy_(epoch)
+
+    def end_copies() -> None:
+        if side is not None:
+            torch.cuda.current_stream(stage.device).wait_stream(side)
+
+    def plain(_: object) -> Tensor:
+        return gemm_forward(gathered.view(shape.M, shape.K), weight)[0]
+
+    def copies(epoch: Tensor) -> None:
+        start_copies(epoch)
+        end_copies()
+
+    def sequential(epoch: Tensor) -> Tensor:
+        copies(epoch)
+        return plain(None)
+
+    def fused(epoch: Tensor) -> Tensor:
+        start_copies(epoch)
+        out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.words, group.endpoint, copied=True)
+        end_copies()
+        return out
+
+    def check() -> dict[str, str]:
+        gathered[torch.tensor(order, device=stage.device)] = 0
+        with poisoned():
+            out = fused(group.next_epoch())
+        return {OURS: _verdict(out, source.view(shape.M, shape.K), weight, None, None)}
+
+    runs = {OURS: fused, COPIES: copies, GEMM: plain, SEQUENTIAL: sequential}
+    contenders = tuple(Contender(name, run, prepare=group.next_epoch) for name, run in runs.items())
+    return check, [Work(LINK, *_cost(shape, shape.N), contenders)]
+
+
+_BUILD = {"gather": _gathering, "scatter": _scattering, "link": _over_link}  # by the first word of a case's name
+
+
+def _case(kind: str, name: str, shape: Shape, asked: bool = True) -> Case:
+    return Case("overlapped_gemm", f"{kind} {name}, {shape}", partial(_BUILD[kind], shape), asked)
+
+
+def cases(scale: Scale) -> list[Case]:
+    """Three widths of a product over the link, then the layers of Llama models by the number of tokens."""
+    if scale == "tiny":
+        gated = Shape(2, 32, 64, 32, "swiglu")
+        return [_case(kind, "tiny", Shape(4, 64, 48, 32)) for kind in _BUILD] + [_case("gather", "tiny", gated)]
+    widths = ((24576, True), (1024, True), (8192, False))
+    made = [_case("link", f"{n} wide", Shape(8, 8192, n, 8192), asked) for n, asked in widths]
+    for tokens in TOKENS[1:2] if scale == "quick" else TOKENS:
+        for name, world in LAYERS:
+            for layer, n, k, activation in layers(model(name), world):
+                kind = "gather" if layer in ("qkv", "up") else "scatter"
+                made.append(_case(kind, f"{name} tp{world} {layer}", Shape(world, tokens, n, k, activation)))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(command("overlapped_gemm", cases))
