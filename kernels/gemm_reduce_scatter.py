@@ -43,7 +43,6 @@ from tpfuse.kernels.gemm_tiles import (
     matrix,
     store_columns,
     store_tile,
-    tile_options,
 )
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.signals import advance, begin, peer_pointer, put, wait
@@ -130,7 +129,6 @@ def gemm_reduce_scatter_forward_kernel(
     ACTIVATION: tl.constexpr,
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -154,7 +152,7 @@ def gemm_reduce_scatter_forward_kernel(
             tiles_m = tl.cdiv(rows, BLOCK_M)
             tiles = tiles_m * tiles_n
             part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, x_ptr.dtype.element_ty) + rank * chunk * N
-            for index in tl.range(first, tiles, programs, warp_specialize=WARP_SPECIALIZE):
+            for index in range(first, tiles, programs):
                 pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
                 first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -294,11 +292,13 @@ def _launch_product(
         operator, x.device, x.dtype,
         M=chunk, N=n, K=k, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
     )  # fmt: skip
-    options = tile_options(row, aligned)
-    tiles = endpoint.world * triton.cdiv(chunk, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"])
+    blocks = dict(row.blocks) | {"TMA": aligned and row.blocks["TMA"]}
+    tiles = endpoint.world * triton.cdiv(chunk, blocks["BLOCK_M"]) * triton.cdiv(n, blocks["BLOCK_N"])
     launch(
         gemm_reduce_scatter_forward_kernel,
         (max(1, min(tiles, multiprocessors(x.device))),),  # without a tile too it signals
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
         x_ptr=x,
         gate_ptr=gate,
         up_ptr=up,
@@ -317,7 +317,7 @@ def _launch_product(
         stride_wk=weight.stride(1),
         ACTIVATION=activation or "none",
         K_ADJACENT=k_adjacent,
-        **options,
+        **blocks,
         **endpoint.arguments(),
     )
 
