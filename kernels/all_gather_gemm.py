@@ -49,7 +49,7 @@ def _copy_share(source_ptr, target_ptr, n, COPIERS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def gather_chunks(
+def _gather_chunks(
     x_ptr,  # [n] bf16, read
     gathered_ptr,  # [WORLD, n] bf16, written
     ready_ptr,  # [WORLD, COPIERS] int32, written
@@ -82,6 +82,51 @@ def gather_chunks(
     if KEEP_OWN:
         _copy_share(x_ptr, gathered_ptr + tl.cast(rank, tl.int64) * n, n, COPIERS, BLOCK)
     return chunks
+
+
+@triton.jit
+def _multiply_chunk(
+    chunk_ptr,  # [M, K] bf16, read
+    w,  # of `weight_matrix`, like the next one
+    w_up,
+    bias_ptr,
+    kept_ptr,  # the chunk's part of the pre-activation, or None
+    out_ptr,  # [M, N] bf16, written
+    first,
+    workers,
+    M,
+    N,
+    K,
+    stride_wn,
+    stride_wk,
+    stride_bias,
+    ACTIVATION: tl.constexpr,
+    K_ADJACENT: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+):
+    """The tiles first, first + workers, … of a chunk's rows of the result."""
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in range(first, tiles_m * tiles_n, workers):
+        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = load_tile(chunk_ptr, first_m, k, M, K, K, 1, BLOCK_M, BLOCK_K, False)
+            b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+            acc = dot(a, b, acc)
+            if w_up is not None:
+                b_up = load_weight(w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+                up = dot(a, b_up, up)
+        store_result(
+            acc, up, bias_ptr, None, kept_ptr, out_ptr, first_m, first_n, M, N,
+            stride_bias, 0, 0, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -129,44 +174,27 @@ def all_gather_gemm_forward_kernel(
         chunks = 0
         if COPIERS > 0:
             if worker < 0:
-                chunks = gather_chunks(
+                chunks = _gather_chunks(
                     x_ptr, gathered_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr,
                     M * K, slot_bytes, epoch, rank, WORLD, COPIERS, KEEP_OWN, BLOCK_COPY,
                 )  # fmt: skip
         if worker >= 0:
             shares = tl.arange(0, triton.next_power_of_2(SHARES))
-            tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-            tiles = tiles_m * tiles_n
+            tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
             first = worker  # counted on from chunk to chunk, so that no program has two tiles more than another
             for step in range(WORLD):
                 source = tl.cast((rank + step) % WORLD, tl.int64)
                 there = (shares < SHARES) & (step > 0)  # the own chunk needs no wait
                 if wait(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
                     chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
-                    rows_ptr = out_ptr + source * M * N
                     kept_ptr = None
                     if preactivation_ptr is not None:
                         kept_ptr = preactivation_ptr + source * M * (2 * N if GATED else N)
-                    for tile in range(first, tiles, workers):
-                        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
-                        first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
-                        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-                        for k in range(0, K, BLOCK_K):
-                            a = load_tile(chunk_ptr, first_m, k, M, K, K, 1, BLOCK_M, BLOCK_K, False)
-                            b = load_weight(
-                                w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
-                            )
-                            acc = dot(a, b, acc)
-                            if GATED:
-                                b = load_weight(
-                                    w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
-                                )
-                                up = dot(a, b, up)
-                        store_result(
-                            acc, up, bias_ptr, None, kept_ptr, rows_ptr, first_m, first_n, M, N,
-                            stride_bias, 0, 0, N, 1, ACTIVATION, BLOCK_M, BLOCK_N, EPILOGUE_PARTS,
-                        )  # fmt: skip
+                    _multiply_chunk(
+                        chunk_ptr, w, w_up, bias_ptr, kept_ptr, out_ptr + source * M * N,
+                        first, workers, M, N, K, stride_wn, stride_wk, stride_bias,
+                        ACTIVATION, K_ADJACENT, TMA, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE_PARTS,
+                    )  # fmt: skip
                     chunks += 1
                 first += tl.cdiv(max(tiles - first, 0), workers) * workers - tiles
         if chunks == WORLD:
