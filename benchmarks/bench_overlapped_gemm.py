@@ -10,8 +10,8 @@ Cost of the protocol, beside the plain gemm kernel (`kernels/gemm.py`) on the sa
                          product has written, which a reduce-scatter by itself would as well: "gemm, then sum" beside it
 
 from host memory: the other ranks' chunks come over the real link that one GPU has. A copy engine brings each from
-pinned memory, and then its word of `ready`, while the product runs; beside it the copies alone, the product alone, and
-one after the other. The last chunk cannot be multiplied before it is there, and the first only once the product has
+pinned memory, and then it is delivered, while the product runs; beside it the copies alone, the product alone, and one
+after the other. The last chunk cannot be multiplied before it is there, and the first only once the product has
 come to it: of `world` chunks, the best that can be is max(copy + product / world, product). So what is asked for is
 drawn from shapes where the longer of both is the longer by far (the link's width decides which); the one in between,
 where they take about the same time, stands beside them.
@@ -37,6 +37,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
+from tpfuse.kernels.staging import deliver
 from tpfuse.testing.compare import Yardstick
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
@@ -188,13 +189,14 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
     side = torch.cuda.Stream(stage.device) if on_gpu else None
     order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
 
-    def start_copies(epoch: Tensor) -> None:
+    def start_copies(delivered: bool) -> None:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(stage.device))
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
-                group.words[i : i + 1].copy_(epoch)
+                if delivered:  # not where no product takes it: the next one would find it there
+                    deliver(group.words, group.endpoint, i)
 
     def end_copies() -> None:
         if side is not None:
@@ -203,16 +205,16 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
     def plain(_: object) -> Tensor:
         return gemm_forward(gathered.view(shape.M, shape.K), weight)[0]
 
-    def copies(epoch: Tensor) -> None:
-        start_copies(epoch)
+    def copies(_: object) -> None:
+        start_copies(delivered=False)
         end_copies()
 
-    def sequential(epoch: Tensor) -> Tensor:
-        copies(epoch)
+    def sequential(_: object) -> Tensor:
+        copies(None)
         return plain(None)
 
-    def fused(epoch: Tensor) -> Tensor:
-        start_copies(epoch)
+    def fused(_: object = None) -> Tensor:
+        start_copies(delivered=True)
         out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.words, group.endpoint, copied=True)
         end_copies()
         return out
@@ -220,11 +222,11 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
     def check() -> dict[str, str]:
         gathered[torch.tensor(order, device=stage.device)] = 0
         with poisoned():
-            out = fused(group.next_epoch())
+            out = fused()
         return {OURS: _verdict(out, source.view(shape.M, shape.K), weight, None, None)}
 
     runs = {OURS: fused, COPIES: copies, GEMM: plain, SEQUENTIAL: sequential}
-    contenders = tuple(Contender(name, run, prepare=group.next_epoch) for name, run in runs.items())
+    contenders = tuple(Contender(name, run) for name, run in runs.items())
     return check, [Work(LINK, *_cost(shape, shape.N), contenders)]
 
 
