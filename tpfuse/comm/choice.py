@@ -20,11 +20,15 @@ from tpfuse.kernels.launch import INTERPRETED
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`)."""
+    """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`).
+
+    fallback: it stands in the place of one that was asked for, or that ranks who can reach each other's memory have.
+    """
 
     implementation: Literal["fused", "direct", "collective"]
     reason: str
     memory: SymmetricMemory | None
+    fallback: bool = False
 
 
 _Key = tuple[str, torch.dtype, Implementation, Kernels]
@@ -53,7 +57,7 @@ def _choose(
     try:
         memory = connect(group, device)
     except Unavailable as error:
-        return Choice("collective", f"the ranks share no memory: {error}", None)
+        return Choice("collective", f"the ranks share no memory: {error}", None, fallback=True)
     wants_kernels = wanted == "fused" or (wanted == "auto" and kernels == "triton")
     if wants_kernels and device.type == "cpu" and not INTERPRETED:
         raise ValueError("fused kernels on a CPU are interpreted: set TRITON_INTERPRET=1 before the program starts")
@@ -61,7 +65,9 @@ def _choose(
     if wants_kernels and not no_kernels:
         return Choice("fused", "chosen" if wanted == "fused" else "chosen by kernels triton", memory)
     if device.type == "cpu":
-        return Choice("direct", no_kernels or ("chosen" if wanted == "direct" else "CPU ranks of one host"), memory)
+        reason = "chosen" if wanted == "direct" else "CPU ranks of one host"
+        return Choice("direct", no_kernels or reason, memory, fallback=wanted == "fused")
     if wanted == "direct":
-        return Choice("collective", f"direct is for CPU ranks, not for {device.type}", None)
-    return Choice("collective", no_kernels or "the size from which fused wins is not measured yet", None)
+        return Choice("collective", f"direct is for CPU ranks, not for {device.type}", None, fallback=True)
+    reason = no_kernels or "the size from which fused wins is not measured yet"
+    return Choice("collective", reason, None, fallback=wanted == "fused")

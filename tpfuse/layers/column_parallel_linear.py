@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local, reset_linear_, take_linear_
+from tpfuse.layers.parameter import empty_parameter, local_linear, reset_linear_, splits, take_linear_
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import gather_last, replicate
@@ -59,10 +59,12 @@ class ColumnParallelLinear(nn.Linear):
         self.group = group_of(device_mesh)
         world = rank_and_size(self.group)[1]
         height, remainder = divmod(out_features, parts)
-        if remainder or height % world:
+        if remainder:
+            raise ValueError(f"out_features {out_features} in {parts} part(s): expected a multiple of {parts}")
+        if height % world:
             raise ValueError(
                 f"out_features {out_features} in {parts} part(s) cannot be split among {world} ranks:"
-                f" expected a multiple of {parts * world}"
+                f" expected a multiple of {parts * world}, or tp {splits(height, max(world, 8))}"
             )
         self.in_features, self.out_features, self.parts = in_features, out_features, parts
         self.activation, self.gather_output = activation, gather_output
@@ -104,8 +106,7 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features], whole or (sequence_parallel) a shard -> [..., this rank's output features]."""
-        weight = local(self.weight)
-        bias = None if self.bias is None else local(self.bias)
+        weight, bias = local_linear(self, self.device_mesh)
         if self.parts > 1:
             weight = weight.flatten(0, 1)
             bias = None if bias is None else bias.flatten()
@@ -121,6 +122,11 @@ class ColumnParallelLinear(nn.Linear):
                 shape = (*out.shape[:-1], self.group.size(), self.parts, -1)
                 out = out.reshape(shape).transpose(-3, -2).flatten(-3)
         return out
+
+    @property
+    def operator(self) -> str:
+        """What forward computes with, of `tpfuse.ops`."""
+        return "all_gather_linear" if self.sequence_parallel and self.group is not None else "gemm"
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""

@@ -37,6 +37,21 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if leaf is None else leaf
 
 
+def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor | None]:
+    """`local` of a layer's weight and bias. Raises ValueError where one of them is on another mesh than the layer."""
+    bias = layer.bias
+    for name, parameter in (("weight", layer.weight), ("bias", bias)):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
+        if mesh is not device_mesh and mesh != device_mesh:
+            raise ValueError(f"{name} is on {mesh}: expected {device_mesh}, the mesh of its layer")
+    return local(layer.weight), None if bias is None else local(bias)
+
+
+def splits(size: int, most: int) -> str:
+    """The numbers of ranks up to `most` among which `size` features can be split, in words."""
+    return ", ".join(str(tp) for tp in range(1, most + 1) if size % tp == 0)
+
+
 def offer_leaf(parameter: DTensor) -> Tensor:
     """Makes `local(parameter)` a leaf of its own, on the same memory, whose gradient the caller collects.
 

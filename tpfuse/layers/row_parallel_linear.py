@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local, reset_linear_, take_linear_
+from tpfuse.layers.parameter import empty_parameter, local_linear, reset_linear_, splits, take_linear_
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
@@ -48,7 +48,8 @@ class RowParallelLinear(nn.Linear):
         world = rank_and_size(self.group)[1]
         if in_features % world:
             raise ValueError(
-                f"in_features {in_features} cannot be split among {world} ranks: expected a multiple of {world}"
+                f"in_features {in_features} cannot be split among {world} ranks: expected a multiple of {world},"
+                f" or tp {splits(in_features, max(world, 8))}"
             )
         if sequence_parallel and not input_is_parallel:
             raise ValueError("sequence_parallel needs input_is_parallel: the input is whole along the sequence")
@@ -91,8 +92,7 @@ class RowParallelLinear(nn.Linear):
 
         residual: of the output's shape, added to it (in the product's last pass where that is a Triton kernel).
         """
-        weight = local(self.weight)
-        bias = None if self.bias is None else local(self.bias)
+        weight, bias = local_linear(self, self.device_mesh)
         if not self.input_is_parallel:
             x = split_last(x, self.group)
         if self.sequence_parallel and self.group is not None:
@@ -102,6 +102,13 @@ class RowParallelLinear(nn.Linear):
             out = linear_reduce_scatter(x, weight, bias, self.group, residual=residual)
             return out.movedim(0, self.sequence_dim)
         return linear_all_reduce(x, weight, bias, self.group, residual=residual)
+
+    @property
+    def operator(self) -> str:
+        """What forward computes with, of `tpfuse.ops`."""
+        if self.group is None:
+            return "gemm"
+        return "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""

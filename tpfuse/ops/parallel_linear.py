@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.implementation_choice import chosen_implementation
 from tpfuse.ops.collective_linear import CollectiveLinear
 from tpfuse.ops.direct_linear import DirectLinear
 from tpfuse.ops.fused_linear import FusedLinear
@@ -64,9 +63,9 @@ _warned: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
-    """What serves x's device and dtype. Warns once where what was chosen by `set_implementation` cannot be."""
+    """What serves x's device and dtype. Warns once where that is a fallback."""
     choice = choose(x.device, x.dtype, group)
-    if chosen_implementation() not in ("auto", choice.implementation):
+    if choice.fallback:
         _warn(choice, group)
     made = _made.setdefault(group, {})
     match choice.implementation:
@@ -84,7 +83,7 @@ def _memory(choice: Choice) -> SymmetricMemory:
 
 def _warn(choice: Choice, group: dist.ProcessGroup) -> None:
     said = _warned.setdefault(group, set())
-    text = f"{choice.implementation} in the place of {chosen_implementation()}: {choice.reason}"
+    text = f"tensor-parallel products are {choice.implementation}: {choice.reason}"
     if text not in said and group.rank() == 0:
         warnings.warn(text, stacklevel=4)
     said.add(text)

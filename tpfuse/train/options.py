@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tpfuse.implementation_choice import Implementation
 from tpfuse.kernel_choice import Kernels
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -98,6 +99,9 @@ class ParallelOptions:
     """Tensor-parallel ranks."""
     dp: int = 0
     """Data-parallel ranks; 0: the GPUs (or the ranks of torchrun) divided by tp, 1 on CPU."""
+    impl: Implementation = "auto"
+    """How tensor-parallel products communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
+    collective (NCCL, Gloo), or auto, which chooses."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.process_group import is_lost_peer
 from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import set_implementation
 from tpfuse.kernel_choice import implementation, set_kernels
+from tpfuse.layers.explain import plans, summary
 from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.batches import Windows, unigram_loss
@@ -37,6 +39,7 @@ def train_rank(place: Place, run: Run) -> int:
     """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
     stop = StopRequest(insistent=place.world == 1)
     set_kernels(run.options.kernels)
+    set_implementation(run.options.parallel.impl)
     comm, debug = run.options.comm, run.options.debug
     set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
     device = device_of(place)
@@ -128,6 +131,7 @@ class Training:
             raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
 
     def _introduce(self) -> None:
+        layers = plans(self.trainer.model)
         if not self.first:
             return
         config, train, trainer = self.run.config, self.options.train, self.trainer
@@ -138,6 +142,8 @@ class Training:
         print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
         layout = f"tp {trainer.tp} x dp {trainer.dp} on {self.device.type}"
         print(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
+        if trainer.tp > 1:
+            print(f"layers   {summary(layers)}")
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
         peak = self.peak * self.place.world

@@ -113,4 +113,5 @@ def launches(dtype: torch.dtype) -> None:
     run(4, empty(256, k), empty(2 * k, n).t(), preactivation=empty(256, 2 * k), activation="geglu")
     odd = k + 1  # rows that TMA cannot read
     run(3, empty(m, odd), empty(n, odd))
+    run(3, empty(m, odd), empty(odd, n).t(), preactivation=empty(m, odd), activation="gelu_tanh")
     run(2, empty(m, odd), empty(2 * odd, n).t(), preactivation=empty(m, 2 * odd), activation="geglu")
