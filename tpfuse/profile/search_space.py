@@ -36,6 +36,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "gemm_input_gradient": _GEMM,
     "gemm_weight_gradient": _GEMM,
     "gemm_reduce_scatter": _GEMM,
+    "all_gather_gemm": (*_GEMM, {"COPIERS": (2, 4, 8, 16), "BLOCK_COPY": (4096, 8192, 16384, 32768)}),
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "gemm_reduce_scatter_sum": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "attention_forward": (_SCORES,),
@@ -50,7 +51,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "cross_entropy_combine": ({"BLOCK_M": (64, 128, 256, 512), "num_warps": (1, 2, 4)},),
     "rope": ({"BLOCK_M": (8, 16, 32, 64, 128), "HEADS": (1, 2, 4, 8), "num_warps": (4, 8)},),
     "dropout": ({"BLOCK_M": (1, 2, 4, 8, 16), "BLOCK_C": (256, 512, 1024), "num_warps": (4, 8)},),
-    **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce"), _TILES),
+    **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "stage"), _TILES),
     "adamw": ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)},),
 }
 
