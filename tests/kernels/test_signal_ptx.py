@@ -73,8 +73,8 @@ def instructions(ptx: str) -> list[tuple[str, set[str]]]:
     return found
 
 
-def complaints(ptx: str) -> list[str]:
-    """What is wrong with a program that signals."""
+def complaints(ptx: str, own_by_tma: bool = False) -> list[str]:
+    """What is wrong with a program that signals. own_by_tma: it may load by TMA what no peer writes."""
     wrong = []
     code = instructions(ptx)
     for index, (kind, parts) in enumerate(code):
@@ -89,27 +89,42 @@ def complaints(ptx: str) -> list[str]:
             after = next((kind for kind, _ in code[index + 1 :] if kind != ATOMIC), "end")
             if after != BARRIER:
                 wrong.append(f"{name}: between it and the barrier of the program after there is a {after}")
-        if "nc" in parts or "bulk" in parts:
+        loaded = any(part.startswith("mbarrier") for part in parts)
+        if "nc" in parts or ("bulk" in parts and not (loaded and own_by_tma)):
             wrong.append(f"{name}: not ordered by signals")
     return wrong
 
 
+# What each kernel has of put, wait, counts of programs, and looks at the abort word.
+SIGNALS = {
+    "all_gather_forward_kernel": (1, 1, 1, 2),
+    "all_to_all_forward_kernel": (1, 1, 1, 2),
+    "reduce_scatter_forward_kernel": (1, 1, 1, 2),
+    "all_reduce_one_shot_kernel": (1, 1, 1, 2),
+    "all_reduce_two_shot_kernel": (2, 2, 1, 3),
+    "gemm_reduce_scatter_forward_kernel": (1, 0, 1, 1),
+    "gemm_reduce_scatter_sum_kernel": (0, 1, 1, 2),
+}
+LOADS_OWN_BY_TMA = {"gemm_reduce_scatter_forward_kernel"}  # operands that no peer writes
+
+
 def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]) -> None:
-    wrong = [f"{name}: {complaint}" for name, ptx in programs.items() for complaint in complaints(ptx)]
+    wrong = [
+        f"{name}: {complaint}"
+        for name, ptx in programs.items()
+        for complaint in complaints(ptx, own_by_tma=name.split()[0] in LOADS_OWN_BY_TMA)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_collective_is_here_and_signals(programs: dict[str, str]) -> None:
-    kernels = {"all_gather_forward", "all_to_all_forward", "reduce_scatter_forward"}
-    kernels |= {"all_reduce_one_shot", "all_reduce_two_shot"}
-    assert {f"{kernel}_kernel" for kernel in kernels} <= {name.split()[0] for name in programs}
+def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
+    """As often as it is written: roles of warps make copies of some of it and drop the rest (Triton 3.7)."""
+    assert {name.split()[0] for name in programs} == SIGNALS.keys()
     for name, ptx in programs.items():
         atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]
-        rounds = 2 if "two_shot" in name else 1
-        assert sum({"release", "exch"} <= parts for parts in atomics) == rounds, name
-        assert sum({"acquire"} <= parts for parts in atomics) == rounds, name
-        assert sum({"acq_rel", "add"} <= parts for parts in atomics) == 1, name
-        assert sum("relaxed" in parts for parts in atomics) == rounds + 1, f"{name}: the abort word"
+        kinds = ({"release", "exch"}, {"acquire"}, {"acq_rel", "add"}, {"relaxed"})
+        found = tuple(sum(kind <= parts for parts in atomics) for kind in kinds)
+        assert found == SIGNALS[name.split()[0]], name
 
 
 RELEASE = "@%p1 atom.global.sys.release.exch.b32 %r1, [ %rd1 + 0 ], %r2;"
@@ -131,3 +146,7 @@ def test_what_is_missing_is_seen() -> None:
     narrow = "\n".join(SOUND).replace("sys.release", "gpu.release")
     assert "scope" in complaints(narrow)[0]
     assert complaints("ld.global.nc.b32 %r1, [%rd1];")
+    loads = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];"
+    stores = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];"
+    assert complaints(loads) and not complaints(loads, own_by_tma=True)
+    assert complaints(stores, own_by_tma=True)
