@@ -1,0 +1,313 @@
+"""The tensor-parallel products on a node of GPUs: tpfuse, cuBLAS + NCCL by hand, and torch's fused operators, by turns.
+
+    torchrun --nproc-per-node 8 -m benchmarks.node [--scale all|quick|tiny] [--minutes 20]
+
+The shapes are the layers of Llama 3 8B and 70B at as many ranks as there are, at 512 to 16384 tokens, bf16: q, k, v and
+gate, up behind an all-gather; o and down before a reduce-scatter. No activation and no bias, which torch's operators
+do not have. `tpfuse collective` is our product beside the library's collective, `tpfuse fused` is one with it.
+
+Every contender is checked on every rank first: some columns of its result against float64, with twice the error of
+the products by hand allowed. A wrong one of ours is not timed; a less exact peer is, and its row says so. A round times
+some calls behind each other, started on all ranks at once while their streams are held; the slowest rank counts, and
+contenders take turns. Rows are kept in benchmarks/results/node.jsonl.
+
+    TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m benchmarks.node --scale tiny
+
+shows on CPU ranks that it works, and keeps nothing.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness import Row, aligned, keep, percentiles
+from benchmarks.shapes import Model, layers, model
+from benchmarks.timing import one_line
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.testing.compare import check_error
+
+MODELS = (Model("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+BY_HAND = "by hand"  # torch's product, and the library's collective before or behind it
+SYMMETRIC = "torch.ops.symm_mem"
+_COLUMNS = 128  # that are checked
+_HOLD = 20e-3  # seconds, at most, that streams are held before a round
+_CYCLES = 2e9  # per second, about
+Call = Callable[[], Tensor]
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Product:
+    """gathers: x [M / world, K] of each rank is gathered, and multiplied with [N, K]; else x [M, K] is multiplied with
+    [N, K], and summed over ranks into [M / world, N] of each. N and K are one rank's."""
+
+    layer: str
+    gathers: bool
+    M: int
+    N: int
+    K: int
+
+    def __str__(self) -> str:
+        return f"{self.layer}, {self.M} x {self.N} x {self.K}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """This rank and its group, which is the world."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rounds: int
+    repeats: int
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is more than a trial."""
+        return self.device.type == "cuda"
+
+
+def products(scale: str, world: int) -> Iterator[Product]:
+    """Those that figures are drawn from first: many tokens, the larger model."""
+    if scale == "tiny":
+        yield Product("tiny qkv", True, 12 * world, 24, 16)
+        yield Product("tiny o", False, 12 * world, 16, 24)
+        return
+    for tokens in (8192,) if scale == "quick" else sorted(TOKENS, reverse=True):
+        for each in reversed(MODELS):
+            for layer, n, k, _ in layers(each, world):
+                yield Product(f"{each.name} tp{world} {layer}", layer in ("qkv", "up"), tokens, n, k)
+
+
+def _inputs(product: Product, node: Node) -> tuple[Tensor, Tensor]:
+    """This rank's x and weight, bf16."""
+    world, rank = node.group.size(), node.group.rank()
+    generator = torch.Generator(node.device).manual_seed(product.M + product.N + rank)
+    rows = product.M // world if product.gathers else product.M
+    x = torch.randn(rows, product.K, generator=generator, device=node.device)
+    weight = torch.randn(product.N, product.K, generator=generator, device=node.device)
+    return x.bfloat16(), weight.mul_(product.K**-0.5).bfloat16()
+
+
+def _by_hand(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+    world = node.group.size()
+    if product.gathers:
+        gathered = x.new_empty(product.M, product.K)
+
+        def gather() -> Tensor:
+            _all_gather(gathered, x, group=node.group)
+            return gathered @ weight.T
+
+        return gather
+    out = x.new_empty(product.M // world, product.N)
+
+    def scatter() -> Tensor:
+        _reduce_scatter(out, x @ weight.T, group=node.group)
+        return out
+
+    return scatter
+
+
+def _symmetric(product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+    from torch.distributed import _symmetric_memory  # noqa: F401 - registers the operators
+
+    name = node.group.group_name
+    if product.gathers:
+        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.T], 0, name, return_A=False)[1][0]
+    return partial(torch.ops.symm_mem.fused_matmul_reduce_scatter, x, weight.T, "sum", 0, name)
+
+
+def _ours(name: Implementation, product: Product, x: Tensor, weight: Tensor, node: Node) -> Call:
+    operator = all_gather_linear if product.gathers else linear_reduce_scatter
+
+    def call() -> Tensor:
+        with implementation(name), torch.no_grad():
+            return operator(x, weight, None, node.group)
+
+    return call
+
+
+def left_out(node: Node) -> list[str]:
+    """A line for each contender that cannot run here."""
+    if node.cuda:
+        return []
+    lines = [f"left out: {SYMMETRIC}: there is no CUDA GPU"]
+    if not INTERPRETED:
+        lines.append("left out: tpfuse fused: TRITON_INTERPRET=1 is not set, and there is no CUDA GPU")
+    return lines
+
+
+def contenders(product: Product, node: Node) -> dict[str, Call]:
+    """By name; ours begin with tpfuse."""
+    x, weight = _inputs(product, node)
+    calls = {BY_HAND: _by_hand(product, x, weight, node)}
+    names: list[Implementation] = ["collective"]
+    names += ["fused"] if node.cuda or INTERPRETED else []
+    names += [] if node.cuda else ["direct"]
+    calls |= {f"tpfuse {name}": _ours(name, product, x, weight, node) for name in names}
+    return calls | ({SYMMETRIC: _symmetric(product, x, weight, node)} if node.cuda else {})
+
+
+def truth_of(product: Product, node: Node) -> Tensor:
+    """The first columns of this rank's result in float64."""
+    x, weight = _inputs(product, node)
+    narrow = weight[:_COLUMNS].double()
+    if product.gathers:
+        gathered = x.new_empty(product.M, product.K)
+        _all_gather(gathered, x, group=node.group)
+        return gathered.double() @ narrow.T
+    total = x.double() @ narrow.T
+    dist.all_reduce(total, group=node.group)
+    return total.chunk(node.group.size())[node.group.rank()]
+
+
+def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
+    """Verdict by contender, the same on all ranks: "" where every rank's result is right."""
+    plain = calls[BY_HAND]()[:, :_COLUMNS].clone()
+    scale = truth.abs().max().item()
+    bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
+    verdicts = {}
+    for name, call in calls.items():
+        said = ""
+        try:
+            check_error("out", call()[:, :_COLUMNS], plain, truth, 0.05 * scale if name == BY_HAND else bound)
+        except Exception as error:
+            said = one_line(error)
+        everybody: list[str | None] = [None] * node.group.size()
+        dist.all_gather_object(everybody, said, node.group)
+        verdicts[name] = next((f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text), "")
+    return verdicts
+
+
+def _may_run(name: str, verdict: str) -> bool:
+    """What is right, and a peer that ran but is less exact."""
+    return not verdict or (not name.startswith("tpfuse") and "AssertionError" in verdict)
+
+
+def _seconds(call: Call, node: Node, host: float) -> float:
+    """Of one call, of some behind each other, on the slowest rank. host: seconds that handing over one takes."""
+    dist.barrier(node.group)
+    if node.cuda:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(node.device)
+        torch.cuda._sleep(int(min(2 * host * node.repeats + 1e-4, _HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
+        begin.record()
+    started = time.perf_counter()
+    for _ in range(node.repeats):
+        call()
+    seconds = time.perf_counter() - started
+    if node.cuda:
+        end.record()
+        torch.cuda.synchronize(node.device)
+        seconds = begin.elapsed_time(end) / 1e3
+    slowest = torch.tensor(seconds / node.repeats, device=node.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, node.group)
+    return slowest.item()
+
+
+def _host_seconds(call: Call, node: Node) -> float:
+    call()
+    if node.cuda:
+        torch.cuda.synchronize(node.device)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def measure(product: Product, node: Node) -> Row:
+    """One row: microseconds by contender, or what is wrong with it. On every rank."""
+    calls = contenders(product, node)
+    verdicts = check(calls, truth_of(product, node), node)
+    fit = {name: call for name, call in calls.items() if _may_run(name, verdicts[name])}
+    host = {name: _host_seconds(call, node) for name, call in fit.items()}
+    found: dict[str, list[float]] = {name: [] for name in fit}
+    for turn in range(node.rounds):
+        order = list(fit)
+        first = turn % len(order)
+        for name in order[first:] + order[:first]:
+            found[name].append(_seconds(fit[name], node, host[name]) * 1e6)
+    row: Row = {"layer": product.layer, "M": product.M, "N": product.N, "K": product.K, "ranks": node.group.size()}
+    row |= {"us": {name: {k: round(v, 1) for k, v in percentiles(x).items()} for name, x in found.items()}}
+    return row | {"wrong": {name: verdict for name, verdict in verdicts.items() if verdict}}
+
+
+def _line(product: Product, row: Row, names: list[str]) -> list[str]:
+    """Medians, each with how many times as fast as by hand it is."""
+    base = row["us"].get(BY_HAND, {}).get("median", float("nan"))
+    cells = [str(product)]
+    for name in names:
+        median = row["us"].get(name, {}).get("median")
+        cells.append("wrong" if median is None else f"{median:.1f} ({base / median:.2f})")
+    return cells
+
+
+def run(scale: str, minutes: float, node: Node) -> int:
+    """Measures, prints and keeps; returns the exit status: 1 where one of ours is wrong. On every rank."""
+    first = node.group.rank() == 0
+    for line in left_out(node) if first else []:
+        print(line, file=sys.stderr)
+    lines: list[list[str]] = []
+    deadline, wrong, skipped = time.monotonic() + 60 * minutes, [], 0
+    for product in products(scale, node.group.size()):
+        late = torch.tensor(float(time.monotonic() > deadline), device=node.device)
+        dist.broadcast(late, 0, node.group)
+        if late:
+            skipped += 1
+            continue
+        row = measure(product, node)
+        names = [BY_HAND, *(name for name in row["us"] | row["wrong"] if name != BY_HAND)]
+        lines = lines or [["microseconds (times by hand)", *names]]
+        lines.append(_line(product, row, names))
+        wrong += [f"{product}: {name}: {said}" for name, said in row["wrong"].items()]
+        if first and scale != "tiny":
+            keep("node", row)
+    if first:
+        print(aligned(lines))
+        print("\n".join([*wrong, *([f"no time left for {skipped} products"] if skipped else [])]) or "all are right")
+    return int(any(": tpfuse" in line for line in wrong))
+
+
+def main() -> int:
+    """Under torchrun."""
+    parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m benchmarks.node")
+    parser.add_argument("--scale", choices=["all", "quick", "tiny"], default="all", help="quick: 8192 tokens alone")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no product is begun after this long")
+    arguments = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    if "RANK" not in os.environ or not (cuda or arguments.scale == "tiny"):
+        why = "times of CPU ranks say nothing: --scale tiny" if "RANK" in os.environ else "start it with torchrun"
+        print(f"benchmarks.node: error: {why}", file=sys.stderr)
+        return 2
+    options: dict[str, Any] = {}
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if cuda else "gloo", **options)
+    group = dist.group.WORLD
+    assert group is not None
+    rounds, repeats = (15, 10) if cuda else (2, 1)
+    status = run(arguments.scale, arguments.minutes, Node(group, device, rounds, repeats))
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""The command for a node of GPUs works on CPU ranks, and times nothing of ours that is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import node
+from benchmarks.harness import Row
+from benchmarks.node import BY_HAND, Node, Product, check, contenders, measure, products, run, truth_of
+from tpfuse.testing.ranks import pool
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}
+PRODUCTS = [Product("in", True, 8, 200, 8), Product("out", False, 8, 8, 16)]  # more columns than are checked
+
+
+def here() -> Node:
+    group = dist.group.WORLD
+    assert group is not None
+    return Node(group, torch.device("cpu"), rounds=2, repeats=1)
+
+
+def test_the_command() -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    before = set((ROOT / "benchmarks" / "results").iterdir())
+    done = subprocess.run(
+        [*start, "-m", "benchmarks.node", "--scale", "tiny"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    head, *lines, last = done.stdout.splitlines()
+    assert all(name in head for name in NAMES)
+    assert len(lines) == 2 and last == "all are right"
+    assert [line for line in done.stderr.splitlines() if line.startswith("left out")] == [
+        "left out: torch.ops.symm_mem: there is no CUDA GPU"
+    ]
+    assert set((ROOT / "benchmarks" / "results").iterdir()) == before
+
+
+def test_without_a_gpu_nothing_but_the_trial() -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.node"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny\n"
+
+
+def rows() -> list[Row]:
+    return [measure(product, here()) for product in PRODUCTS]
+
+
+def test_every_contender_is_right() -> None:
+    for found in pool(2).run(rows):
+        for row in found:
+            assert row["wrong"] == {}
+            assert row["us"].keys() == NAMES and row["ranks"] == 2
+            assert all(0 < x["p20"] <= x["median"] <= x["p80"] for x in row["us"].values())
+
+
+def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
+    """With one element of one contender's result wrong, on one rank."""
+    calls, one = contenders(product, here()), here().group.rank() == rank
+    right = calls[broken]
+
+    def wrong() -> torch.Tensor:
+        out = right().clone()
+        out[-1, 3] += 0.5 if one else 0.0
+        return out
+
+    return check(calls | {broken: wrong}, truth_of(product, here()), here())
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("broken", ["tpfuse fused", "tpfuse collective"])
+def test_what_is_wrong_on_one_rank_is_said_on_all(product: Product, broken: str) -> None:
+    for found in pool(2).run(verdicts, product, broken, 1):
+        assert {name for name, verdict in found.items() if verdict} == {broken}
+        assert found[broken].startswith("rank 1: AssertionError: out[")
+        assert not node._may_run(broken, found[broken]) and node._may_run(BY_HAND, found[broken])
+
+
+def status_with_a_wrong_one() -> int:
+    """Of a run in which fused forgets its last row."""
+    whole = node._ours
+
+    def ours(name: str, *rest: object) -> node.Call:
+        call = whole(name, *rest)  # type: ignore[arg-type]
+        return (lambda: call().clone().index_fill_(0, torch.tensor([0]), 0.0)) if name == "fused" else call
+
+    node._ours = ours  # type: ignore[assignment]
+    try:
+        return run("tiny", 1.0, here())
+    finally:
+        node._ours = whole
+
+
+def test_a_wrong_one_of_ours_is_the_exit_status() -> None:
+    assert pool(2).run(status_with_a_wrong_one) == [1, 1]
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_shapes_are_those_of_llama(world: int) -> None:
+    found = {product.layer: product for product in products("quick", world)}
+    assert len(found) == 8
+    assert found[f"8b tp{world} qkv"] == Product(f"8b tp{world} qkv", True, 8192, 6144 // world, 4096)
+    assert found[f"70b tp{world} down"] == Product(f"70b tp{world} down", False, 8192, 8192, 28672 // world)
+    assert {product.M for product in products("all", world)} == {512, 1024, 2048, 4096, 8192, 16384}
