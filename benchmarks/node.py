@@ -282,7 +282,7 @@ def run(scale: str, minutes: float, node: Node) -> int:
 
 
 def main() -> int:
-    """Under torchrun."""
+    """Under torchrun; ends the process."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m benchmarks.node")
     parser.add_argument("--scale", choices=["all", "quick", "tiny"], default="all", help="quick: 8192 tokens alone")
     parser.add_argument("--minutes", type=float, default=20.0, help="no product is begun after this long")
@@ -306,7 +306,9 @@ def main() -> int:
     rounds, repeats = (15, 10) if cuda else (2, 1)
     status = run(arguments.scale, arguments.minutes, Node(group, device, rounds, repeats))
     dist.destroy_process_group()
-    return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # nothing that the C++ libraries do while they unload may change the status
 
 
 if __name__ == "__main__":
