@@ -4,20 +4,13 @@ The ranks are forked, so that a test can end as many of them as it likes in a se
 """
 
 import json
-import multiprocessing
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -25,95 +18,11 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels import signals
-
-LIMIT = 15.0  # seconds that a test waits for its ranks
-
-
-class Rank:
-    """What a rank's function is given."""
-
-    def __init__(self, rank: int, world: int, store: Path, connection: Connection) -> None:
-        self.rank, self.world, self._store, self._connection = rank, world, store, connection
-
-    def connect(self, timeout: float) -> SharedMemory:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{self._store}",
-            rank=self.rank,
-            world_size=self.world,
-            timeout=timedelta(seconds=LIMIT),
-        )
-        assert dist.group.WORLD is not None
-        return SharedMemory(dist.group.WORLD, timeout)
-
-    def tell(self, what: object) -> None:
-        self._connection.send(what)
-
-    def hear(self) -> None:
-        """Until the test says `go`."""
-        self._connection.recv()
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 
 
-def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
-    try:
-        result = function(rank, *args)
-    except BaseException as error:
-        result = error
-    rank.tell(("result", time.monotonic(), result))
-
-
-class Ranks:
-    """Processes that run a function."""
-
-    def __init__(self, world: int, store: Path, function: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        self.processes, self.connections = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(Rank(rank, world, store, theirs), function, *args), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.connections.append(ours)
-
-    def hear(self, rank: int) -> Any:
-        """What a rank says next."""
-        assert self.connections[rank].poll(LIMIT), f"rank {rank} says nothing"
-        return self.connections[rank].recv()
-
-    def heard_of_all(self) -> None:
-        for rank in range(len(self.processes)):
-            assert self.hear(rank) == "here"
-
-    def go(self) -> None:
-        for connection in self.connections:
-            connection.send("go")
-
-    def send(self, rank: int, number: signal.Signals) -> float:
-        """When it was sent."""
-        when = time.monotonic()
-        os.kill(self.processes[rank].pid or 0, number)
-        return when
-
-    def result(self, rank: int) -> tuple[float, Any]:
-        """(when it ended, what the function returned or raised)."""
-        kind, when, value = self.hear(rank)
-        assert kind == "result"
-        return when, value
-
-
-@contextmanager
-def ranks(world: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Ranks]:
-    running = Ranks(world, folder / "store", function, *args)
-    try:
-        yield running
-    finally:
-        for process in running.processes:
-            process.kill()
-            process.join()
+def connect(rank: Rank, timeout: float) -> SharedMemory:
+    return SharedMemory(rank.join(), timeout)
 
 
 class Sum:
@@ -156,7 +65,7 @@ def _spin(memory: SharedMemory) -> None:
 
 
 def _until_somebody_dies(rank: Rank, operation: str) -> None:
-    memory = rank.connect(timeout=20.0)
+    memory = connect(rank, 20.0)
     memory.step = 7
     total = Sum(memory)
     never = memory.signals("never", 1)
@@ -202,7 +111,7 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
 
 def _sums(rank: Rank, timeout: float, stopped: int) -> list[int]:
     """One rank is stopped in the middle of the second sum."""
-    total = Sum(rank.connect(timeout))
+    total = Sum(connect(rank, timeout))
 
     def pause() -> None:
         rank.tell("here")
@@ -229,7 +138,7 @@ def test_a_rank_that_stops_for_a_while_changes_nothing(tmp_path: Path) -> None:
 
 
 def _stopped_too_long(rank: Rank, stopped: int) -> tuple[PeerTimeout, float, list[int]]:
-    memory = rank.connect(timeout=1.0)
+    memory = connect(rank, 1.0)
     total = Sum(memory)
     assert total(1) == 3
 
@@ -279,7 +188,7 @@ def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(stopped: int,
 
 
 def _stopped_together(rank: Rank, operation: str) -> int:
-    memory = rank.connect(timeout=2.3)
+    memory = connect(rank, 2.3)
     total, flags, out = Sum(memory), memory.signals("told", 1), torch.zeros(1, dtype=torch.int32)
 
     def pause() -> None:
@@ -313,7 +222,7 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on(operation: str, tmp_path: Path
 
 
 def _one_stays_away(rank: Rank, operation: str) -> int:
-    memory = rank.connect(timeout=1.0)
+    memory = connect(rank, 1.0)
     memory.step = 7
     total = Sum(memory)
     memory.signals("never", 1)
@@ -349,7 +258,7 @@ def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> Non
 
 def _late(rank: Rank) -> list[int]:
     time.sleep(0.5 * rank.rank)
-    memory = rank.connect(timeout=5.0)
+    memory = connect(rank, 5.0)
     total = Sum(memory)
     time.sleep(0.5 * (rank.world - rank.rank))
     return [total(rank.rank), total(1)]
@@ -362,7 +271,7 @@ def test_ranks_may_start_at_different_times(tmp_path: Path) -> None:
 
 def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
     set_settings(flight_folder=folder)
-    memory = rank.connect(timeout=0.5)
+    memory = connect(rank, 0.5)
     total = Sum(memory)
     memory.step = 3
     for _ in range(80):  # more than the record holds
@@ -398,7 +307,7 @@ def test_the_flight_record_has_the_last_operations_of_every_rank(tmp_path: Path)
 
 def _no_disk(rank: Rank, folder: Path) -> list[str]:
     set_settings(flight_folder=folder / "missing")
-    memory = rank.connect(timeout=0.3)
+    memory = connect(rank, 0.3)
     flags = memory.signals("flags", 1)
     with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
         memory.wait(flags, 1 - rank.rank, 0, 1, op="test")
@@ -414,7 +323,7 @@ def test_a_disk_that_fails_does_not_hide_the_error(tmp_path: Path) -> None:
 
 def _fingerprints(rank: Rank) -> list[str]:
     set_settings(fingerprint=True)
-    memory = rank.connect(timeout=10.0)
+    memory = connect(rank, 10.0)
     with memory.guard("all_gather float32 (4,)"):
         pass
     with pytest.raises(Disagreement) as caught, memory.guard(f"all_gather float32 ({4 + rank.rank // 2},)"):
@@ -433,7 +342,7 @@ def test_fingerprints_show_both_sides(tmp_path: Path) -> None:
 
 
 def _interrupted(rank: Rank, operation: str) -> str:
-    memory = rank.connect(timeout=10.0)
+    memory = connect(rank, 10.0)
     never = memory.signals("never", 1)
     rank.tell("here")
     try:

@@ -1,0 +1,140 @@
+"""Which implementation is chosen, and what it says why; on GPUs too, of which there need not be one."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import choice
+from tpfuse.comm.errors import Unavailable
+from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation, set_implementation
+from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.testing.ranks import pool
+
+F32, F64 = torch.float32, torch.float64
+
+
+class Group:
+    """Stands for a process group: all that a choice does with it is to remember it."""
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    yield Group()
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> object:
+    """What every group is connected by."""
+    memory = object()
+    monkeypatch.setattr(choice, "connect", lambda *_: memory)
+    return memory
+
+
+ROWS = [  # device, dtype, implementation, kernels; what is taken, and why
+    ("cpu", F32, "auto", "auto", "direct", "CPU ranks of one host"),
+    ("cpu", F64, "auto", "auto", "direct", "CPU ranks of one host"),
+    ("cpu", F32, "auto", "torch", "direct", "CPU ranks of one host"),
+    ("cpu", F32, "auto", "triton", "fused", "chosen by kernels triton"),
+    ("cpu", torch.bfloat16, "auto", "triton", "fused", "chosen by kernels triton"),
+    ("cpu", F64, "auto", "triton", "direct", "there are no kernels for float64"),
+    ("cpu", F32, "fused", "auto", "fused", "chosen"),
+    ("cpu", F32, "fused", "torch", "fused", "chosen"),
+    ("cpu", F64, "fused", "auto", "direct", "there are no kernels for float64"),
+    ("cpu", F32, "direct", "auto", "direct", "chosen"),
+    ("cpu", F32, "direct", "triton", "direct", "chosen"),
+    ("cpu", F32, "collective", "auto", "collective", "chosen"),
+    ("cpu", F32, "collective", "triton", "collective", "chosen"),
+    ("cuda", F32, "auto", "auto", "collective", "the size from which fused wins is not measured yet"),
+    ("cuda", F32, "auto", "triton", "fused", "chosen by kernels triton"),
+    ("cuda", F32, "fused", "auto", "fused", "chosen"),
+    ("cuda", F64, "fused", "auto", "collective", "there are no kernels for float64"),
+    ("cuda", F32, "direct", "auto", "collective", "direct is for CPU ranks, not for cuda"),
+    ("cuda", F32, "collective", "auto", "collective", "chosen"),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "wanted", "kernel", "found", "reason"), ROWS)
+def test_every_row_of_the_table(
+    group: Any,
+    memory: object,
+    device: str,
+    dtype: torch.dtype,
+    wanted: Implementation,
+    kernel: Kernels,
+    found: str,
+    reason: str,
+) -> None:
+    with implementation(wanted), kernels(kernel):
+        made = choice.choose(torch.device(device), dtype, group)
+    assert (made.implementation, made.reason) == (found, reason)
+    assert made.memory is (None if found == "collective" else memory)
+    assert made.fallback == (wanted not in ("auto", found))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "fused", "direct"])
+def test_ranks_that_share_no_memory(group: Any, monkeypatch: pytest.MonkeyPatch, wanted: Implementation) -> None:
+    def connect(*_: object) -> None:
+        raise Unavailable("ranks on hosts a and b")
+
+    monkeypatch.setattr(choice, "connect", connect)
+    with implementation(wanted):
+        made = choice.choose(torch.device("cpu"), F32, group)
+    assert made == choice.Choice("collective", "the ranks share no memory: ranks on hosts a and b", None, fallback=True)
+
+
+@pytest.mark.parametrize(("wanted", "kernel"), [("fused", "auto"), ("auto", "triton")])
+def test_a_process_that_does_not_interpret(
+    group: Any, memory: object, monkeypatch: pytest.MonkeyPatch, wanted: Implementation, kernel: Kernels
+) -> None:
+    monkeypatch.setattr(choice, "INTERPRETED", False)
+    with implementation(wanted), kernels(kernel):
+        with pytest.raises(ValueError, match=r"interpreted: set TRITON_INTERPRET=1 before the program starts"):
+            choice.choose(torch.device("cpu"), F32, group)
+        assert choice.choose(torch.device("cuda"), F32, group).implementation == "fused"
+    with implementation("direct"):
+        assert choice.choose(torch.device("cpu"), F32, group).implementation == "direct"
+
+
+def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(choice, "connect", lambda group, device: asked.append((group, device.type)))
+    cpu = torch.device("cpu")
+    first = choice.choose(cpu, F32, group)
+    assert choice.choose(cpu, F32, group) is first and asked == [(group, "cpu")]
+    with implementation("fused"):
+        assert choice.choose(cpu, F32, group).implementation == "fused"
+    assert choice.choose(cpu, F32, group) is first
+    other = Group()
+    assert choice.choose(cpu, F32, other) is not first  # type: ignore[arg-type]
+    assert asked[-1] == (other, "cpu")
+
+
+def test_the_switch() -> None:
+    assert chosen_implementation() == "auto"
+    with pytest.raises(KeyError), implementation("direct"):
+        with implementation("collective"):
+            assert chosen_implementation() == "collective"
+        assert chosen_implementation() == "direct"
+        raise KeyError
+    assert chosen_implementation() == "auto"
+    with pytest.raises(ValueError, match="'nccl': expected one of auto, fused, direct, collective"):
+        set_implementation("nccl")  # type: ignore[arg-type]
+    assert chosen_implementation() == "auto"
+
+
+def _memories() -> list[str]:
+    group = dist.new_group()
+    found = []
+    for name in ("fused", "direct", "auto"):
+        with implementation(name):  # type: ignore[arg-type]
+            found.append(choice.choose(torch.device("cpu"), F32, group))
+    assert found[0].memory is found[1].memory is found[2].memory is not None
+    return [made.memory.backend for made in found if made.memory is not None]
+
+
+def test_one_memory_of_a_group_serves_all() -> None:
+    assert pool(1).run(_memories) == [["local"] * 3]
+    assert pool(2).run(_memories) == [["shm"] * 3] * 2
