@@ -1,0 +1,60 @@
+"""What the benchmark of the overlapped GEMMs sees of a kernel that is wrong somewhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from benchmarks import bench_overlapped_gemm
+from benchmarks.bench_overlapped_gemm import cases
+from benchmarks.harness import OURS, Row, measure, new_stage
+from benchmarks.timing import Ceilings
+
+TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
+
+
+def rows(kind: str) -> dict[str, Row]:
+    stage = new_stage(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
+    return {row["contender"]: row for row in measure(TINY[kind], stage)}
+
+
+def other(x: Tensor, *place: int) -> Tensor:
+    """A copy with one number changed."""
+    x = x.clone()
+    x[place] += 2.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "operator", "change"),
+    [
+        ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 3, -1, 5))),
+        ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (other(x, 0, 0), w, b, gathered)),
+        ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, other(b, 7), gathered)),
+        ("link", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 0, 0, 31))),
+        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, 16, 3), w)),  # a row of its own
+        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),  # one that is pushed
+    ],
+)
+def test_a_wrong_kernel_is_not_timed(
+    kind: str, operator: str, change: Callable[..., tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = getattr(bench_overlapped_gemm, operator)
+    count = change.__code__.co_argcount
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        return right(*change(*arguments[:count]), *arguments[count:], **options)
+
+    monkeypatch.setattr(bench_overlapped_gemm, operator, wrong)
+    found = rows(kind)
+    assert "median_us" not in found[OURS] and found[OURS]["error"].startswith("AssertionError: out[")
+    assert all("median_us" in row for name, row in found.items() if name != OURS)
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter", "link"])
+def test_what_is_right_is_timed_beside_its_peers(kind: str) -> None:
+    found = rows(kind)
+    assert len(found) == {"gather": 2, "scatter": 3, "link": 4}[kind]
+    assert all(row["median_us"] > 0 for row in found.values())
+    assert found[OURS]["check"] == "within the bound"
