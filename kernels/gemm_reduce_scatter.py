@@ -5,8 +5,8 @@ Rank r owns rows [r c, (r + 1) c) of the result, c = cdiv(M, world). An epoch is
 1. The product, one persistent program per multiprocessor. It takes the tiles of rank + 1 first, then those of rank + 2,
    …, its own last, so that partial sums travel while others are computed and no owner is sent to by all at once. A
    finished tile is stored in its owner's slot, in the place of this rank, in x's dtype. A program that has stored its
-   tiles of an owner counts itself; the one that completes the count of the grid signals the owner: one flag for
-   world² transfers each, however many tiles. Nothing here waits.
+   tiles of an owner counts itself; the one that completes the count of the grid signals the owner: one flag from each
+   rank to each, however many tiles. Nothing here waits.
 2. The sum. It waits for every rank's signal and adds the partial sums of rank 0, 1, 2, … in float32 with bias and
    residual, rounded once: in absolute order, so that results do not depend on who was first, nor on the owner's rank.
 
@@ -23,6 +23,9 @@ A launch that finds the abort word set does nothing. Where that happens between 
 still ran have counted themselves, no owner without all of its tiles is signalled, and the sum behind it does nothing
 either; the counts are zeroed with the signals.
 
+Its warps have no roles (WARP_SPECIALIZE of other products): for sm_90 Triton 3.7 puts all that surrounds the loop into
+each role, where several count their program and none signals.
+
 Tiles of other owners first: Flux, arXiv:2406.06858, which signals tile by tile.
 """
 
@@ -36,59 +39,11 @@ from tpfuse.kernels.checks import check_device, check_floats, check_integers, ch
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
-from tpfuse.kernels.gemm_tiles import (
-    allows_tma,
-    column_parts,
-    load_tile,
-    matrix,
-    store_columns,
-    store_tile,
-)
+from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
+from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import launch, multiprocessors
 from tpfuse.kernels.signals import advance, begin, peer_pointer, put, wait
 from tpfuse.kernels.tiles import dot, grouped_tile
-
-
-@triton.jit
-def _weight_matrix(
-    weight_ptr,
-    N,
-    K,
-    stride_wn,
-    stride_wk,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_ADJACENT: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """What `_load_weight` reads from; TMA wants adjacent elements in the last dimension. None of None."""
-    if weight_ptr is None:
-        return None
-    elif K_ADJACENT:
-        return matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
-    else:
-        return matrix(weight_ptr, K, N, stride_wk, BLOCK_K, BLOCK_N, TMA)
-
-
-@triton.jit
-def _load_weight(
-    weight,  # of `_weight_matrix`
-    first_n,
-    k,
-    N,
-    K,
-    stride_wn,
-    stride_wk,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    K_ADJACENT: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """The tile of Wᵀ, [BLOCK_K, BLOCK_N], that starts at (k, first_n)."""
-    if K_ADJACENT:
-        return load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA).T
-    else:
-        return load_tile(weight, k, first_n, K, N, stride_wk, stride_wn, BLOCK_K, BLOCK_N, TMA)
 
 
 @triton.jit
@@ -140,8 +95,8 @@ def gemm_reduce_scatter_forward_kernel(
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
     gate = matrix(gate_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if gate_ptr is not None else None
     up = matrix(up_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if GATED else None
-    w = _weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-    w_up = _weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    w_up = weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         programs, tiles_n = tl.num_programs(0), tl.cdiv(N, BLOCK_N)
@@ -161,11 +116,11 @@ def gemm_reduce_scatter_forward_kernel(
                         x, gate, up, owner * chunk + first_m, k, M, K, stride_xm, stride_xk, stride_pm, stride_pk,
                         ACTIVATION, BLOCK_M, BLOCK_K, TMA,
                     )  # fmt: skip
-                    b = _load_weight(w, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+                    b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
                     acc = dot(p, b, acc)
                     if GATED:
-                        b_up = _load_weight(
-                            w_up, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
+                        b_up = load_weight(
+                            w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
                         )
                         acc = dot(p_up, b_up, acc)
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
@@ -242,6 +197,8 @@ def gemm_reduce_scatter_forward(
     holds, and where the channel has too few flags.
     """
     operator = "gemm_reduce_scatter"
+    if x.ndim != 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
     preactivation = check_preactivation(operator, x, preactivation, activation)
     chunk = triton.cdiv(x.shape[0], endpoint.world)
     rows = min(max(x.shape[0] - endpoint.rank * chunk, 0), chunk)
@@ -286,8 +243,8 @@ def _launch_product(
     (m, k), n = x.shape, weight.shape[0]
     gate, up = halves_of(preactivation, activation, 1)
     weight_gate, weight_up = halves_of(weight, activation, 1)
-    k_adjacent = weight.stride(0) != 1 or weight.stride(1) == 1
-    aligned = allows_tma(x, gate, up, *(w if k_adjacent or w is None else w.t() for w in (weight_gate, weight_up)))
+    k_adjacent, weight_aligned = weight_layout(weight_gate, weight_up)
+    aligned = weight_aligned and allows_tma(x, gate, up)
     row = choose(
         operator, x.device, x.dtype,
         M=chunk, N=n, K=k, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
@@ -335,8 +292,8 @@ def _check(
     rows: int,
 ) -> None:
     check_floats(operator, x=x, weight=weight, bias=bias, residual=residual, preactivation=preactivation)
-    check_device(operator, "the channel", endpoint.slots, "x", x)
-    check_device(operator, "the channel", endpoint.slots, "counts", counts)
+    for name, tensor in (("x", x), ("counts", counts)):
+        check_device(operator, "the channel", endpoint.slots, name, tensor)
     check_integers(operator, "counts", counts, (torch.int32,))
     n, halves = weight.shape[0] if weight.ndim else 0, 2 if activation in GATED else 1
     check_shape(operator, "weight", weight, (n, halves * x.shape[1]))

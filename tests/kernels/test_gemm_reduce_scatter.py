@@ -1,0 +1,329 @@
+"""Values of gemm_reduce_scatter, on ranks of a simulated symmetric memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfuse.kernels import gemm_reduce_scatter, reference
+from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import launch
+from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers, normal
+
+SIZES = ((70, 36, 68), (1, 65, 33), (0, 5, 9), (7, 0, 9), (7, 3, 0), (63, 100, 16), (257, 16, 40))  # M, N, K
+Connect = Callable[..., Endpoint]
+Run = Callable[..., Tensor]
+
+
+def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
+    explore(program, world, schedules=[RoundRobin()])
+
+
+def channel(memory: SimulatedMemory, connect: Connect, **options: Any) -> Run:
+    """run(x, weight, …) on a new channel, whose slots hold NaN before anybody writes there."""
+    endpoint = connect(memory, slot_bytes=2**17, **options)
+    memory.buffer("slots", (2, 2**17), torch.uint8).local.fill_(255)
+    counts = memory.signals("counts", memory.world).local
+    memory.barrier()
+
+    def run(x: Tensor, weight: Tensor, **terms: Any) -> Tensor:
+        epoch = int(endpoint.state[0])
+        out = gemm_reduce_scatter_forward(x, weight, endpoint, counts, **terms)
+        assert endpoint.state.tolist() == [epoch + 1, 0], "each launch is an epoch, whatever its size"
+        assert not counts.any()
+        return out
+
+    return run
+
+
+def rows_of(rank: int, m: int, world: int) -> slice:
+    chunk = -(-m // world)
+    return slice(min(rank * chunk, m), min((rank + 1) * chunk, m))
+
+
+def summed(partials: list[Tensor], *terms: Tensor | None) -> Tensor:
+    """In rank order and float32, rounded once."""
+    total = partials[0].float()
+    for term in (*partials[1:], *terms):
+        total = total if term is None else total + term.float()
+    return total.to(partials[0].dtype)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ of whole numbers, rounded once."""
+    return (x.double() @ weight.double().t()).float().to(x.dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch.dtype) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        run = channel(memory, connect)
+        for seed, (m, n, k) in enumerate(SIZES):
+            xs, ws = (
+                [integers(10 * seed + rank, *shape, dtype=dtype) for rank in range(world)] for shape in ((m, k), (n, k))
+            )
+            rows = rows_of(memory.rank, m, world)
+            bias = integers(seed, n, dtype=dtype) if seed % 2 else None
+            residual = integers(seed, m, n, dtype=dtype)[rows] if seed % 3 else None
+            out = run(xs[memory.rank], ws[memory.rank], bias=bias, residual=residual)
+            partials = [product(x, w)[rows] for x, w in zip(xs, ws, strict=True)]
+            assert torch.equal(out, summed(partials, bias, residual)), (m, n, k)
+            assert out.is_contiguous()
+
+    once(program, world)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_partial_sums_of_gemm_in_rank_order_rounded_once(connect: Connect, dtype: torch.dtype) -> None:
+    """To the bit, which no other order gives: what each rank sends is what `gemm` of the same tiles computes."""
+    m, n, k, world = 100, 80, 60, 4
+    xs, ws = (
+        [normal(seed + rank, *shape, dtype=dtype) for rank in range(world)]
+        for seed, shape in ((0, (m, k)), (9, (n, k)))
+    )
+    partials = [gemm_forward(x, w)[0] for x, w in zip(xs, ws, strict=True)]
+    bias, residual = normal(20, n, dtype=dtype), normal(21, m, n, dtype=dtype)
+
+    def program(memory: SimulatedMemory) -> None:
+        run, rows = channel(memory, connect), rows_of(memory.rank, m, world)
+        expected = summed([partial[rows] for partial in partials], bias, residual[rows])
+        for _ in range(3):
+            out = run(xs[memory.rank], ws[memory.rank], bias=bias, residual=residual[rows])
+            assert torch.equal(out, expected)
+        if dtype == torch.float32:
+            backwards = summed([partial[rows] for partial in partials[::-1]], bias, residual[rows])
+            assert not torch.equal(backwards, expected), "another order is seen"
+
+    explore(program, world, schedules=[Sequential(), RoundRobin()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("with_bias", "with_residual"), [(True, True), (False, False)])
+def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with_residual: bool) -> None:
+    m, n, k, world = 65, 70, 40, 3
+    inputs = {f"x{rank}": normal(rank, m, k, dtype=dtype) for rank in range(world)}
+    inputs |= {f"w{rank}": normal(10 + rank, n, k, dtype=dtype) for rank in range(world)}
+    terms = {"bias": normal(20, n, dtype=dtype)} if with_bias else {}
+    terms |= {"residual": normal(21, m, n, dtype=dtype)} if with_residual else {}
+
+    def plain(**tensors: Tensor) -> Tensor:
+        total = F.linear(tensors["x0"], tensors["w0"])
+        for rank in range(1, world):
+            total = total + F.linear(tensors[f"x{rank}"], tensors[f"w{rank}"])
+        for name in terms:
+            total = total + tensors[name]
+        return total
+
+    yardstick = Yardstick(plain, inputs | terms, torch.zeros(m, n))
+
+    def program(memory: SimulatedMemory) -> None:
+        rank, rows = memory.rank, rows_of(memory.rank, m, world)
+        own = terms | {name: x[rows] for name, x in terms.items() if name == "residual"}
+        out = channel(memory, connect)(inputs[f"x{rank}"], inputs[f"w{rank}"], **own)
+        yardstick.check("out", out, rows)
+
+    once(program, world)
+
+
+def gradient(grad: Tensor, weight: Tensor, preactivation: Tensor, activation: str | None) -> Tensor:
+    """By autograd, from a stored pre-activation, as torch's eager backward has it."""
+    leaf = preactivation.detach().requires_grad_()
+    return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0] @ weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_column_parallel_layers(connect: Connect, activation: str | None, dtype: torch.dtype) -> None:
+    m, features, n, world = 45, 70, 40, 2
+    width = features // 2 if activation in GATED else features
+    grads, weights, kept = (
+        [normal(seed + rank, *shape, dtype=dtype) * scale for rank in range(world)]
+        for seed, shape, scale in ((1, (m, width), 1), (3, (features, n), 1), (5, (m, features), 2))
+    )  # fmt: skip
+    plain, truth = (
+        sum(gradient(*(x.to(kind) for x in tensors), activation) for tensors in zip(grads, weights, kept, strict=True))
+        for kind in (dtype, torch.float64)
+    )
+    assert isinstance(plain, Tensor) and isinstance(truth, Tensor)
+    bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(dtype).eps * truth.abs().max().item()
+
+    def program(memory: SimulatedMemory) -> None:
+        rank, rows = memory.rank, rows_of(memory.rank, m, world)
+        run = channel(memory, connect)
+        terms = {"preactivation": kept[rank], "activation": activation}
+        out = run(grads[rank], weights[rank].t(), **terms)
+        check_error("gradient", out, plain[rows], truth[rows], bound)
+        assert torch.equal(run(grads[rank], weights[rank].t().contiguous(), **terms), out), "the other layout"
+
+    once(program, world)
+
+
+def layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
+    """[rows, columns] of whole numbers with every kind of strides; what lies around is NaN."""
+    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
+    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
+    wide = torch.full((rows + 8, columns + 8), torch.nan)
+    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
+    return {
+        "transposed": integers(seed, columns, rows).t(),
+        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
+        "rows of a wider one": wide[4 : rows + 4, :columns],
+        "columns of a higher one": wide.t().contiguous().t()[4 : rows + 4, :columns],
+        "one row": integers(seed, 1, columns).expand(rows, columns),
+        "one column": integers(seed, rows, 1).expand(rows, columns),
+    }
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "preactivation", "bias", "residual"])
+def test_strides(connect: Connect, name: str) -> None:
+    m, n, k = 70, 36, 68
+
+    def program(memory: SimulatedMemory) -> None:
+        run, rows = channel(memory, connect), rows_of(memory.rank, m, 2)
+        shapes = {
+            "x": (m, k),
+            "weight": (n, k),
+            "preactivation": (m, k),
+            "bias": (n, 3),
+            "residual": (rows.stop - rows.start, n),
+        }
+        plain = {key: integers(seed, *shape) for seed, (key, shape) in enumerate(shapes.items())}
+        for kind, view in layouts(7, *shapes[name]).items():
+            inputs = plain | {name: view}
+            inputs["bias"] = inputs["bias"][:, 1]
+            masked = torch.where(inputs["preactivation"] > 0, inputs["x"], 0)
+            expected = 2 * product(masked, inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
+            assert torch.equal(run(**inputs, activation="relu"), expected), kind
+            inputs.pop("preactivation")
+            expected = 2 * product(inputs["x"], inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
+            assert torch.equal(run(**inputs), expected), kind
+
+    once(program, 2)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every launch."""
+    seen: list[dict[str, Any]] = []
+
+    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        seen.append({"grid": grid} | arguments)
+        launch(kernel, grid, **arguments)
+
+    monkeypatch.setattr(gemm_reduce_scatter, "launch", spy)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tma_whichever_way_a_weight_lies(connect: Connect, dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        run = channel(memory, connect)
+        for n, k, by_rows, by_columns in ((40, 64, True, True), (63, 64, True, False), (40, 63, False, False)):
+            x, weight = integers(1, 70, k, dtype=dtype), integers(2, n, k, dtype=dtype)
+            assert torch.equal(run(x, weight), product(x, weight))
+            assert (launches[-2]["TMA"], launches[-2]["K_ADJACENT"]) == (by_rows, True)
+            assert torch.equal(run(x, weight.t().contiguous().t()), product(x, weight))
+            assert (launches[-2]["TMA"], launches[-2]["K_ADJACENT"]) == (by_columns, False)
+
+    once(program, 1)
+
+
+def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
+    """Every program has a tile, and where there is none one program signals and waits."""
+
+    def program(memory: SimulatedMemory) -> None:
+        run = channel(memory, connect, flag_count=1, programs=2)
+        for m, n in ((257, 100), (16, 16), (0, 16), (16, 0)):
+            run(torch.zeros(m, 16), torch.zeros(n, 16))
+        assert [seen["grid"] for seen in launches] == [(3,), (2,)] + 6 * [(1,)]
+
+    once(program, 1)
+
+
+def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
+    m, n, k = 70, 40, 30
+
+    def program(memory: SimulatedMemory) -> None:
+        run = channel(memory, connect)
+        xs = [normal(rank, m, k) for rank in range(2)]
+        weight = normal(5, n, k)
+        clean = run(xs[memory.rank], weight)
+        xs[0][3, 29], xs[1][60, 0] = torch.nan, torch.inf
+        out = run(xs[memory.rank], weight)
+        expected = (xs[0].double() @ weight.double().t() + xs[1].double() @ weight.double().t())[
+            rows_of(memory.rank, m, 2)
+        ]
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isinf(), expected.isinf())
+        finite = expected.isfinite().all(1)
+        assert finite.sum() == 34
+        assert torch.equal(out[finite], clean[finite])
+
+    once(program, 2)
+
+
+@pytest.fixture
+def alone() -> Endpoint:
+    """One rank's end of a channel of three that leads nowhere: aborted, so that what is launched does nothing."""
+    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    return Endpoint(1, 3, table, 256, table, 3, words, words[:1], programs=2)
+
+
+def test_nothing_is_counted_behind_an_abort(alone: Endpoint) -> None:
+    counts = torch.zeros(3, dtype=torch.int32)
+    gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), alone, counts)
+    assert not counts.any()
+    assert alone.state.tolist() == [1, 1], "as it was"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[M, K\]"),
+        ({"weight": torch.zeros(5, 4)}, r"weight has shape \(5, 4\): expected \(5, 3\)"),
+        ({"weight": torch.zeros(3)}, r"weight has shape \(3,\): expected \(3, 3\)"),
+        ({"bias": torch.zeros(4)}, r"bias has shape \(4,\): expected \(5,\)"),
+        ({"residual": torch.zeros(4, 5)}, r"residual has shape \(4, 5\): expected \(2, 5\)"),
+        ({"activation": "gelu"}, r"preactivation is None: activation gelu expects it"),
+        (
+            {"activation": "gelu", "preactivation": torch.zeros(4, 6)},
+            r"preactivation has shape \(4, 6\): expected \(4, 3\)",
+        ),
+        ({"activation": "geglu", "preactivation": torch.zeros(4, 6)}, r"weight has shape \(5, 3\): expected \(5, 6\)"),
+        ({"activation": "tanh"}, r"activation 'tanh' is not known"),
+        ({"bias": torch.zeros(5).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
+        ({"x": torch.zeros(4, 3).double()}, r"x is torch.float64: expected float32, float16 or bfloat16"),
+        (
+            {"counts": torch.zeros(2, dtype=torch.int32)},
+            r"counts has shape \(2,\) .*: expected contiguous, at least \(3,\)",
+        ),
+        ({"counts": torch.zeros(6, dtype=torch.int32)[::2]}, r"counts has .*\(2,\): expected contiguous"),
+        ({"counts": torch.zeros(3)}, r"counts is torch.float32: expected int32"),
+        ({"counts": torch.zeros(3, dtype=torch.int32, device="meta")}, r"counts is on meta, the channel on cpu"),
+        (
+            {"x": torch.zeros(13, 3)},
+            r"300 bytes to stage, a slot holds 256: pass it in pieces",
+        ),
+    ],
+)
+def test_bad_input_is_named(alone: Endpoint, changes: dict[str, Any], message: str) -> None:
+    good = {"x": torch.zeros(4, 3), "weight": torch.zeros(5, 3), "counts": torch.zeros(3, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=f"gemm_reduce_scatter: {message}"):
+        gemm_reduce_scatter_forward(endpoint=alone, **good | changes)
+
+
+def test_too_few_flags(alone: Endpoint) -> None:
+    with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
+        gemm_reduce_scatter_forward(
+            torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2), torch.zeros(3, dtype=torch.int32)
+        )
