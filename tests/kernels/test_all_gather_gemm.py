@@ -1,0 +1,320 @@
+"""Values of all_gather_gemm, with copiers and after copies of the host, on ranks of a simulated symmetric memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import all_gather_gemm, reference
+from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.configurations import TABLE, override, read_table
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.staging import await_source, deliver, stage
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers, normal
+
+SHAPES = [(33, 40, 70), (1, 1, 1), (70, 64, 36), (0, 8, 5), (5, 8, 0), (3, 0, 4), (64, 33, 7), (2, 36, 130)]
+Connect = Callable[..., Endpoint]
+Product = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
+    explore(program, world, schedules=[RoundRobin()])
+
+
+class Channel:
+    """One rank's endpoint and words, and the product with chunks that arrive in either way."""
+
+    def __init__(self, memory: SimulatedMemory, connect: Connect, words: int | None = None, **options: int) -> None:
+        self.memory, self.end = memory, connect(memory, **options)
+        self.ready = memory.signals("ready", 8 * memory.world if words is None else words).local
+        self.slots = memory.buffer("slots", (2, self.end.slot_bytes), torch.uint8)
+        self.gathered = torch.empty(0)
+
+    def gather(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """By copiers."""
+        self.gathered = torch.empty(self.memory.world, *x.shape, dtype=x.dtype)
+        weight, bias = (*args, None)[:2]
+        return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, **options)
+
+    def copy(self, x: Tensor, *args: Any, half: int = 0, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """By the host, in the place of a copy engine."""
+        world, rank = self.memory.world, self.memory.rank
+        self.gathered = torch.empty(world, *x.shape, dtype=x.dtype)
+        stage(x, self.end, half)
+        for step in range(1, world):
+            source = (rank + step) % world
+            chunk = self.gathered[source]
+            await_source(chunk, self.end, source)
+            chunk.copy_(self.slots.peers[source][half, : chunk.nbytes].view(x.dtype).view(x.shape))
+            deliver(self.ready, self.end, source)
+        weight, bias = (*args, None)[:2]
+        return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, copied=True, **options)
+
+
+def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Of whole numbers, rounded once."""
+    out = torch.cat(xs).double() @ weight.double().t()
+    return (out if bias is None else out + bias.double()).float().to(weight.dtype)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", ["gather", "copy"])
+def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        channel = Channel(memory, connect)
+        for epoch, (m, k, n) in enumerate(SHAPES):
+            dtype = (torch.float32, torch.bfloat16, torch.float16)[epoch % 3]
+            xs = [integers(10 * epoch + rank, m, k, dtype=dtype) for rank in range(world)]
+            weight, bias = integers(5, n, k, dtype=dtype), integers(6, n, dtype=dtype) if epoch % 2 else None
+            own = {"keep_own": epoch % 3 > 0} if way == "gather" else {}
+            out, kept = getattr(channel, way)(xs[memory.rank], weight, bias, keep_preactivation=epoch == 0, **own)
+            assert torch.equal(out, exact(xs, weight, bias)), (m, k, n)
+            assert kept is None if epoch else torch.equal(kept, out)
+            whole = any(own.values())
+            for rank in range(world):
+                if whole or rank != memory.rank:
+                    assert torch.equal(channel.gathered[rank], xs[rank])
+                else:
+                    assert channel.gathered[rank].isnan().all(), "nobody asked for it"
+        if way == "gather":
+            assert channel.end.state.tolist() == [len(SHAPES), 0], "every launch is an epoch, also for no elements"
+
+    once(program, world)
+
+
+def test_either_half_in_any_order_and_other_launches_between(connect: Connect) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        channel = Channel(memory, connect)
+        for epoch, half in enumerate((0, 0, 1, 0, None, 1, 1, None, None, 0)):
+            xs = [integers(10 * epoch + rank, 300 // (1 + epoch), 8) for rank in range(2)]
+            weight, x = integers(5, 3, 8), xs[memory.rank]
+            out, _ = channel.gather(x, weight) if half is None else channel.copy(x, weight, half=half)
+            assert torch.equal(out, exact(xs, weight)), epoch
+        assert channel.end.state.tolist() == [10 + 4, 0], "a round before each that wants the other half than its epoch"
+
+    explore(program, 2, schedules=[Sequential(), RoundRobin()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) -> None:
+    m, n, k = 17, 72, 40
+    rows = slice(0, 2 * m)
+    inputs = {"x": normal(1, 2 * m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
+    for bias in (None, normal(3, n, dtype=dtype)):
+        given = inputs if bias is None else inputs | {"bias": bias}
+        pre = Yardstick(reference.linear, given, torch.zeros(2 * m, n))
+        width = n // 2 if activation in GATED else n
+
+        def whole(**tensors: Tensor) -> Tensor:
+            return reference.linear(activation_name=activation, **tensors)
+
+        full = Yardstick(whole, given, torch.zeros(2 * m, width))
+
+        def program(memory: SimulatedMemory, bias: Tensor | None = bias, pre: Any = pre, full: Any = full) -> None:
+            x = inputs["x"].chunk(2)[memory.rank]
+            channel = Channel(memory, connect)
+            out, kept = channel.gather(x, inputs["weight"], bias, activation=activation, keep_preactivation=True)
+            full.check("out", out, rows)
+            pre.check("out", kept, rows)
+            again, nothing = channel.copy(x, inputs["weight"], bias, activation=activation)
+            assert nothing is None and torch.equal(again, out)
+
+        once(program, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bitwise_what_gemm_gives_with_the_same_tiles_in_every_run(connect: Connect, dtype: torch.dtype) -> None:
+    weight, bias = normal(3, 70, 60, dtype=dtype), normal(4, 70, dtype=dtype)
+    xs = [normal(rank, 65, 60, dtype=dtype) for rank in range(2)]
+    expected = torch.cat([gemm_forward(x, weight, bias, activation="gelu")[0] for x in xs])
+
+    def program(memory: SimulatedMemory) -> None:
+        channel = Channel(memory, connect)
+        for way in (channel.gather, channel.copy) * 2:
+            assert torch.equal(way(xs[memory.rank], weight, bias, activation="gelu")[0], expected)
+
+    once(program, 2)
+
+
+def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
+    """[rows, columns] of whole numbers with several kinds of strides; what lies around is NaN."""
+    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
+    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
+    wide = torch.full((rows + 8, columns + 8), torch.nan)
+    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
+    return {
+        "transposed": integers(seed, columns, rows).t(),
+        "columns of a taller one": integers(seed, columns + 4, rows + 4)[2 : columns + 2, :rows].t(),
+        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
+        "rows of a wider one": wide[4 : rows + 4, :columns],
+        "one row": integers(seed, 1, columns).expand(rows, columns),
+        "one column": integers(seed, rows, 1).expand(rows, columns),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of silu, to 0, as it should
+@pytest.mark.parametrize("kind", views(0, 1, 1))
+def test_strides(connect: Connect, kind: str) -> None:
+    m, n, k = 20, 72, 68
+    xs, weight = [views(rank, m, k)[kind] for rank in range(2)], views(5, n, k)[kind]
+    bias = views(6, n, 3)[kind][:, 1]
+
+    def program(memory: SimulatedMemory) -> None:
+        channel = Channel(memory, connect)
+        for way in (channel.gather, channel.copy):
+            assert torch.equal(way(xs[memory.rank], weight, bias)[0], exact(xs, weight, bias))
+        gate, up = exact(xs, weight, bias).split(n // 2, dim=1)
+        out, kept = channel.gather(xs[memory.rank], weight, bias, activation="swiglu", keep_preactivation=True)
+        assert torch.equal(kept, torch.cat([gate, up], dim=1))
+        torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
+
+    once(program, 2)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every launch of the product."""
+    seen: list[dict[str, Any]] = []
+
+    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        seen.append({"grid": grid[0]} | arguments)
+        launch(kernel, grid, **arguments)
+
+    monkeypatch.setattr(all_gather_gemm, "launch", spy)
+    return seen
+
+
+def test_tma_whichever_way_an_aligned_weight_lies(connect: Connect, launches: list[dict[str, Any]]) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        channel, x = Channel(memory, connect), integers(1, 3, 40)
+        plain, odd = integers(2, 36, 40), integers(2, 35, 40)
+        for weight, k_adjacent, tma in (
+            (plain, True, True), (plain.t().contiguous().t(), False, True),
+            (odd, True, True), (odd.t().contiguous().t(), False, False),
+            (plain.t().contiguous().t()[1:], False, False), (integers(2, 36, 80)[:, ::2], True, False),
+        ):  # fmt: skip
+            out, _ = channel.gather(x, weight)
+            assert torch.equal(out, exact([x], weight))
+            assert (launches[-1]["K_ADJACENT"], launches[-1]["TMA"]) == (k_adjacent, tma), weight.stride()
+
+    once(program, 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "m", "options", "copiers", "programs"),
+    [
+        ("gather", 100, {}, 4, 6),
+        ("gather", 1, {}, 1, 2),
+        ("gather", 0, {}, 1, 1),
+        ("gather", 100, {"programs": 5}, 4, 5),
+        ("gather", 100, {"programs": 2}, 1, 2),
+        ("gather", 100, {"flag_count": 2}, 2, 4),
+        ("gather", 100, {"words": 3}, 3, 5),
+        ("copy", 100, {}, 0, 2),
+        ("copy", 300, {"programs": 3}, 0, 2),
+        ("copy", 100, {"programs": 1}, 0, 1),
+        ("copy", 0, {}, 0, 1),
+    ],
+)
+def test_how_many_copy_and_how_many_multiply(
+    connect: Connect, launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
+) -> None:
+    """No more than there are shares, flags, words or tiles for; beside copies one program is spared."""
+    rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("all_gather_gemm", "interpreted")]
+    many = [replace(row, blocks=row.blocks | {"COPIERS": 4, "BLOCK_COPY": 64}) for row in rows]
+
+    def program(memory: SimulatedMemory) -> None:
+        x, weight = integers(1, m, 20), integers(2, 10, 20)
+        channel = Channel(memory, connect, **{"programs": 9} | options)
+        assert torch.equal(getattr(channel, way)(x, weight)[0], exact([x], weight))
+        assert (launches[-1]["COPIERS"], launches[-1]["grid"]) == (copiers, programs)
+
+    with override(*many):
+        once(program, 1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_nan_and_inf_stay_in_their_row(connect: Connect) -> None:
+    x, weight = normal(1, 40, 70), normal(2, 20, 70)
+    x[3, 69], x[25, 0] = torch.nan, torch.inf
+    expected = reference.linear(x.double(), weight.double(), activation_name="gelu")
+
+    def program(memory: SimulatedMemory) -> None:
+        out, _ = Channel(memory, connect).gather(x.chunk(2)[memory.rank], weight, activation="gelu")
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isinf(), expected.isinf())
+
+    once(program, 2)
+
+
+@pytest.fixture
+def alone() -> dict[str, Any]:
+    """Arguments of one rank of three whose channel leads nowhere: aborted, so that what is launched does nothing."""
+    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    end = Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
+    ready = torch.zeros(3, dtype=torch.int32)
+    x, weight, gathered = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(3, 4, 3)
+    return {"x": x, "weight": weight, "bias": None, "gathered": gathered, "ready": ready, "endpoint": end}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"all_gather_gemm: x has shape \(4,\): expected \[m, K\]"),
+        ({"weight": torch.zeros(6, 4)}, r"weight has shape \(6, 4\): expected \(6, 3\)"),
+        ({"weight": torch.zeros(6)}, r"weight has shape \(6,\): expected \(6, 3\)"),
+        ({"bias": torch.zeros(5)}, r"bias has shape \(5,\): expected \(6,\)"),
+        ({"weight": torch.zeros(5, 3), "activation": "swiglu"}, r"weight has 5 rows: swiglu expects an even number"),
+        ({"activation": "tanh"}, r"all_gather_gemm: activation 'tanh' is not known"),
+        ({"bias": torch.zeros(6).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
+        ({"x": torch.zeros(4, 3).long()}, r"x is torch.int64: expected float32, float16 or bfloat16"),
+        ({"weight": torch.zeros(6, 3, device="meta")}, r"weight is on meta, x on cpu: expected one device"),
+        ({"gathered": torch.zeros(2, 4, 3)}, r"gathered has shape \(2, 4, 3\): expected \(3, 4, 3\)"),
+        ({"gathered": torch.zeros(3, 3, 4).mT}, r"gathered has strides \(12, 1, 4\): expected contiguous"),
+        ({"gathered": torch.zeros(3, 4, 3).half()}, r"gathered is torch.float16"),
+        ({"ready": torch.zeros(3)}, r"ready is torch.float32: expected int32"),
+        ({"ready": torch.zeros(2, dtype=torch.int32)}, r"ready has shape \(2,\) .*at least \(3,\)"),
+        ({"ready": torch.zeros(3, dtype=torch.int32, device="meta")}, "ready is on meta, the channel on cpu"),
+        ({"keep_own": True, "copied": True}, "keep_own: .* where copied"),
+        (
+            {"x": torch.zeros(40, 3), "gathered": torch.zeros(3, 40, 3)},
+            "all_gather_gemm: 480 bytes to stage, a slot holds 256",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(alone: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        all_gather_gemm_forward(**alone | changes)
+    all_gather_gemm_forward(**alone)
+
+
+def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="all_gather_gemm: a channel of 1 program: expected at least 2"):
+        all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], programs=1)})
+    with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
+        all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], flag_count=2)})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda end, ready: stage(ready, end, 2), "stage: half 2: expected 0 or 1"),
+        (lambda end, ready: stage(torch.zeros(65), end, 0), "stage: 260 bytes to stage, a slot holds 256"),
+        (lambda end, ready: stage(ready.to("meta"), end, 0), "stage: x is on meta, the channel on cpu"),
+        (lambda end, ready: await_source(ready, end, 1), "await_source: source 1: expected another rank than 1 of 3"),
+        (lambda end, ready: deliver(ready, end, 3), "deliver: source 3: expected another rank than 1 of 3"),
+        (lambda end, ready: deliver(ready[:2], end, 0), r"deliver: ready has shape \(2,\)"),
+    ],
+)
+def test_bad_input_of_staging(alone: dict[str, Any], call: Callable[[Endpoint, Tensor], None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(alone["endpoint"], alone["ready"])
