@@ -29,3 +29,13 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
             raise ValueError(f"{operator}: {name} is on {other.device}, x on {x.device}: expected one device")
         if other is not None and not mixed and other.dtype != x.dtype:
             raise ValueError(f"{operator}: {name} is {other.dtype}, x is {x.dtype}: expected one dtype")
+
+
+def check_residual(operator: str, x: Tensor, residual: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless the residual has the result's shape and is on x's device; its dtype may differ."""
+    if residual is None:
+        return
+    if residual.shape != shape:
+        raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
+    if residual.device != x.device:
+        raise ValueError(f"{operator}: residual is on {residual.device}, x on {x.device}: expected one device")
