@@ -7,18 +7,21 @@ the rank's shard of the tokens; the parameters are DTensors on both sides, and a
 call. Output and gradients are checked first against float64 (tpfuse's within the bound of the tests). gpt: a training
 step of the preset that `make train` runs, with its batch, data, clipping and optimizer: tpfuse's Trainer, and the same
 model in `benchmarks.torch_gpt` under `parallelize_module` with torch's fused AdamW and clip_grad_norm_. From the same
-weights, losses and gradient norms of three steps must agree.
+weights, losses and gradient norms of three steps must agree. As `tpfuse train` does, all processes keep freed memory.
 
 Ranks have one thread each. The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) is another
 one, with as many threads as there are ranks. A turn times several calls of one contender, on rank 0 after a barrier.
 Whoever has no turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn begins a
-moment after the one before it, when OpenMP's threads have gone to sleep).
+moment after the one before it, when OpenMP's threads have gone to sleep). Rows say what part of the cores other
+programs took meanwhile (on Linux): where that is more than a few per cent, the times are not to be believed.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,12 +43,14 @@ from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import parse_train
+from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.trainer import Trainer
 
 TORCH, ALONE = "torch", "one_process"
 _SECONDS = 0.15  # of a turn, about
+_LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
 _SETTLING = 0.02  # before a turn: longer than OpenMP's threads spin
 Call = Callable[[], object]
 
@@ -180,6 +185,7 @@ def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Cal
 
 def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
     """Fills `_calls` with training steps, checked. On every rank."""
+    keep_freed_memory()
     world = 1 if alone else dist.get_world_size()
     options, config, windows = _preset(world)
     mesh = None if alone else build_mesh("cpu", dp=1, tp=world)
@@ -205,6 +211,21 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def processor_seconds() -> float:
+    """Of this process, all of its threads."""
+    return time.process_time()
+
+
+def _of_others(ranks: RankPool, alone: RankPool) -> float:
+    """Seconds of processor time since the machine started that neither was idle nor of this benchmark's processes."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return float("nan")
+    user, nice, system, _, _, *interrupts = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
+    busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    return busy - time.process_time() - sum(ranks.run(processor_seconds) + alone.run(processor_seconds))
+
+
 def turn(name: str, repeats: int) -> float:
     """Seconds of a call. On every rank of the contender."""
     call = _calls[name]
@@ -216,8 +237,8 @@ def turn(name: str, repeats: int) -> float:
     return (time.perf_counter() - started) / repeats
 
 
-def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, of each round, by contender."""
+def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a call, of each round, by contender; what part of the cores others took."""
     where = {OURS: ranks, TORCH: ranks, ALONE: alone}
     for pool in (ranks, alone):
         pool.run(subject.prepare, subject.sizes, pool is alone)
@@ -226,10 +247,12 @@ def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> 
         pool.run(turn, name, 3)
         repeats[name] = max(1, min(200, int(_SECONDS / pool.run(turn, name, 3)[0])))
     found: dict[str, list[float]] = {name: [] for name in where}
+    before, started = _of_others(ranks, alone), time.monotonic()
     for _ in range(rounds):
         for name, pool in where.items():
             found[name].append(pool.run(turn, name, repeats[name])[0])
-    return found
+    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
+    return found, (_of_others(ranks, alone) - before) / capacity
 
 
 SUBJECTS = (
@@ -239,19 +262,16 @@ SUBJECTS = (
 )
 
 
-def report(subject: Subject, ranks: int, times: dict[str, list[float]]) -> None:
+def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> None:
     """Prints a line and keeps a row."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     median = {name: figures[name]["median"] for name in figures}
     over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
     sizes = " x ".join(map(str, subject.sizes)) or "tiny"
-    columns = " ".join(f"{median[name]:>8.2f} ms" for name in (OURS, TORCH, ALONE))
-    print(
-        f"{ranks:>5} {subject.name:<3} {sizes:<10} {columns} {over_torch:>12} {subject.asked:>6} {over_one:>14}",
-        flush=True,
-    )
+    cells = (f"{subject.name} {sizes}", *(f"{median[name]:.2f} ms" for name in (OURS, TORCH, ALONE)))
+    print(_LINE.format(*cells, over_torch, subject.asked, over_one, f"{others:.0%}"), flush=True)
     row = {"subject": subject.name, "sizes": subject.sizes, "ranks": ranks, "asked": subject.asked}
-    row |= {"speedup": over_torch, "speedup_over_one_process": over_one}
+    row |= {"speedup": over_torch, "speedup_over_one_process": over_one, "others": round(others, 3)}
     keep("tensor_parallel", row | {f"{name}_ms": figures[name] for name in figures})
 
 
@@ -264,10 +284,11 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks, alone = RankPool(arguments.ranks, timeout=600.0), RankPool(1, timeout=600.0)
     alone.run(set_threads, arguments.ranks)
-    print("ranks subject             tpfuse       torch one process   times torch  asked  times one process")
+    names = "times torch", "asked", "times one", "other programs"
+    print(_LINE.format(f"{arguments.ranks} ranks", "tpfuse", "torch", "one process", *names))
     for subject in SUBJECTS:
         if not arguments.subjects or subject.name in arguments.subjects:
-            report(subject, arguments.ranks, measure(subject, ranks, alone, arguments.rounds))
+            report(subject, arguments.ranks, *measure(subject, ranks, alone, arguments.rounds))
     for pool in (ranks, alone):
         pool.close()
 
