@@ -109,8 +109,8 @@ def launches(dtype: torch.dtype) -> None:
     for activation in ("gelu", "gelu_tanh", "swiglu", "geglu"):
         width = 2 * k if activation in GATED else k
         run(8, empty(m, k), empty(width, n).t(), preactivation=empty(m, width), activation=activation)
-    run(4, empty(256, k), empty(n, k), bias=empty(n))  # few rows of each owner
-    run(4, empty(256, k), empty(2 * k, n).t(), preactivation=empty(256, 2 * k), activation="geglu")
+    run(8, empty(256, k), empty(n, k))  # few rows of each owner
+    run(8, empty(256, k), empty(2 * k, n).t(), preactivation=empty(256, 2 * k), activation="geglu")
     odd = k + 1  # rows that TMA cannot read
     run(3, empty(m, odd), empty(n, odd))
     run(3, empty(m, odd), empty(odd, n).t(), preactivation=empty(m, odd), activation="gelu_tanh")
