@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import Channel
-from tpfuse.comm.direct import DirectCollectives
+from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import flat
@@ -30,7 +30,6 @@ class DirectLinear:
         """Collective."""
         self.memory, self._piece_bytes = memory, piece_bytes
         self._channels: dict[int, _RowChannel] = {}
-        self._collectives: DirectCollectives | None = None
 
     def activates(self, x: Tensor) -> bool:
         """Activations are operators of their own."""
@@ -137,14 +136,23 @@ class DirectLinear:
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """all_reduce(x Wᵀ) + bias + residual; x: [..., K]."""
-        partial = torch.matmul(x, weight.t())
-        if self._collectives is None:
-            self._collectives = DirectCollectives(self.memory)
-        self._collectives.all_reduce(partial.view(-1), partial.view(-1))
-        for term in (bias, residual):
-            if term is not None:
-                partial += term
-        return partial
+        op, memory = "linear_all_reduce", self.memory
+        own, width = memory.rank, len(weight)
+        rows, out = flat(x), x.new_empty(*x.shape[:-1], width)
+        sums, added = flat(out), None if residual is None else flat(residual)
+        most = SLOT_BYTES if memory.world == 2 else ONE_SHOT_BYTES
+        with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
+            for channel, part in self._pieces(len(rows), width * x.element_size()):
+                slots = channel.next_slots(x.dtype, part.stop - part.start, width)
+                torch.mm(rows[part], weight.t(), out=slots[own])
+                epoch = channel.signal_rows(len(rows))
+                for rank in channel.others:
+                    channel.wait_for_rows(rank, epoch, len(rows), op)
+                if slots[own].nbytes <= most:
+                    sum_in_rank_order(slots + _terms(part, bias, added), sums[part])
+                else:
+                    _sum_by_parts(channel, slots, bias, None if added is None else added[part], sums[part], op)
+        return out
 
     def _gathered(self, rows: Tensor, op: str) -> Iterator[tuple[int, slice, Tensor]]:
         """(rank, which of its rows, these rows in place): own first, then those of rank + 1, rank + 2, …
@@ -192,6 +200,8 @@ class _RowChannel(Channel):
         self.wait_for(rank, epoch, op)
         theirs = int(self._rows.peers[rank][epoch % 2])
         if theirs != rows:
+            for other in self.others:  # as in every epoch: what is written in two epochs nobody may still be reading
+                self.wait_for(other, epoch, op)
             mine = f"rank {self.memory.rank} has {rows}"
             raise ValueError(f"{op}: rank {rank} has {theirs} rows, {mine}: all ranks must have equally many")
 
@@ -226,6 +236,23 @@ class _WeightGradient:
             return whole.t() @ here if self._grad_arrives else here.t() @ whole
         assert self._total is not None
         return self._total
+
+
+def _sum_by_parts(
+    channel: Channel, slots: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor, op: str
+) -> None:
+    """out = Σ slots + bias + residual: each rank computes some rows and reads the others', in an epoch of its own."""
+    own, most = channel.memory.rank, -(-len(out) // len(slots))
+    parts = [slice(rank * most, (rank + 1) * most) for rank in range(len(slots))]
+    sums = channel.next_slots(out.dtype, most, out.shape[1])
+    mine = sums[own][: len(out[parts[own]])]
+    sum_in_rank_order([slot[parts[own]] for slot in slots] + _terms(parts[own], bias, residual), mine)
+    epoch = channel.signal()
+    out[parts[own]].copy_(mine)
+    for rank in channel.others:
+        channel.wait_for(rank, epoch, op)
+        target = out[parts[rank]]
+        target.copy_(sums[rank][: len(target)])
 
 
 def _product(x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor) -> None:
