@@ -2,12 +2,19 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tpfuse.comm.mesh import group_of
+from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
-from tpfuse.testing.inputs import integers
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
 
 
 def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) -> tuple[Tensor, list[Tensor]]:
@@ -47,3 +54,84 @@ def test_logits_and_losses(name: Kernels) -> None:
     with kernels(name), torch.no_grad():
         assert torch.equal(compiled(ids), model(ids))
         assert torch.equal(compiled(ids, ids), model(ids, ids))
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if hasattr(x, "to_local") else x
+
+
+def _sharded() -> None:
+    """One graph for every implementation: which one runs is chosen when it runs. Other sizes make it anew."""
+    model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
+    initialize(model, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    names: tuple[Implementation, ...] = ("direct", "collective", "fused")
+    for batch, name in enumerate(names, start=2):
+        with implementation(name):
+            ids = integers(batch, batch, 8, low=0, high=60, dtype=torch.int64)
+            loss, gradients = _trained(model, ids, (7, batch))
+            compiled_loss, compiled_gradients = _trained(compiled, ids, (7, batch))
+            assert torch.equal(compiled_loss, loss)
+            for found, expected in zip(compiled_gradients, gradients, strict=True):
+                assert torch.equal(_local(found), _local(expected))
+            with torch.no_grad():
+                assert torch.equal(compiled(ids), model(ids))
+                assert torch.equal(compiled(ids, ids), model(ids, ids))
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 0
+
+
+def test_tensor_parallel_models_are_one_graph() -> None:
+    pool(2).run(_sharded)
+
+
+def _layers(sequence_parallel: bool) -> None:
+    mesh = tensor_mesh()
+    mlp = nn.Sequential(
+        ColumnParallelLinear(
+            12, 24, activation="swiglu", parts=2, sequence_parallel=sequence_parallel, device_mesh=mesh
+        ),
+        RowParallelLinear(12, 10, sequence_parallel=sequence_parallel, device_mesh=mesh),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (mlp, compiled):
+        x = normal(3, 2, 5, 12).requires_grad_()
+        mlp.zero_grad()
+        out = function(x)
+        out.backward(normal(4, *out.shape))
+        results.append([out.detach(), x.grad, *(_local(p.grad).clone() for p in mlp.parameters())])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layers_are_one_graph(sequence_parallel: bool) -> None:
+    pool(2).run(_layers, sequence_parallel)
+
+
+def _several_weights() -> None:
+    group, world = group_of(tensor_mesh()), 2
+
+    def three(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        outs = all_gather_linear(x, [q, k, v], [None, bias, None], group, activation="gelu")
+        return torch.cat(outs, -1)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(three, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (three, compiled):
+        leaves = [normal(i, *shape).requires_grad_() for i, shape in enumerate([(5, 8), (6, 8), (4, 8), (4, 8), (4,)])]
+        leaves[3].requires_grad_(False)
+        out = function(*leaves)
+        assert out.shape == (5 * world, 14)
+        out.backward(normal(9, *out.shape))
+        results.append([out.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)])
+        assert leaves[3].grad is None
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_several_weights_of_one_gather() -> None:
+    pool(2).run(_several_weights)

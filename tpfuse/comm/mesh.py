@@ -45,3 +45,8 @@ def shard_range(size: int, rank: int, world: int) -> tuple[int, int]:
     """[start, stop) of shard `rank` of a dimension of `size` entries cut into `world` shards."""
     chunk = -(-size // world)
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+
+def named_group(name: str) -> dist.ProcessGroup:
+    """The process group that has this `group_name`, by which nodes of torch.compile's graphs know it."""
+    return dist.distributed_c10d._resolve_process_group(name)

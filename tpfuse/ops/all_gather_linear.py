@@ -8,6 +8,7 @@ of x that come back through them are scattered once. `tpfuse.ops.parallel_linear
 from collections.abc import Sequence
 from typing import Any, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -17,7 +18,8 @@ from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, once_differentiable
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear_checks import check_linear
-from tpfuse.ops.parallel_linear import parallel_linear
+from tpfuse.ops.parallel_linear import ParallelLinear
+from tpfuse.ops.traced_linear import products
 
 Biases = Sequence[Tensor | None]
 
@@ -25,13 +27,13 @@ Biases = Sequence[Tensor | None]
 class _AllGatherLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, activation: str | None, *parameters: Tensor | None
+        ctx: Any, x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
         weights, biases = parameters[:count], parameters[count:]
-        ctx.products, ctx.activation, ctx.count = parallel_linear(x, group), activation, count
+        ctx.products, ctx.activation, ctx.count = chosen, activation, count
         keep = activation is not None and any(ctx.needs_input_grad)
-        found = ctx.products.all_gather(x, weights, biases, activation, keep)
+        found = chosen.all_gather(x, weights, biases, activation, keep)
         ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in found))
         return tuple(out for out, _ in found)
 
@@ -96,11 +98,24 @@ def all_gather_linear(
         return outs[0] if single else outs
     x_, *parameters = autocast(x, *weights, *biases)
     assert x_ is not None
-    inside = activation if parallel_linear(x_, group).activates(x_) else None
-    outs = _AllGatherLinear.apply(x_, group, inside, *parameters)  # type: ignore[no-untyped-call]
+    chosen = products(x_, group)
+    inside = activation if chosen.activates(x_) else None
+    outs = _gathered_products(x_, chosen, inside, *parameters)
     if inside != activation:
         outs = tuple(apply_activation(out, activation) for out in outs)
     return outs[0] if single else outs
+
+
+def _gathered_products(
+    x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
+) -> tuple[Tensor, ...]:
+    """parameters: the weights, then the biases."""
+    if torch.is_grad_enabled():
+        outs: tuple[Tensor, ...] = _AllGatherLinear.apply(x, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
+        return outs
+    count = len(parameters) // 2
+    weights = [weight for weight in parameters[:count] if weight is not None]
+    return tuple(out for out, _ in chosen.all_gather(x, weights, parameters[count:], activation, False))
 
 
 def _check(
@@ -113,3 +128,5 @@ def _check(
         raise ValueError(f"{operator}: {activation} expects one weight, [gate | up], not {len(weights)}")
     for weight, bias in zip(weights, biases, strict=True):
         check_linear(operator, x, weight, bias, activation)
+    if x.ndim < 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [n, ..., K]")

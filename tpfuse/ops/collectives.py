@@ -15,116 +15,99 @@ their gradients are equal on all ranks and must not be summed again (Megatron-LM
 sequence parallelism: arXiv:2205.05198). A group of None is one rank: every operator is the identity.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.library import custom_op
 
 from tpfuse.comm import collectives
-from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.mesh import named_group
 from tpfuse.ops.autograd import apply, once_differentiable
 
 Group = dist.ProcessGroup | None
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_gather(x, group)
+class _Kind(NamedTuple):
+    """run(x, group); shape(x, world): of the result; backward: the name of the gradient's kind."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter(grad, ctx.group), None
+    run: Callable[[Tensor, dist.ProcessGroup], Tensor]
+    shape: Callable[[Tensor, int], tuple[int, ...]]
+    backward: str
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.reduce_scatter(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.group), None
+def _same(x: Tensor, world: int) -> tuple[int, ...]:
+    return tuple(x.shape)
 
 
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return collectives.all_reduce(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _own_slice(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    width = x.shape[-1] // group.size()
+    return x[..., group.rank() * width : (group.rank() + 1) * width].clone(memory_format=torch.contiguous_format)
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return collectives.all_to_all(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_to_all(grad, ctx.group), None
-
-
-class _Replicate(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad, ctx.group), None
-
-
-def _own_slice(x: Tensor, group: Group) -> Tensor:
-    rank, world = rank_and_size(group)
-    width = x.shape[-1] // world
-    return x[..., rank * width : (rank + 1) * width].contiguous()
-
-
-def _gathered_last(x: Tensor, group: Group) -> Tensor:
+def _gathered_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     rows = collectives.all_gather(x.movedim(-1, 0), group)
     return rows.movedim(0, -1).contiguous()
 
 
-class _GatherLast(Function):
+_KINDS = {
+    "all_gather": _Kind(collectives.all_gather, lambda x, world: (world * x.shape[0], *x.shape[1:]), "reduce_scatter"),
+    "reduce_scatter": _Kind(
+        collectives.reduce_scatter, lambda x, world: (x.shape[0] // world, *x.shape[1:]), "all_gather"
+    ),
+    "all_reduce": _Kind(collectives.all_reduce, _same, "identity"),
+    "identity": _Kind(lambda x, group: x.view_as(x), _same, "all_reduce"),
+    "all_to_all": _Kind(collectives.all_to_all, _same, "all_to_all"),
+    "gather_last": _Kind(_gathered_last, lambda x, world: (*x.shape[:-1], world * x.shape[-1]), "own_slice"),
+    "own_slice": _Kind(_own_slice, lambda x, world: (*x.shape[:-1], x.shape[-1] // world), "gather_last"),
+}
+
+
+@custom_op("tpfuse::collective", mutates_args=())
+def _collective(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
+    """A node of torch.compile's graph."""
+    return _KINDS[kind].run(x, named_group(group_name))
+
+
+@_collective.register_fake
+def _(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
+    return x.new_empty(_KINDS[kind].shape(x, world))
+
+
+class _Collective(Function):
+    """group: None while torch.compile traces, which passes the group's name and size."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gathered_last(x, group)
+    def forward(ctx: Any, x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
+        ctx.kind, ctx.place = kind, (group, name, world)
+        return _run(x, kind, *ctx.place)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _run(grad, _KINDS[ctx.kind].backward, *ctx.place), None, None, None, None
 
 
-class _SplitLast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own_slice(x, group)
+def _run(x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
+    if kind == "identity":
+        return x.view_as(x)
+    return _collective(x, kind, name, world) if group is None else _KINDS[kind].run(x, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered_last(grad, ctx.group), None
+
+def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
+    if group is None:
+        return x
+    if torch.compiler.is_compiling():
+        return apply(_Collective, x, kind, None, group.group_name, group.size())
+    return apply(_Collective, x, kind, group, "", 0)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
     """[n, ...] on each rank -> [world * n, ...] on all, in rank order."""
-    return x if group is None else apply(_AllGather, x, group)
+    return _apply(x, "all_gather", group)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
@@ -132,12 +115,12 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
     Raises ValueError where the world does not divide the rows.
     """
-    return x if group is None else apply(_ReduceScatter, x, group)
+    return _apply(x, "reduce_scatter", group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Partial sums on each rank -> their sum on all."""
-    return x if group is None else apply(_AllReduce, x, group)
+    return _apply(x, "all_reduce", group)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -145,17 +128,17 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 
     Raises ValueError where x does not have a row for each rank.
     """
-    return x if group is None else apply(_AllToAll, x, group)
+    return _apply(x, "all_to_all", group)
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:
     """The same tensor on all ranks, used by each for a part of the loss: its gradients are summed."""
-    return x if group is None else apply(_Replicate, x, group)
+    return _apply(x, "identity", group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
     """[..., n] on each rank -> [..., world * n] on all."""
-    return x if group is None else apply(_GatherLast, x, group)
+    return _apply(x, "gather_last", group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
@@ -167,4 +150,4 @@ def split_last(x: Tensor, group: Group) -> Tensor:
         return x
     if x.shape[-1] % group.size():
         raise ValueError(f"split_last: {x.shape[-1]} features cannot be split among {group.size()} ranks")
-    return apply(_SplitLast, x, group)
+    return _apply(x, "own_slice", group)

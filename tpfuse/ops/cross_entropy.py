@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.comm import collectives
-from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.comm.mesh import named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
@@ -55,11 +55,12 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
     check_target(target, logits, vocabulary)
     if use_triton(logits):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        if group is None:
-            loss: Tensor = _forward(logits, target)[0]
-            return loss
     elif logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
+    if torch.compiler.is_compiling() if group is not None else use_triton(logits):
+        name = None if group is None else group.group_name
+        loss: Tensor = _forward(logits, target, vocabulary, start, name)[0]
+        return loss
     if group is None:
         return F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
     return apply(_VocabParallelCrossEntropy, logits, target, vocabulary, group)
@@ -86,10 +87,14 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, target, normalizer = ctx.saved_tensors
-        if use_triton(logits):
-            return cross_entropy_backward(logits, target, ctx.start, normalizer, grad), None, None, None
-        return gradient_(logits.clone(), target, ctx.start, normalizer, grad), None, None, None
+        return _gradient(*ctx.saved_tensors, grad, ctx.start), None, None, None
+
+
+def _gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
+    """`gradient_`, with logits left as they are."""
+    if use_triton(logits):
+        return cross_entropy_backward(logits, target, start, normalizer, grad)
+    return gradient_(logits.clone(), target, start, normalizer, grad)
 
 
 def losses(
@@ -162,33 +167,36 @@ def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @custom_op("tpfuse::cross_entropy_forward", mutates_args=())
-def _forward(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    return losses(logits, target, logits.shape[1], None, triton=True)
+def _forward(
+    logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: str | None
+) -> tuple[Tensor, Tensor]:
+    return losses(logits, target, vocabulary, None if group_name is None else named_group(group_name))
 
 
 @_forward.register_fake
-def _(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[0]
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(2, shape, dtype=torch.float32)
+def _(logits: Tensor, target: Tensor, vocabulary: int, start: int, group_name: str | None) -> tuple[Tensor, Tensor]:
+    rows, dtype = logits.shape[0], torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return logits.new_empty(rows, dtype=dtype), logits.new_empty(2, rows, dtype=dtype)
 
 
 @custom_op("tpfuse::cross_entropy_backward", mutates_args=())
-def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
-    return cross_entropy_backward(logits, target, 0, normalizer, grad)
+def _logits_gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
+    return _gradient(logits, target, normalizer, grad, start)
 
 
 @_logits_gradient.register_fake
-def _(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor) -> Tensor:
+def _(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, target, _, ctx.start, _ = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
+    ctx.save_for_backward(logits, target, output[1])
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
-    return _logits_gradient(*ctx.saved_tensors, grad), None
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return _logits_gradient(*ctx.saved_tensors, grad, ctx.start), None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

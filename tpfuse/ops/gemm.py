@@ -78,7 +78,7 @@ def input_gradient(
     activation.
     """
     if not use_triton(grad):
-        return torch.matmul(_preactivation_gradient(grad, preactivation, activation), weight)
+        return torch.matmul(preactivation_gradient(grad, preactivation, activation), weight)
     rows = None if preactivation is None else preactivation.reshape(_flat(preactivation.shape))
     out = gemm_input_gradient(grad.reshape(_flat(grad.shape)), weight, rows, activation=activation)
     return out.reshape(*grad.shape[:-1], weight.shape[1])
@@ -103,14 +103,14 @@ def weight_gradient(
         return gemm_weight_gradient(
             grad, x, rows, activation=activation, with_bias=with_bias, accumulate_into=accumulate_into
         )
-    left = _preactivation_gradient(grad, rows, activation)
+    left = preactivation_gradient(grad, rows, activation)
     out = left.t() @ x
     if accumulate_into is not None:
         out = accumulate_into.add_(out)
     return out, left.sum(0) if with_bias else None
 
 
-def _preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> Tensor:
+def preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> Tensor:
     """grad ⊙ act'(x) by torch."""
     if name is None:
         return grad
@@ -129,7 +129,7 @@ def _preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) ->
             return aten.silu_backward(grad, x)  # type: ignore[no-any-return]
     inner = {"swiglu": "silu", "geglu": "gelu"}[name]
     gate, up = x.chunk(2, dim=-1)
-    return torch.cat([_preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)], dim=-1)
+    return torch.cat([preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)], dim=-1)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -6,14 +6,16 @@ Every rank gets the same output and the same gradient of it, so that backward ne
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
 from tpfuse.ops.gemm import gemm, input_gradient, weight_gradient
-from tpfuse.ops.linear_checks import check_linear
-from tpfuse.ops.parallel_linear import parallel_linear
+from tpfuse.ops.linear_checks import check_linear, check_residual
+from tpfuse.ops.parallel_linear import ParallelLinear
+from tpfuse.ops.traced_linear import products
 
 
 class _LinearAllReduce(Function):
@@ -24,10 +26,10 @@ class _LinearAllReduce(Function):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
-        group: dist.ProcessGroup,
+        chosen: ParallelLinear,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return parallel_linear(x, group).all_reduce(x, weight, bias, residual)
+        return chosen.all_reduce(x, weight, bias, residual)
 
     @staticmethod
     @once_differentiable
@@ -62,11 +64,13 @@ def linear_all_reduce(
     if group is None:
         return gemm(x, weight, bias, residual=residual)
     check_linear(operator, x, weight, bias)
-    shape = *x.shape[:-1], len(weight)
-    if residual is not None and residual.shape != shape:
-        raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
+    check_residual(operator, x, residual, (*x.shape[:-1], len(weight)))
     x_, weight_, bias_ = autocast(x, weight, bias)
-    assert x_ is not None
+    assert x_ is not None and weight_ is not None
     inside = residual if residual is not None and residual.dtype == x_.dtype else None
-    out = apply(_LinearAllReduce, x_, weight_, bias_, inside, group)
+    chosen = products(x_, group)
+    if torch.is_grad_enabled():
+        out = apply(_LinearAllReduce, x_, weight_, bias_, inside, chosen)
+    else:
+        out = chosen.all_reduce(x_, weight_, bias_, inside)
     return out if residual is None or inside is not None else out + residual

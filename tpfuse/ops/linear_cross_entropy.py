@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.comm.mesh import named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
@@ -69,8 +69,9 @@ def linear_cross_entropy(
     weights = None if weights is None else weights.to(_computed(x_.dtype))
     grad = torch.is_grad_enabled()
     needs = (grad and x_.requires_grad, grad and weight_.requires_grad)
-    if triton and group is None:
-        total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, chunk, *needs)
+    if torch.compiler.is_compiling() if group is not None else triton:
+        name = None if group is None else group.group_name
+        total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, name, chunk, *needs)
         return total, each
     arguments = (x_, weight_, target, weights, vocabulary, group, chunk, *needs)
     total, each = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -255,11 +256,13 @@ def _forward(
     target: Tensor,
     weights: Tensor | None,
     vocabulary: int,
+    group_name: str | None,
     chunk: int,
     needs_x: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return chunks(x, weight, target, weights, vocabulary, None, chunk, needs_x, needs_weight, triton=True)
+    group = None if group_name is None else named_group(group_name)
+    return chunks(x, weight, target, weights, vocabulary, group, chunk, needs_x, needs_weight, use_triton(x))
 
 
 @_forward.register_fake
@@ -269,6 +272,7 @@ def _(
     target: Tensor,
     weights: Tensor | None,
     vocabulary: int,
+    group_name: str | None,
     chunk: int,
     needs_x: bool,
     needs_weight: bool,
@@ -288,7 +292,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *_scaled(ctx.needs_input_grad, grad, *ctx.saved_tensors), *[None] * 4
+    return *_scaled(ctx.needs_input_grad, grad, *ctx.saved_tensors), *[None] * 5
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

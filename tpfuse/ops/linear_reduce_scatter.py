@@ -8,14 +8,16 @@ implementations.
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
 from tpfuse.ops.gemm import gemm
-from tpfuse.ops.linear_checks import check_linear
-from tpfuse.ops.parallel_linear import parallel_linear
+from tpfuse.ops.linear_checks import check_linear, check_residual
+from tpfuse.ops.parallel_linear import ParallelLinear
+from tpfuse.ops.traced_linear import products
 
 
 class _LinearReduceScatter(Function):
@@ -26,12 +28,11 @@ class _LinearReduceScatter(Function):
         weight: Tensor,
         bias: Tensor | None,
         residual: Tensor | None,
-        group: dist.ProcessGroup,
+        chosen: ParallelLinear,
     ) -> Tensor:
-        ctx.products = parallel_linear(x, group)
+        ctx.products = chosen
         ctx.save_for_backward(x, weight)
-        out: Tensor = ctx.products.reduce_scatter(x, weight, bias, residual)
-        return out
+        return chosen.reduce_scatter(x, weight, bias, residual)
 
     @staticmethod
     @once_differentiable
@@ -61,13 +62,17 @@ def linear_reduce_scatter(
     if group is None:
         return gemm(x, weight, bias, residual=residual)
     check_linear(operator, x, weight, bias)
-    if x.ndim < 2 or len(x) % group.size():
+    if x.ndim < 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [world * n, ..., K]")
+    if len(x) % group.size():
         raise ValueError(f"{operator}: {len(x)} rows cannot be split among {group.size()} ranks")
-    shape = len(x) // group.size(), *x.shape[1:-1], len(weight)
-    if residual is not None and residual.shape != shape:
-        raise ValueError(f"{operator}: residual has shape {tuple(residual.shape)}: expected {shape}")
+    check_residual(operator, x, residual, (len(x) // group.size(), *x.shape[1:-1], len(weight)))
     x_, weight_, bias_ = autocast(x, weight, bias)
-    assert x_ is not None
+    assert x_ is not None and weight_ is not None
     inside = residual if residual is not None and residual.dtype == x_.dtype else None
-    out = apply(_LinearReduceScatter, x_, weight_, bias_, inside, group)
+    chosen = products(x_, group)
+    if torch.is_grad_enabled():
+        out = apply(_LinearReduceScatter, x_, weight_, bias_, inside, chosen)
+    else:
+        out = chosen.reduce_scatter(x_, weight_, bias_, inside)
     return out if residual is None or inside is not None else out + residual
