@@ -13,7 +13,7 @@ Who may write what when. The own slot's half of epoch e is written in epoch e, a
 `kernels/endpoint.py`: at least copier 0 has waited for all signals of e + 1 in between, also where there is nothing to
 multiply or to gather. `gathered` and `ready` are of this rank alone, one launch after another on one stream. A word of
 ready says the epoch in which its share has come, and only ever gets later ones; so launches with different numbers of
-copiers share them. What an aborted launch leaves in out, gathered and ready is zeroed, written again or never read.
+copiers share them. An aborted launch leaves words of ready behind, which are zeroed with the signals.
 
 With `copied` a copy engine brings the chunks, and all programs multiply: `kernels/staging.py` has that protocol.
 
@@ -165,7 +165,7 @@ def all_gather_gemm_forward_kernel(
     BLOCK_COPY: tl.constexpr,
 ):
     GATED: tl.constexpr = weight_up_ptr is not None
-    SHARES: tl.constexpr = max(COPIERS, 1)
+    SHARES: tl.constexpr = COPIERS if COPIERS > 0 else 1
     w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
     w_up = weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
     epoch, running = begin(state_ptr, abort_ptr)

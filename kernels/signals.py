@@ -19,8 +19,9 @@ other threads through shared memory and a barrier of the program. Nothing here o
 signalled must not have been stored by TMA, of which Triton 3.7 and older wait for the reads alone (triton PR 10415),
 and is read by ordinary loads.
 
-A program waits for programs of peers alone, never for one of its own grid, so that a grid needs no more than to run at
-once. A launch whose wait is cut short by the abort word signals nobody any more and leaves the epoch as it is.
+A program waits for programs of peers, or for earlier ones of its own grid, never for one behind it, so that a grid
+needs no more than to run at once. A launch whose wait is cut short by the abort word signals nobody any more and leaves
+the epoch as it is.
 """
 
 import triton
