@@ -26,10 +26,14 @@ class CollectiveLinear:
         return use_triton(x)
 
     def _agree(self, x: Tensor, op: str) -> None:
-        """When a number of rows is new: otherwise a collective of unequal shards would not end, or not be right."""
-        if len(x) not in self._agreed:
-            collectives.agree_on_rows(len(x), x.device, self._group, op)
-            self._agreed.add(len(x))
+        """Raises ValueError where ranks have other numbers of rows, of which a collective would not end or be wrong.
+
+        On CPUs always; on GPUs, where the host would wait for the result, when a number is new.
+        """
+        rows = x.shape[:-1].numel()
+        if x.device.type == "cpu" or rows not in self._agreed:
+            collectives.agree_on_rows(rows, x.device, self._group, op)
+            self._agreed.add(rows)
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool

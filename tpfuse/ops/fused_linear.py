@@ -195,8 +195,11 @@ class FusedLinear:
         return whole.flatten(0, 1)
 
     def _agree(self, op: str) -> None:
-        """When a shape is new. Raises Disagreement where ranks bring different ones: kernels would read past ends."""
-        if op not in self._agreed:
+        """Raises Disagreement where ranks bring different shapes: kernels would read past ends, or what is old.
+
+        On CPUs always; on GPUs, where hosts would wait for each other, when a shape is new.
+        """
+        if self.memory.device.type == "cpu" or op not in self._agreed:
             self.memory.barrier(op)
             self._agreed.add(op)
 
