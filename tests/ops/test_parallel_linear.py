@@ -1,0 +1,273 @@
+"""What all tensor-parallel products have in common: who computes them, in whatever order ranks come, and what is said
+where ranks do not agree."""
+
+import random
+import time
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.connect import connect
+from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernel_choice import kernels
+from tpfuse.ops import parallel_linear as parallel_linear_module
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.collective_linear import CollectiveLinear
+from tpfuse.ops.direct_linear import DirectLinear
+from tpfuse.ops.fused_linear import FusedLinear
+from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.parallel_linear import ParallelLinear, parallel_linear
+from tpfuse.testing.compare import evaluate
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.ranks import pool
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
+F32, BF16 = torch.float32, torch.bfloat16
+K, N = 5, 3
+
+
+def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
+    """By what, under each switch, and whether it is the same when it is asked for again."""
+    x, found = torch.ones(2, K, dtype=dtype), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("auto", *IMPLEMENTATIONS):
+            with implementation(name):  # type: ignore[arg-type]
+                one = parallel_linear(x, dist.group.WORLD)
+                found.append((type(one), parallel_linear(x, dist.group.WORLD) is one))
+        with kernels("triton"):
+            found.append((type(parallel_linear(x, dist.group.WORLD)), True))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_who_computes(world: int) -> None:
+    expected = [DirectLinear, DirectLinear, CollectiveLinear, FusedLinear, FusedLinear]
+    assert pool(world).run(_served, F32) == [[(kind, True) for kind in expected]] * world
+    expected[3:] = [DirectLinear, DirectLinear]
+    assert pool(world).run(_served, torch.float64) == [[(kind, True) for kind in expected]] * world
+
+
+def _warned() -> list[str]:
+    """Two groups, of which ranks 0 and 2 are the first."""
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    x = torch.ones(2, K, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with implementation("fused"):
+                all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
+            for name in ("auto", "direct", "collective"):
+                with implementation(name):  # type: ignore[arg-type]
+                    all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_cannot_be_is_said_once_by_one_rank() -> None:
+    said = ["tensor-parallel products are direct: there are no kernels for float64"]
+    assert pool(4).run(_warned) == [said, [], said, []]
+
+
+Leaves = dict[str, Tensor]
+Part = int | slice
+
+
+class _Product:
+    """An operator, with its inputs [world, ...] of n rows of each rank, and what all ranks' results are.
+
+    run(leaves, group); plain(inputs): as on one rank; parts(rank, n): which of the inputs are a rank's, and of the
+    result, [n or world, ...].
+    """
+
+    def __init__(self, name: str, world: int, n: int, seed: int, dtype: torch.dtype, *middle: int) -> None:
+        shapes = {
+            "all_gather": ((world * n, *middle, K), (world, N, K), (world, N), None, (world, world * n, *middle, N)),
+            "reduce_scatter": (
+                (world, world * n, *middle, K), (world, N, K), (N,), (world * n, *middle, N), (world * n, *middle, N),
+            ),
+            "all_reduce": ((world, n, *middle, K), (world, N, K), (N,), (n, *middle, N), (n, *middle, N)),
+        }[name]  # fmt: skip
+        names = ("x", "weight", "bias", "residual", "grad")
+        self.inputs: Leaves = {
+            key: integers(seed + i, *shape, low=-2, high=2)
+            for i, (key, shape) in enumerate(zip(names, shapes, strict=True))
+            if shape is not None
+        }
+        self.grad = self.inputs.pop("grad")
+        self.name, self.world, self.n, self.dtype = name, world, n, dtype
+
+    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return torch.stack([x @ w.t() + b for w, b in zip(weight, bias, strict=True)])
+        total: Tensor = torch.einsum("r...k,rnk->...n", x, weight) + bias + residual
+        return total
+
+    def parts(self, rank: int) -> dict[str, Part]:
+        own = slice(rank * self.n, (rank + 1) * self.n)
+        if self.name == "all_gather":
+            return {"x": own, "weight": rank, "bias": rank, "out": rank}
+        rows = own if self.name == "reduce_scatter" else slice(None)
+        return {"x": rank, "weight": rank, "bias": slice(None), "residual": rows, "out": rows}
+
+    def expected(self, rank: int) -> Leaves:
+        whole = evaluate(self._plain, {key: x.double() for key, x in self.inputs.items()}, self.grad.double())
+        return {key: x[self.parts(rank)[key]].to(self.dtype) for key, x in whole.items()}
+
+    def leaves(self, rank: int) -> Leaves:
+        parts = self.parts(rank)
+        return {key: x[parts[key]].to(self.dtype, copy=True).requires_grad_() for key, x in self.inputs.items()}
+
+    def run(self, leaves: Leaves, group: dist.ProcessGroup) -> Tensor:
+        operators = {
+            "all_gather": all_gather_linear,
+            "reduce_scatter": linear_reduce_scatter,
+            "all_reduce": linear_all_reduce,
+        }
+        run: Callable[..., Tensor] = operators[self.name]
+        return run(**leaves, group=group)
+
+    def check(self, rank: int, group: dist.ProcessGroup, *, backward: bool = True) -> None:
+        leaves, expected = self.leaves(rank), self.expected(rank)
+        out = self.run(leaves, group)
+        assert torch.equal(out, expected["out"])
+        if not backward:
+            return
+        out.backward(self.grad[self.parts(rank)["out"]].to(self.dtype))
+        for key, leaf in leaves.items():
+            assert torch.equal(leaf.grad, expected[key]), key
+
+
+OPERATORS = ("all_gather", "reduce_scatter", "all_reduce")
+NAMES = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
+
+
+def _late(name: Implementation, iterations: int) -> int:
+    """Ranks that come in any order, over and over the same memory."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late, products = random.Random(rank), [_Product(op, world, n, n, F32) for n in (1, 3, 8) for op in OPERATORS]
+    with implementation(name):
+        for i in range(iterations):
+            if late.random() < 0.1:
+                time.sleep(late.random() * 2e-3)
+            products[i % len(products)].check(rank, group, backward=name != "fused" or i % 4 == 0)
+    return iterations
+
+
+@pytest.mark.parametrize(("name", "world"), [("direct", 2), ("direct", 4), ("collective", 2), ("fused", 2)])
+def test_200_iterations_of_ranks_that_are_late(name: Implementation, world: int) -> None:
+    assert pool(world).run(_late, name, 200) == [200] * world
+
+
+def _in_pieces(n: int, dtype: torch.dtype, middle: tuple[int, ...]) -> None:
+    """Pieces of one row of the backward of an all-gather, and of two or three of the others."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    small = DirectLinear(connect(group, torch.device("cpu")), (1 + world) * K * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        for operator in OPERATORS:
+            product = _Product(operator, world, n, 7, dtype, *middle)
+            _serve_by(small, patch)
+            product.check(rank, group)
+
+
+def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(parallel_linear_module._made, dist.group.WORLD, {DirectLinear: products})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_shards_longer_than_a_piece(world: int) -> None:
+    pool(world).run(_in_pieces, 17, F32, ())
+    pool(world).run(_in_pieces, 3, torch.float64, (2, 2))
+    pool(world).run(_in_pieces, 7, BF16, (2,))
+
+
+def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
+    """known: the numbers of rows that ranks have agreed on before; the last rank has one more than the others."""
+    group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    said = []
+    with implementation(name):
+        for operator in OPERATORS:
+            for n in known:
+                _Product(operator, world, n, 1, F32).check(rank, group)
+            odd = _Product(operator, world, 4 if rank == world - 1 else 3, 2, F32)
+            with pytest.raises(ValueError) as caught:
+                odd.run(odd.leaves(rank), group)
+            said.append(str(caught.value))
+            for n in (3, 4):
+                _Product(operator, world, n, 1, F32).check(rank, group)
+    return said
+
+
+@pytest.mark.parametrize("known", [(), (3,), (3, 4)])
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
+    world = 2 if name == "fused" else 3
+    for rank, said in enumerate(pool(world).run(_uneven, name, known)):
+        for operator, text in zip(
+            ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"), said, strict=True
+        ):
+            times = world if operator == "linear_reduce_scatter" else 1
+            if name == "direct":
+                other = (rank + 1) % world if rank == world - 2 else world - 1 if rank < world - 1 else 0
+                rows = {r: 4 if r == world - 1 else 3 for r in range(world)}
+                assert text == (
+                    f"{operator}: rank {other} has {rows[other]} rows, rank {rank} has {rows[rank]}:"
+                    " all ranks must have equally many"
+                )
+            elif name == "collective":
+                found = [3 * times] * (world - 1) + [4 * times]
+                assert text == f"{operator}: the ranks have {found} rows: all must have equally many"
+            else:
+                first, last = (f"{operator} torch.float32 [{n * times}, {K}]" for n in (3, 4))
+                assert text == f"rank 0 is at {first}, rank {world - 1} at {last}"
+
+
+def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Tensor]]:
+    """Real numbers, whose sums depend on their order."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late, runs = random.Random(rank), []
+    for _ in range(2):
+        x = normal(1, world, rows, 40, dtype=dtype)[rank].requires_grad_()
+        first, second = (normal(2 + i, world, 24, 40, dtype=dtype)[rank].requires_grad_() for i in range(2))
+        last = normal(4, world, 40, 24, dtype=dtype)[rank].requires_grad_()
+        bias = normal(5, 40, dtype=dtype).requires_grad_()
+        with implementation(name):
+            one, other = all_gather_linear(x, [first, second], None, group, activation="gelu_tanh")
+            time.sleep(late.random() * 3e-3)
+            out = linear_reduce_scatter(one * other, last, bias, group, residual=x)
+            total = linear_all_reduce(one, last, bias, group)
+            (out.square().sum() + total.sum()).backward()
+        runs.append([total, bias.grad, out, x.grad, first.grad, second.grad, last.grad])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    return [x.detach() for x in runs[0][:2]]
+
+
+@pytest.mark.parametrize(("name", "world"), [("direct", 4), ("collective", 4), ("fused", 3)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_runs_and_ranks_agree_to_the_bit(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    """The sum over all ranks, and the gradient of a bias, which every rank has whole."""
+    first, *others = pool(world).run(_twice, name, dtype, 9)
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+
+
+def _never_waits(name: Implementation) -> None:
+    """One rank alone, and its group."""
+    set_settings(timeout=0.5)
+    try:
+        group = dist.new_group([0])
+        with implementation(name):
+            for operator in OPERATORS:
+                _Product(operator, 1, 4, 1, F32).check(0, group)
+    finally:
+        set_settings(timeout=60.0)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_group_of_one(name: Implementation) -> None:
+    pool(1).run(_never_waits, name)
