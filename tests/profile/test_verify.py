@@ -18,6 +18,7 @@ from tpfuse.profile import cases, verify
 from tpfuse.profile.case import Case
 from tpfuse.profile.compilation import Report
 from tpfuse.profile.resources import Compilation
+from tpfuse.profile.training import TrainingRun
 from tpfuse.testing.inputs import normal
 from tpfuse.train.command_line import run
 
@@ -115,7 +116,16 @@ def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     use(monkeypatch)
     assert run(["verify", "--json", "--operators", FAST]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document.keys() == {"passed", "machine", "device", "family", "versions", "comparisons", "kernels"}
+    assert document.keys() == {
+        "passed",
+        "machine",
+        "device",
+        "family",
+        "versions",
+        "comparisons",
+        "training",
+        "kernels",
+    }
     assert document["passed"] is True
     assert document["family"] == "sm_90"
     assert [entry["name"] for entry in document["machine"]] == [finding.name for finding in probe()]
@@ -150,7 +160,7 @@ def test_a_kernel_that_spills_is_exit_status_1(
 def test_an_operator_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", "--operators", FAST, "gemmm"]) == 2
     captured = capsys.readouterr()
-    accepted = ", ".join(cases.names())
+    accepted = ", ".join([*cases.names(), "training"])
     assert captured.err == (f"tpfuse verify: error: operator 'gemmm' is not known: expected some of {accepted}\n")
     assert captured.out == ""
 
@@ -167,6 +177,30 @@ def test_a_compiler_that_cannot_start_is_one_line(
     assert capsys.readouterr().err == "tpfuse verify: error: compiling rope failed: no compiler\n"
 
 
+RUN = TrainingRun("direct", (5.5, 5.4), 1e-7, 1e-6, 2e-6, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("run_", "said"),
+    [
+        (RUN, None),
+        (replace(RUN, distance=3e-6), "FAILED training, direct: weights differ too much"),
+        (TrainingRun("fused", failure="PeerTimeout: rank 1"), "FAILED training, fused: PeerTimeout: rank 1"),
+    ],
+)
+def test_the_table_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: TrainingRun, said: str | None
+) -> None:
+    monkeypatch.setattr(verify, "train_each", lambda: [replace(RUN, name="one rank, torch"), run_])
+    assert run(["verify", "--operators", "training"]) == (said is not None)
+    out = capsys.readouterr().out
+    assert "largest difference of weights" in out and "one rank, torch" in out and "5.400000" in out
+    assert said is None or said in out
+    assert run(["verify", "--json", "--operators", "training"]) == (said is not None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["training"][1]["passed"] is (said is None) and document["kernels"] == []
+
+
 def test_the_command_starts_the_interpreter_itself() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", FAST]
@@ -177,6 +211,7 @@ def test_the_command_starts_the_interpreter_itself() -> None:
 
 @pytest.mark.parametrize("operator", cases.names())
 def test_every_case_of_every_operator_passes(operator: str) -> None:
-    found = verify.compare_here([operator])
+    found, training = verify.compare_here([operator])
+    assert training == []
     assert len(found) == 3 * len(cases.load(operator).CASES) > 0
     assert not [comparison for comparison in found if not comparison.passed]

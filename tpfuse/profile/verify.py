@@ -3,7 +3,8 @@
 Output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted where there is
 none: in a process of its own then, since Triton decides that when kernels are imported. Meanwhile the kernels are
 compiled for this machine's family of GPUs, for sm_90 where there is none. Above that, what the machine can do for
-ranks that share memory (`tpfuse.comm.probe`).
+ranks that share memory (`tpfuse.comm.probe`); below, two training steps with each implementation of tensor parallelism
+(`tpfuse.profile.training`).
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ from tpfuse.profile.compilation import compile_in_subprocess
 from tpfuse.profile.gate import complaints
 from tpfuse.profile.recorded import DTYPES
 from tpfuse.profile.resources import Compilation
+from tpfuse.profile.training import TrainingRun, train_each
 from tpfuse.testing.compare import Yardstick, evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.train.errors import RunError, UserError
+
+TRAINING = "training"  # what may be asked for beside the operators
 
 
 @dataclass(frozen=True)
@@ -85,20 +89,25 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def compare_here(operators: Sequence[str]) -> list[Comparison]:
+def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Every case of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
+    runs: list[TrainingRun] = []
     with _unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
         for operator in operators:
+            if operator == TRAINING:
+                status.update("two training steps with each implementation of tensor parallelism")
+                runs = train_each()
+                continue
             for case in cases.load(operator).CASES:
                 for dtype in DTYPES:
                     status.update(f"{operator}: {case.name}, {dtype}")
                     found.append(compare(case, dtype, device))
-    return found
+    return found, runs
 
 
-def compare_in_subprocess(operators: Sequence[str]) -> list[Comparison]:
+def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """`compare_here` in a Python that interprets kernels."""
     done = subprocess.run(
         [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", *operators],
@@ -108,8 +117,14 @@ def compare_in_subprocess(operators: Sequence[str]) -> list[Comparison]:
     )
     if not done.stdout:
         raise RunError(f"the interpreting process ended with exit status {done.returncode}")
-    entries = json.loads(done.stdout)["comparisons"]
-    return [Comparison(**{name: x for name, x in entry.items() if name != "passed"}) for entry in entries]
+    said = json.loads(done.stdout)
+    comparisons = [Comparison(**_without_verdict(entry)) for entry in said["comparisons"]]
+    runs = [TrainingRun(**_without_verdict(entry)) for entry in said["training"]]
+    return comparisons, [replace(run, losses=tuple(run.losses)) for run in runs]
+
+
+def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in entry.items() if name != "passed"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,7 @@ class Verification:
     device: str
     family: str
     comparisons: list[Comparison]
+    training: list[TrainingRun]
     kernels: list[Compilation]
 
     @property
@@ -130,30 +146,34 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
-        return all(comparison.passed for comparison in self.comparisons) and not self.bad_kernels
+        return all(x.passed for x in (*self.comparisons, *self.training)) and not self.bad_kernels
 
 
 def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
     """Compares and compiles the kernels of `operators` (all: an empty sequence) at the same time.
 
+    One of them may be "training", two steps of the tiny GPT with each implementation of tensor parallelism.
+
     Raises UserError for an operator that is not known, RunError where the comparison or the compiler cannot start.
     """
+    known = [*cases.names(), TRAINING]
     for name in operators:
-        if name not in cases.names():
-            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(cases.names())}")
-    operators = operators or cases.names()
+        if name not in known:
+            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(known)}")
+    operators = operators or known
+    to_compile = [name for name in operators if name != TRAINING] if compile_too else []
     gpu = torch.cuda.is_available()
     family = launch.family(torch.device("cuda")) if gpu else "sm_90"
     compare_all = compare_here if gpu or launch.INTERPRETED else compare_in_subprocess
     with ThreadPoolExecutor(1) as pool:
-        compiling = pool.submit(compile_in_subprocess, operators, [family], list(DTYPES)) if compile_too else None
-        comparisons = compare_all(operators)
+        compiling = pool.submit(compile_in_subprocess, to_compile, [family], list(DTYPES)) if to_compile else None
+        comparisons, training = compare_all(operators)
         try:
             compiled = [] if compiling is None else compiling.result().compilations
         except RuntimeError as error:
             raise RunError(str(error)) from None
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
-    return Verification(probe(), device, family, comparisons, compiled)
+    return Verification(probe(), device, family, comparisons, training, compiled)
 
 
 def document(found: Verification) -> dict[str, Any]:
@@ -170,6 +190,7 @@ def document(found: Verification) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "comparisons": [asdict(x) | {"passed": x.passed} for x in found.comparisons],
+        "training": [asdict(x) | {"passed": x.passed} for x in found.training],
         "kernels": [asdict(kernel) for kernel in found.kernels],
     }
 
@@ -201,7 +222,9 @@ def show(found: Verification, console: Console) -> None:
                     style = None if x.passed else "bold red"
                     table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
                     taken = ["", "", ""]  # they are the operator's, not the case's
-    console.print(table)
+    if found.comparisons:
+        console.print(table)
+    _show_training(found.training, console)
     for x in found.comparisons:
         if not x.passed:
             error = "not finite" if x.error is None else f"{x.error:.3e}"
@@ -212,6 +235,24 @@ def show(found: Verification, console: Console) -> None:
     console.print(f"\ncompared on {found.device}")
     if found.kernels:
         console.print(f"compiled for {found.family}: the most registers, spilled bytes and shared memory of a kernel")
+
+
+def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
+    if not runs:
+        return
+    table = Table("two training steps of GPT tiny, tp 2", box=None)
+    for name in ("loss 1", "loss 2", "largest difference of weights", "norm", "allowed", "ms a step"):
+        table.add_column(name, justify="right")
+    for x in runs:
+        losses = [f"{loss:.6f}" for loss in x.losses] or ["FAILED", ""]
+        far = [f"{value:.1e}" for value in (x.difference, x.distance, x.allowed)] if x.losses else [""] * 3
+        style = None if x.passed else "bold red"
+        table.add_row(x.name, *losses, *far, f"{x.seconds * 1e3:.0f}" if x.losses else "", style=style)
+    console.print("", table, sep="\n")
+    console.print("differences are from float64 on one rank", markup=False)
+    for x in runs:
+        if not x.passed:
+            console.print(f"FAILED training, {x.name}: {x.failure or 'weights differ too much'}", soft_wrap=True)
 
 
 def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:

@@ -1,0 +1,130 @@
+"""Two training steps of the tiny GPT with each implementation of tensor parallelism, side by side.
+
+From one seed and the same batches all of them, and one rank alone, compute the same numbers but for rounding. How far
+they are from float64 says whether it is rounding: weights may be twice as far as those of one rank with torch's kernels
+in float32, plus rounding of their own (in the 2-norm of all but the biases of the keys, whose gradients softmax makes 0
+and AdamW then as large as any other).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.layers.explain import plans
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.ranks import RankError, RankPool
+from tpfuse.train.batches import Windows
+from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.trainer import Trainer
+
+STEPS, SEQUENCES, RANKS = 2, 1, 2
+SIZES = GPTConfig(vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4)  # of models/tiny.toml
+_Trained = tuple[list[float], dict[str, Tensor], float, str]
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """What a way to train has come to. difference: of a weight from one rank's in float64, the largest.
+
+    distance: of all weights, in the 2-norm; allowed: what it may be. seconds: of a step; failure: one line, what it
+    raised.
+    """
+
+    name: str
+    losses: tuple[float, ...] = ()
+    difference: float = 0.0
+    distance: float = 0.0
+    allowed: float = 0.0
+    seconds: float = 0.0
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the weights are as near as they should be."""
+        return not self.failure and self.distance <= self.allowed
+
+
+def _options(dtype: str) -> TrainCommand:
+    train = TrainOptions(steps=STEPS, batch=SEQUENCES, seed=1)
+    return TrainCommand(train=replace(train, dtype=dtype), parallel=ParallelOptions(tp=RANKS, dp=1))  # type: ignore[arg-type]
+
+
+def _text() -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
+    """A sequence that can be learned."""
+    count = np.arange(2000)
+    return ((count * 7 + count // 5) % SIZES.vocab_size).astype(np.uint16)
+
+
+def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained:
+    """Losses, weights, seconds of a step, and the implementation that was really taken."""
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if _gpu() else torch.device("cpu")
+    if _gpu():
+        torch.cuda.set_device(device)
+    with implementation(name), kernels(kind):
+        mesh = build_mesh(device.type, dp=1, tp=tp) if tp > 1 else None
+        trainer = Trainer(_options(dtype), SIZES, mesh, device)
+        windows = Windows(_text(), SIZES.n_positions, 1, "train", SEQUENCES)
+        started = perf_counter()
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
+        seconds = (perf_counter() - started) / STEPS
+        taken = ", ".join(sorted({plan.implementation for plan in plans(trainer.model)}))
+        weights = {key: _whole(parameter) for key, parameter in trainer.model.named_parameters()}
+    return losses, weights, seconds, taken
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().double().cpu()
+
+
+def _gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
+    """(largest difference, 2-norm of all)."""
+    differences = {name: found[name] - truth[name] for name in truth}
+    for name, difference in differences.items():
+        if name.endswith("c_attn.bias"):
+            difference[1] = 0.0  # of q, k, v
+    every = torch.cat([difference.flatten() for difference in differences.values()])
+    return every.abs().max().item(), every.norm().item()
+
+
+def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -> list[TrainingRun]:
+    """One rank with torch's kernels, then RANKS ranks with each of the implementations.
+
+    On the GPUs of this machine (several ranks may share one), on its CPU where there is none: then this process must
+    interpret kernels.
+    """
+    alone, ranks = RankPool(1, timeout=300.0), RankPool(RANKS, timeout=300.0)
+    try:
+        truth: _Trained = alone.run(_train, "auto", "torch", "float64", 1)[0]
+        plain: _Trained = alone.run(_train, "auto", "torch", "float32", 1)[0]
+        largest, distance = _distances(plain[1], truth[1])
+        scale = torch.cat([weight.flatten() for weight in truth[1].values()]).norm().item()
+        allowed = 2 * distance + torch.finfo(torch.float32).eps * scale
+        found = [TrainingRun("one rank, torch", tuple(plain[0]), largest, distance, allowed, plain[2])]
+        for name in names:
+            try:
+                losses, weights, seconds, taken = ranks.run(_train, name, "auto", "float32", RANKS)[0]
+            except RankError as error:
+                line = str(error).strip().splitlines()[-1]
+                found.append(TrainingRun(name, failure=line[:300]))
+                continue
+            shown = name if taken == name else f"{name} (is {taken} here)"
+            found.append(TrainingRun(shown, tuple(losses), *_distances(weights, truth[1]), allowed, seconds))
+        return found
+    finally:
+        alone.close()
+        ranks.close()
