@@ -126,7 +126,7 @@ def gemm_reduce_scatter_forward_kernel(
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
-            first += tl.cdiv(max(tiles - first, 0), programs) * programs - tiles
+            first += tl.cdiv(tiles - first, programs) * programs - tiles
             _signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank)
 
 
