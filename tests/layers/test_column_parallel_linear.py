@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
@@ -156,8 +157,13 @@ def _errors() -> None:
     mesh = tensor_mesh()
     with pytest.raises(ValueError, match=r"out_features 7 in 1 part\(s\) cannot be split among 2 ranks"):
         ColumnParallelLinear(4, 7, device_mesh=mesh)
-    with pytest.raises(ValueError, match="expected a multiple of 6"):
+    with pytest.raises(ValueError, match=r"expected a multiple of 6, or tp 1, 3$"):
         ColumnParallelLinear(4, 9, parts=3, device_mesh=mesh)
+    layer = ColumnParallelLinear(4, 8, device_mesh=mesh)
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
+    layer.bias = nn.Parameter(distribute_tensor(torch.zeros(8), other, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"bias is on .*: expected .*, the mesh of its layer"):
+        layer(torch.ones(3, 4))
 
 
 def test_bad_input_is_refused() -> None:

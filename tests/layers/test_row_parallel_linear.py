@@ -129,6 +129,15 @@ def _errors() -> None:
         RowParallelLinear(7, 4, device_mesh=tensor_mesh())
 
 
+def _advice() -> None:
+    with pytest.raises(ValueError, match=r"in_features 15 cannot be split among 2 ranks: .*, or tp 1, 3, 5$"):
+        RowParallelLinear(15, 4, device_mesh=tensor_mesh())
+
+
+def test_which_tp_would_do() -> None:
+    pool(2).run(_advice)
+
+
 def test_bad_input_is_refused() -> None:
     pool(2).run(_errors)
     with pytest.raises(ValueError, match="sequence_parallel needs input_is_parallel"):

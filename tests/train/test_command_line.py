@@ -150,6 +150,8 @@ def test_triton_on_a_cpu_needs_the_interpreter(
     monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
     assert run(["train", *flags, "--out", str(tmp_path / "run"), "--kernels", "triton"]) == 2
     assert "--kernels triton on a CPU are interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
+    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--parallel.impl", "fused"]) == 2
+    assert "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
     assert not list(tmp_path.iterdir())
 
 

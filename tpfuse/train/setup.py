@@ -8,7 +8,8 @@ from typing import Any
 
 import tomli_w
 
-from tpfuse.kernel_choice import INTERPRETED, implementation, kernels
+from tpfuse import kernel_choice
+from tpfuse.kernel_choice import implementation, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import resolved
@@ -84,7 +85,7 @@ def _check_kernels(options: TrainCommand) -> None:
             implementation("cuda" if device_count() else "cpu")
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    if options.parallel.impl == "fused" and not device_count() and not INTERPRETED:
+    if options.parallel.impl == "fused" and not device_count() and not kernel_choice.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
         )

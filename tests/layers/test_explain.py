@@ -1,0 +1,84 @@
+"""What tpfuse.explain says of a model."""
+
+import contextlib
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tpfuse
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.explain import LayerPlan, plans, summary
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
+    mesh = tensor_mesh()
+    return nn.ModuleDict(
+        {
+            "up": ColumnParallelLinear(8, 12, parts=3, sequence_parallel=True, device_mesh=mesh, dtype=dtype),
+            "down": RowParallelLinear(12, 8, sequence_parallel=True, device_mesh=mesh, dtype=dtype),
+            "head": ColumnParallelLinear(8, 12, device_mesh=mesh, dtype=dtype),
+            "out": RowParallelLinear(12, 8, device_mesh=mesh, dtype=dtype),
+            "norm": nn.LayerNorm(8),
+        }
+    )
+
+
+def _plans(name: Implementation, dtype: torch.dtype) -> list[LayerPlan]:
+    with implementation(name):
+        return plans(_model(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("auto", torch.float32, ("direct", "CPU ranks of one host")),
+        ("direct", torch.float32, ("direct", "chosen")),
+        ("fused", torch.bfloat16, ("fused", "chosen")),
+        ("fused", torch.float64, ("direct", "there are no kernels for float64")),
+        ("collective", torch.float32, ("collective", "chosen")),
+    ],
+)
+def test_every_layer_with_its_reason(name: Implementation, dtype: torch.dtype, expected: tuple[str, str]) -> None:
+    (up, down, head, out), other = pool(2).run(_plans, name, dtype)
+    assert [up, down, head, out] == other
+    assert up == LayerPlan("up", "ColumnParallelLinear", (3, 4, 8), (3, 2, 8), "all_gather_linear", *expected)
+    assert down == LayerPlan("down", "RowParallelLinear", (8, 12), (8, 6), "linear_reduce_scatter", *expected)
+    assert (head.operator, out.operator) == ("gemm", "linear_all_reduce")
+    assert summary(other) == f"4 {expected[0]} ({expected[1]})"
+
+
+def test_one_rank_has_nobody_to_talk_to(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(ColumnParallelLinear(8, 12), RowParallelLinear(12, 8))
+    found = tpfuse.explain(model)
+    assert [(plan.operator, plan.implementation, plan.reason) for plan in found] == [("gemm", "local", "one rank")] * 2
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == ["layer", "kind", "weight", "on", "a", "rank", "operator", "implementation", "reason"]
+    assert first.split() == "0 ColumnParallelLinear (12, 8) (12, 8) gemm local one rank".split()
+    assert second.index("RowParallelLinear") == head.index("kind")
+
+
+def _printed() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        tpfuse.explain(_model())
+    return out.getvalue()
+
+
+def test_the_first_rank_prints() -> None:
+    first, second = pool(2).run(_printed)
+    assert first.count("\n") == 5 and "CPU ranks of one host" in first
+    assert second == ""
+
+
+def test_importing_tpfuse_alone_brings_no_torch() -> None:
+    code = "import sys, tpfuse; assert 'torch' not in sys.modules; tpfuse.explain; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'explane'"):
+        tpfuse.explane  # noqa: B018
