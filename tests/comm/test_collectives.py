@@ -2,41 +2,34 @@
 
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm import collectives, direct
+from tpfuse.comm import collectives, direct, process_group
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-IMPLEMENTATIONS = ("direct", "fused", "collective")
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "fused", "collective")
 
 
-@contextmanager
-def _implementation(name: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, kernels("triton" if name == "fused" else "torch"):
-        if name == "collective":
-            patch.setattr(collectives, "_symmetric", lambda *_, **__: None)
-            patch.setattr(collectives, "_direct", lambda *_: None)
-        yield
-
-
-def _collect(implementation: str, dtype: torch.dtype) -> None:
+def _collect(name: Implementation, dtype: torch.dtype) -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     whole = integers(1, world, 7 * world, 9, dtype=dtype)
     mine = whole[rank]
-    with _implementation(implementation):
+    with implementation(name):
         for x in (mine, mine.t().contiguous().t()):  # strides must not matter
             before = x.clone()
             assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
@@ -53,14 +46,59 @@ def _collect(implementation: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_collectives(world: int, dtype: torch.dtype, implementation: str) -> None:
-    pool(world).run(_collect, implementation, dtype)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_collectives(world: int, dtype: torch.dtype, name: Implementation) -> None:
+    pool(world).run(_collect, name, dtype)
 
 
-def _sizes(implementation: str, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+def _taken(name: Implementation, triton: bool) -> str:
+    """Which class brings a collective about; and an integer's maximum is direct wherever there is memory."""
+    group, taken = dist.group.WORLD, []
+
+    def spy(kind: type, method: str) -> None:
+        run = getattr(kind, method)
+        patch.setattr(kind, method, lambda *args, **options: taken.append(kind) or run(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch, implementation(name), kernels("triton" if triton else "auto"):
+        for kind, method in ((direct.DirectCollectives, "_run"), (LaunchedCollectives, "_run")):
+            spy(kind, method)
+        patch.setattr(process_group, "Work", _counting(taken))
+        for run in (collectives.all_gather, collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all):
+            run(torch.ones(dist.get_world_size(), 2), group)
+        assert len(taken) == 4 and len(set(taken)) == 1
+        collectives.all_reduce_max(torch.ones(3, dtype=torch.int64), group)
+    found = taken[0].__name__
+    assert taken[4].__name__ == ("Work" if found == "Work" else "DirectCollectives")
+    return found
+
+
+def _counting(taken: list[type]) -> Callable[..., process_group.Work]:
+    work = process_group.Work
+
+    def make(*args: Any) -> process_group.Work:
+        taken.append(work)
+        return work(*args)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "triton", "taken"),
+    [
+        ("auto", False, "DirectCollectives"),
+        ("auto", True, "LaunchedCollectives"),
+        ("direct", True, "DirectCollectives"),
+        ("fused", False, "LaunchedCollectives"),
+        ("collective", True, "Work"),
+    ],
+)
+def test_the_switch_is_obeyed(name: Implementation, triton: bool, taken: str) -> None:
+    assert pool(2).run(_taken, name, triton) == [taken] * 2
+
+
+def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    with _implementation(implementation):
+    with implementation(name):
         for n in sizes:
             whole = integers(n, world, world, n).to(dtype)
             mine = whole[rank].clone()
@@ -190,7 +228,7 @@ def _late() -> str:
         return ""
     set_settings(timeout=0.5)
     try:
-        with _implementation("collective"):
+        with implementation("collective"):
             collectives.all_reduce(torch.zeros(3), group)
     except PeerTimeout as error:
         return f"{type(error).__name__}: {error}"
