@@ -1,4 +1,5 @@
-"""From one seed, every layout trains to the same losses and the same weights; so do torch's kernels and Triton's."""
+"""From one seed, every layout trains to the same losses and the same weights; so do torch's kernels and Triton's, and
+tensor-parallel products however they communicate."""
 
 import functools
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
@@ -51,9 +53,12 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def train(tp: int, dp: int, accumulation: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def train(
+    tp: int, dp: int, accumulation: int, name: Implementation = "auto"
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     trainer, windows = trainer_for(options_for(tp, dp, accumulation))
-    results = [trainer.train_step(windows, lambda: False) for _ in range(STEPS)]
+    with implementation(name):
+        results = [trainer.train_step(windows, lambda: False) for _ in range(STEPS)]
     return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
 
 
@@ -66,9 +71,19 @@ def on_one_rank() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3)])
 def test_every_layout_gives_the_same_losses_and_weights(tp: int, dp: int, accumulation: int) -> None:
+    check_layout(tp, dp, accumulation, "auto")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", ["direct", "collective"])
+def test_every_implementation_gives_the_same_losses_and_weights(tp: int, name: Implementation) -> None:
+    check_layout(tp, 1, 2, name)
+
+
+def check_layout(tp: int, dp: int, accumulation: int, name: Implementation) -> None:
     losses, norms, weights = on_one_rank()
     assert losses[-1] < losses[0] - 0.1
-    for other_losses, other_norms, other_weights in pool(tp * dp).run(train, tp, dp, accumulation):
+    for other_losses, other_norms, other_weights in pool(tp * dp).run(train, tp, dp, accumulation, name):
         np.testing.assert_allclose(other_losses, losses, rtol=1e-9)
         np.testing.assert_allclose(other_norms, norms, rtol=1e-9)
         for name, weight in weights.items():
@@ -89,33 +104,49 @@ def test_clipping_changes_training_and_counts_every_parameter_once() -> None:
         np.testing.assert_allclose(sharded, free, rtol=1e-9)
 
 
-def trained_twice(tp: int, dtype: str) -> tuple[bool, float, float]:
+def trained_twice(tp: int, dtype: str, name: Implementation) -> tuple[bool, float, float]:
     runs = []
     for _ in range(2):
         trainer, windows = trainer_for(options_for(tp, 1, 2, dtype=dtype))
-        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
+        with implementation(name):
+            losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         runs.append((losses, whole_weights(trainer)))
     same = runs[0][0] == runs[1][0] and all(torch.equal(runs[0][1][k], runs[1][1][k]) for k in runs[0][1])
     return same, runs[0][0][0], runs[0][0][-1]
 
 
-@pytest.mark.parametrize(("tp", "dtype"), [(2, "float32"), (2, "bfloat16"), (2, "float16"), (4, "float32")])
-def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str) -> None:
-    for same, first, last in pool(tp).run(trained_twice, tp, dtype):
+@pytest.mark.parametrize(
+    ("tp", "dtype", "name"),
+    [
+        (2, "float32", "auto"),
+        (2, "bfloat16", "auto"),
+        (2, "float16", "auto"),
+        (4, "float32", "direct"),
+        (4, "float32", "collective"),
+    ],
+)
+def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str, name: Implementation) -> None:
+    for same, first, last in pool(tp).run(trained_twice, tp, dtype, name):
         assert same
         assert last < first - 0.1
 
 
 def trained_by(
-    name: Kernels, tp: int, dtype: str, dropout: float, layers: int
+    name: Kernels,
+    tp: int,
+    dtype: str,
+    dropout: float,
+    layers: int,
+    steps: int = 10,
+    products: Implementation = "auto",
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses and weights after ten steps of 63 tokens, which tp does not divide."""
+    """Losses and weights after some steps of 63 tokens, which tp does not divide."""
     config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=layers, n_head=4, dropout=dropout)
     options = options_for(tp, 1, 1, dtype=dtype)
     small = replace(options, train=replace(options.train, batch=9, micro_batch=9))
     trainer, windows = trainer_for(small, config)
-    with kernels(name):
-        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(10)]
+    with kernels(name), implementation(products):
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(steps)]
     return torch.tensor(losses, dtype=torch.float64), whole_weights(trainer)
 
 
@@ -133,10 +164,24 @@ def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> 
     ("tp", "dtype", "dropout", "layers"), [(1, "float32", 0.2, 1), (2, "float32", 0.0, 2), (1, "bfloat16", 0.0, 1)]
 )
 def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float, layers: int) -> None:
-    truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout, layers)[0]
-    plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout, layers)[0]
-    losses, own_weights = pool(tp).run(trained_by, "triton", tp, dtype, dropout, layers)[0]
-    assert truth[-1] < truth[0] - 0.1
+    check_noise(pool(tp).run(trained_by, "triton", tp, dtype, dropout, layers)[0], dtype, dropout, layers, 10)
+
+
+@pytest.mark.parametrize(("tp", "steps", "layers"), [(2, 3, 2), (4, 3, 1)])
+def test_fused_products_train_as_torchs_do(tp: int, steps: int, layers: int) -> None:
+    """They alone are interpreted here, among torch's operators."""
+    found = pool(tp).run(trained_by, "torch", tp, "float32", 0.0, layers, steps, "fused")
+    check_noise(found[0], "float32", 0.0, layers, steps)
+
+
+def check_noise(
+    found: tuple[torch.Tensor, dict[str, torch.Tensor]], dtype: str, dropout: float, layers: int, steps: int
+) -> None:
+    """Raises AssertionError where training is farther from float64's than torch's in this dtype twice over."""
+    truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout, layers, steps)[0]
+    plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout, layers, steps)[0]
+    losses, own_weights = found
+    assert truth[-1] < truth[0] - 0.01 * steps
     eps = torch.finfo(getattr(torch, dtype)).eps
     assert (losses - truth).abs().max() <= 2 * (plain - truth).abs().max() + eps * truth.max()
     assert distance(own_weights, weights) <= 2 * distance(plain_weights, weights)
