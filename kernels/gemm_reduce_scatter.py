@@ -243,7 +243,7 @@ def _launch_product(
     (m, k), n = x.shape, weight.shape[0]
     gate, up = halves_of(preactivation, activation, 1)
     weight_gate, weight_up = halves_of(weight, activation, 1)
-    k_adjacent, weight_aligned = weight_layout(weight_gate, weight_up)
+    k_adjacent, weight_aligned = weight_layout(weight, weight_up)
     aligned = weight_aligned and allows_tma(x, gate, up)
     row = choose(
         operator, x.device, x.dtype,
