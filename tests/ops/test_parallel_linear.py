@@ -256,6 +256,34 @@ def test_runs_and_ranks_agree_to_the_bit(name: Implementation, world: int, dtype
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
 
 
+def _sums(name: Implementation, dtype: torch.dtype) -> None:
+    """One feature: every product has one term, and only the order of the sum over ranks is left."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x, weight = normal(1, world, 5 * world, 1, dtype=dtype), normal(2, world, 7, 1, dtype=dtype)
+    bias, residual = normal(3, 7, dtype=dtype), normal(4, 5 * world, 7, dtype=dtype)
+    total = torch.zeros(5 * world, 7)
+    for products in x * weight.transpose(1, 2):
+        total += products.float()
+    expected = ((total + bias) + residual).to(dtype)
+    own = slice(5 * rank, 5 * rank + 5)
+    with implementation(name):
+        out = linear_reduce_scatter(x[rank], weight[rank], bias, group, residual=residual[own])
+        whole = linear_all_reduce(x[rank], weight[rank], bias, group, residual=residual)
+        leaf = torch.ones(5, 7, dtype=dtype, requires_grad=True)
+        all_gather_linear(leaf, weight[rank].t(), None, group).backward(x[rank])
+    assert torch.equal(out, expected[own])
+    assert name == "collective" or torch.equal(whole, expected), "Gloo's all-reduce has an order of its own"
+    assert torch.equal(leaf.grad, total.to(dtype)[own])
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [("direct", 4, F32), ("direct", 4, BF16), ("collective", 4, F32), ("fused", 3, F32), ("fused", 3, BF16)],
+)
+def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_sums, name, dtype)
+
+
 def _never_waits(name: Implementation) -> None:
     """One rank alone, and its group."""
     set_settings(timeout=0.5)
