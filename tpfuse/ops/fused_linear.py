@@ -1,15 +1,18 @@
 """Tensor-parallel products as Triton programs that compute while shards arrive and partial sums leave.
 
 An all-gather is part of the product behind it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter of the product
-before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. On CPUs they are interpreted.
+before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. Small shards are loaded from the
+peers by programs of the product itself; large ones are brought by copy engines on a stream of their own, chunk by chunk
+(`tpfuse.kernels.staging`), in backward while the other product of the layer runs. On CPUs all of it is interpreted.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
@@ -17,9 +20,11 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.kernels.launch import multiprocessors
+from tpfuse.kernels.staging import await_source, deliver, stage
 from tpfuse.ops.gemm import flat
 
 _LEAST_SLOT = 2**16  # bytes; slots have the next power of two, so that few sizes serve all shapes
+ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
 
 
 class _Channel:
@@ -29,7 +34,8 @@ class _Channel:
         """Collective."""
         programs = multiprocessors(memory.device)
         count = 2 * programs * memory.world
-        slots = memory.buffer(f"{name}: slots", (2 * nbytes,), torch.uint8)
+        slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
+        self.slots, self.half = slots.peers, 1
         flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
         self.endpoint = Endpoint(
@@ -45,14 +51,31 @@ class _Channel:
         )
 
 
+@dataclass
+class _Gather:
+    """All ranks' rows [world, n, K] on their way; whole at the end of the product with them if `keep`.
+
+    copied: by a copy engine, on `engine`, a stream of its own (None on CPUs); else by the product.
+    """
+
+    op: str
+    rows: Tensor
+    gathered: Tensor
+    channel: _Channel
+    keep: bool
+    copied: bool
+    engine: torch.cuda.Stream | None = None
+
+
 class FusedLinear:
     """The products of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
 
-    def __init__(self, memory: SymmetricMemory) -> None:
-        """Collective."""
+    def __init__(self, memory: SymmetricMemory, engine_bytes: int | None = None) -> None:
+        """Collective. engine_bytes: of a shard, from which on copy engines bring it; by default on GPUs alone."""
         self.memory = memory
+        self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
+        self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
-        self._collectives = LaunchedCollectives(memory)
         self._agreed: set[str] = set()
 
     def activates(self, x: Tensor) -> bool:
@@ -69,10 +92,10 @@ class FusedLinear:
         rows = flat(x)
         several = len(weights) > 1
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
-        out, kept, gathered = self._gathering_product(op, rows, weights[0], biases[0], activation, keep, several)
-        found = [(out, kept)]
+        gather = self._begin(op, rows, keep=several)
+        found = [self._product(gather, weights[0], biases[0], activation, keep)]
         for weight, bias in zip(weights[1:], biases[1:], strict=True):
-            whole = gathered.flatten(0, 1)
+            whole = gather.gathered.flatten(0, 1)
             found.append(gemm_forward(whole, weight, bias, activation=activation, keep_preactivation=keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
         return [tuple(_shaped(y, shape) for y in pair) for pair in found]  # type: ignore[misc]
@@ -90,18 +113,19 @@ class FusedLinear:
         """(dX, dWs, dbs). The gradients of several weights meet in one product, of all of them behind each other."""
         lefts = [flat(grad) for grad in grads]
         befores = [None if before is None else flat(before) for before in preactivations]
+        op = f"all_gather_linear backward {x.dtype} {list(x.shape)}"
+        gather = self._begin(op, flat(x), keep=True) if any(weight or bias for weight, bias in needs) else None
         grad_x = None
         if needs_x:
             left, weight, before = lefts[0], weights[0], befores[0]
             if len(weights) > 1:
                 left, weight = torch.cat(lefts, 1), torch.cat(tuple(weights))
                 before = None if before is None else torch.cat([y for y in befores if y is not None], 1)
-            op = f"all_gather_linear backward {x.dtype} {list(x.shape)}"
             grad_x = self._product_scattering(op, left, weight.t(), preactivation=before, activation=activation)
             grad_x = grad_x.view(x.shape)
         found: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(weights)
-        if any(weight or bias for weight, bias in needs):
-            gathered = self._gathered(flat(x))
+        if gather is not None:
+            gathered = self._finish(gather)
             for index, (weight_too, bias_too) in enumerate(needs):
                 if weight_too or bias_too:
                     found[index] = gemm_weight_gradient(
@@ -122,14 +146,10 @@ class FusedLinear:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """(dX, dW, db), all from one all-gather of grad: the product that gathers it leaves it behind."""
         needs_x, needs_weight, needs_bias = needs
-        rows, grad_x = flat(grad), None
-        if needs_x:
-            op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
-            keeps = needs_weight or needs_bias
-            product, _, whole = self._gathering_product(op, rows, weight.t(), None, None, False, keeps)
-            grad_x, gathered = product.view(x.shape), whole.flatten(0, 1)
-        elif needs_weight or needs_bias:
-            gathered = self._gathered(rows)
+        op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
+        gather = self._begin(op, flat(grad), keep=needs_weight or needs_bias)
+        grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
+        gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
         if needs_weight:
             return grad_x, *gemm_weight_gradient(gathered, flat(x), with_bias=needs_bias)
         return grad_x, None, gathered.sum(0) if needs_bias else None
@@ -144,28 +164,69 @@ class FusedLinear:
         sums = self._product_scattering(op, rows, weight, bias=bias, residual=added)
         padded = sums.new_zeros(most, sums.shape[1])
         padded[: len(sums)] = sums
-        return self._gathered(padded)[: len(rows)].view(*x.shape[:-1], len(weight))
+        return self._finish(self._begin(op, padded, keep=True))[: len(rows)].view(*x.shape[:-1], len(weight))
 
-    def _gathering_product(
-        self,
-        op: str,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        keep: bool,
-        keep_gathered: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(the product, its pre-activation, all ranks' rows [world, n, K]: whole where they are to be kept)."""
+    def _begin(self, op: str, rows: Tensor, *, keep: bool) -> _Gather:
+        """Sends copy engines for the others' rows, where they bring them; `_product` or `_finish` must follow."""
         self._agree(op)
-        gathered = rows.new_empty(self.memory.world, *rows.shape)
+        world, nbytes = self.memory.world, rows.nbytes
+        gathered = rows.new_empty(world, *rows.shape)
+        copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
         with self.memory.guard(op, kernel=True):
-            channel = self._channel("all_gather_linear", rows.nbytes)
-            out, kept = all_gather_gemm_forward(
-                rows, weight, bias, gathered, channel.words, channel.endpoint,
-                activation=activation, keep_preactivation=keep, keep_own=keep_gathered,
+            channel = self._channel("all_gather_linear", nbytes)
+            gather = _Gather(op, rows, gathered, channel, keep, copied)
+            if copied:
+                self._send_engines(gather)
+        return gather
+
+    def _send_engines(self, gather: _Gather) -> None:
+        channel, gathered, own = gather.channel, gather.gathered, self.memory.rank
+        channel.half = 1 - channel.half
+        stage(gather.rows, channel.endpoint, channel.half)
+        with self._copy_stream(gather):
+            for step in range(1, self.memory.world):
+                source = (own + step) % self.memory.world
+                await_source(gathered[source], channel.endpoint, source)
+                staged = channel.slots[source][channel.half, : gather.rows.nbytes]
+                gathered[source].copy_(staged.view(gathered.dtype).view(gather.rows.shape))
+                deliver(channel.words, channel.endpoint, source)
+            if gather.keep:
+                gathered[own].copy_(gather.rows)
+
+    @contextlib.contextmanager
+    def _copy_stream(self, gather: _Gather) -> Iterator[None]:
+        """On GPUs a stream that begins behind the current one; `_product` makes the current one wait for it."""
+        if self.memory.device.type != "cuda":
+            yield
+            return
+        gather.engine = self._engine = self._engine or torch.cuda.Stream(self.memory.device)
+        gather.engine.wait_stream(torch.cuda.current_stream(self.memory.device))
+        with torch.cuda.stream(gather.engine):
+            yield
+
+    def _product(
+        self,
+        gather: _Gather,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(act(all ranks' rows Wᵀ + bias), its pre-activation)."""
+        with self.memory.guard(gather.op, kernel=True):
+            found = all_gather_gemm_forward(
+                gather.rows, weight, bias, gather.gathered, gather.channel.words, gather.channel.endpoint,
+                activation=activation, keep_preactivation=keep,
+                keep_own=gather.keep and not gather.copied, copied=gather.copied,
             )  # fmt: skip
-        return out, kept, gathered
+            if gather.engine is not None:  # also where it was aborted: copies may still write what is freed then
+                torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
+        return found
+
+    def _finish(self, gather: _Gather) -> Tensor:
+        """All ranks' rows, [world * n, K], without a product: one with no columns ends the gather."""
+        self._product(gather, gather.rows.new_empty(0, gather.rows.shape[1]))
+        return gather.gathered.flatten(0, 1)
 
     def _product_scattering(
         self,
@@ -187,12 +248,6 @@ class FusedLinear:
                 rows, weight, channel.endpoint, channel.words,
                 bias=bias, residual=residual, preactivation=preactivation, activation=activation,
             )  # fmt: skip
-
-    def _gathered(self, rows: Tensor) -> Tensor:
-        """All ranks' rows, [world * n, K]."""
-        whole = rows.new_empty(self.memory.world, *rows.shape)
-        self._collectives.all_gather(rows.contiguous().view(-1), whole.view(self.memory.world, -1))
-        return whole.flatten(0, 1)
 
     def _agree(self, op: str) -> None:
         """Raises Disagreement where ranks bring different shapes: kernels would read past ends, or what is old.

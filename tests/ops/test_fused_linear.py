@@ -1,0 +1,103 @@
+"""Shards that copy engines bring: the numbers of those that the product's own programs load, to the bit."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.connect import connect
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels import staging
+from tpfuse.ops import fused_linear
+from tpfuse.ops.fused_linear import FusedLinear
+from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.ranks import pool
+
+
+def _memory() -> SymmetricMemory:
+    group = dist.group.WORLD
+    assert group is not None
+    return connect(group, torch.device("cpu"))
+
+
+def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    """Outputs and gradients of both kinds of layers, for weights of one gather and of several."""
+    rank, world = products.memory.rank, products.memory.world
+    x, y = normal(1 + rank, rows, 2, 24, dtype=dtype), normal(20 + rank, world * rows, 2, 40, dtype=dtype)
+    gate, down = normal(3, 36, 24, dtype=dtype), normal(4, 24, 40, dtype=dtype)
+    found: list[Tensor | None] = []
+    for weights, activation in (([gate], "swiglu"), ([gate, gate[:20]], "gelu")):
+        pairs = products.all_gather(x, weights, [None] * len(weights), activation, True)
+        grads = [normal(5 + rank, *out.shape, dtype=dtype) for out, _ in pairs]
+        needs = [(True, True)] * len(weights)
+        kept = [before for _, before in pairs]
+        grad_x, grad_weights, grad_biases = products.all_gather_backward(
+            grads, x, weights, kept, activation, needs, True
+        )
+        found += [grad_x, *grad_weights, *grad_biases]
+        for pair in pairs:
+            found += pair
+    found.append(products.reduce_scatter(y, down, None, None))
+    for needs_x in (True, False):
+        found += products.reduce_scatter_backward(x, y, down, (needs_x, True, True))
+    found.append(products.all_reduce(y[: world * rows - 1], down, None, None))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
+    """Returns how often engines were sent."""
+    programs, engines, sent = FusedLinear(_memory()), FusedLinear(_memory(), engine_bytes=1), []
+    for rows in sizes:
+        expected = _everything(programs, dtype, rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fused_linear, "stage", lambda *arguments: (sent.append(1), staging.stage(*arguments)))
+            found = _everything(engines, dtype, rows)
+        for other, wanted in zip(found, expected, strict=True):
+            assert torch.equal(other, wanted)
+    return len(sent)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_copy_engines_bring_the_same_numbers(world: int) -> None:
+    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [14 if world > 1 else 0] * world
+
+
+def test_copy_engines_bring_half_types() -> None:
+    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [7, 7]
+
+
+def _taking_turns() -> None:
+    """Shards around the limit: halves of the slots are used in any order, by programs and by engines."""
+    products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
+    rank, world = products.memory.rank, products.memory.world
+    weight = integers(1, 10, 24)
+    for step, rows in enumerate((5, 4, 5, 5, 3, 4, 6, 5)):
+        whole = integers(10 + step, world, rows, 24)
+        ((out, _),) = products.all_gather(whole[rank], [weight], [None], None, False)
+        assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_engines_and_programs_take_turns(world: int) -> None:
+    pool(world).run(_taking_turns)
+
+
+def test_no_alarm_under_the_explorer() -> None:
+    """The copies too are accesses that signals must order."""
+
+    def program(memory: SimulatedMemory) -> None:
+        products = FusedLinear(memory, engine_bytes=4 * 8 * 3)
+        weight = integers(1, 5, 8)
+        for step, rows in enumerate((3, 3, 2, 3)):
+            whole = integers(step, memory.world, rows, 8)
+            ((out, _),) = products.all_gather(whole[memory.rank], [weight], [None], None, False)
+            assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
+            gather = products._begin("all_gather", whole[memory.rank], keep=True)
+            assert torch.equal(products._finish(gather), whole.flatten(0, 1))
+
+    explore(program, 2, resident=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_linear, "await_source", lambda *_: None)
+        with pytest.raises(RaceError, match="nothing orders"):
+            explore(program, 2, resident=3)
