@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
 
 Kernels = Literal["auto", "triton", "torch"]
 

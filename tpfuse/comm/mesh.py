@@ -49,4 +49,4 @@ def shard_range(size: int, rank: int, world: int) -> tuple[int, int]:
 
 def named_group(name: str) -> dist.ProcessGroup:
     """The process group that has this `group_name`, by which nodes of torch.compile's graphs know it."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

@@ -30,7 +30,7 @@ class _AllGatherLinear(Function):
         ctx: Any, x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
-        weights, biases = parameters[:count], parameters[count:]
+        weights, biases = _weights(parameters), parameters[count:]
         ctx.products, ctx.activation, ctx.count = chosen, activation, count
         keep = activation is not None and any(ctx.needs_input_grad)
         found = chosen.all_gather(x, weights, biases, activation, keep)
@@ -114,8 +114,12 @@ def _gathered_products(
         outs: tuple[Tensor, ...] = _AllGatherLinear.apply(x, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
         return outs
     count = len(parameters) // 2
-    weights = [weight for weight in parameters[:count] if weight is not None]
-    return tuple(out for out, _ in chosen.all_gather(x, weights, parameters[count:], activation, False))
+    return tuple(out for out, _ in chosen.all_gather(x, _weights(parameters), parameters[count:], activation, False))
+
+
+def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
+    """The first half, of which none is missing."""
+    return [weight for weight in parameters[: len(parameters) // 2] if weight is not None]
 
 
 def _check(

@@ -87,7 +87,8 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gradient(*ctx.saved_tensors, grad, ctx.start), None, None, None
+        logits, target, normalizer = ctx.saved_tensors
+        return _gradient(logits, target, normalizer, grad, ctx.start), None, None, None
 
 
 def _gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, start: int) -> Tensor:

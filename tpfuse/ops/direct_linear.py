@@ -36,9 +36,10 @@ class DirectLinear:
         return False
 
     def all_gather(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: None, keep: bool
-    ) -> list[tuple[Tensor, None]]:
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
         """(all_gather(x) Wᵀ + bias, None) for each weight; x: [n, ..., K]."""
+        assert activation is None
         rows = flat(x)
         outs = [x.new_empty(self.memory.world, len(rows), len(weight)) for weight in weights]
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
@@ -53,8 +54,8 @@ class DirectLinear:
         grads: Sequence[Tensor],
         x: Tensor,
         weights: Sequence[Tensor],
-        preactivations: Sequence[None],
-        activation: None,
+        preactivations: Sequence[Tensor | None],
+        activation: str | None,
         needs: Sequence[tuple[bool, bool]],
         needs_x: bool,
     ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:

@@ -199,7 +199,7 @@ class FusedLinear:
         if self.memory.device.type != "cuda":
             yield
             return
-        gather.engine = self._engine = self._engine or torch.cuda.Stream(self.memory.device)
+        gather.engine = self._engine = self._engine or torch.cuda.Stream(self.memory.device)  # type: ignore[no-untyped-call]
         gather.engine.wait_stream(torch.cuda.current_stream(self.memory.device))
         with torch.cuda.stream(gather.engine):
             yield

@@ -55,7 +55,8 @@ class TracedLinear:
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See `ParallelLinear`."""
-        return _reduce_scatter(x, weight, bias, residual, self._name, self._world)
+        out: Tensor = _reduce_scatter(x, weight, bias, residual, self._name, self._world)
+        return out
 
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
@@ -68,7 +69,8 @@ class TracedLinear:
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See `ParallelLinear`."""
-        return _all_reduce(x, weight, bias, residual, self._name)
+        out: Tensor = _all_reduce(x, weight, bias, residual, self._name)
+        return out
 
 
 def products(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
