@@ -275,6 +275,13 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
     assert name == "collective" or torch.equal(whole, expected), "Gloo's all-reduce has an order of its own"
     assert torch.equal(leaf.grad, total.to(dtype)[own])
 
+    grad = integers(5, 5 * world, 7, low=-100, high=100)  # whose sums float32 has, but not every bfloat16
+    for wanted in (True, False):
+        bias, last = bias.detach().requires_grad_(), weight[rank].detach().requires_grad_(wanted)
+        with implementation(name):
+            linear_reduce_scatter(x[rank], last, bias, group).backward(grad[own].to(dtype))
+        assert torch.equal(bias.grad, grad.sum(0).to(dtype))
+
 
 @pytest.mark.parametrize(
     ("name", "world", "dtype"),
