@@ -17,7 +17,7 @@ from tpfuse.testing.inputs import integers
 
 _PASS = "                    pass\n"
 _LATE_NOTE = """        epoch = self.signal()
-        self._rows.local[epoch % 2] = rows
+        self._told[self.memory.rank][epoch % 2].fill_(rows)
         return epoch
 """
 Program = Callable[[SimulatedMemory], None]
@@ -118,8 +118,8 @@ FAULTS = {
         [
             ("                    torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])\n", _PASS),
             (
-                "                epoch = channel.signal_rows(len(sums))\n",
-                "                epoch = channel.signal_rows(len(sums))\n"
+                "                epoch = channel.signal_rows(sums.shape[0])\n",
+                "                epoch = channel.signal_rows(sums.shape[0])\n"
                 "                for rank in range(world):\n"
                 "                    torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])\n",
             ),
@@ -143,12 +143,15 @@ FAULTS = {
     "rows noted behind the signal": (
         direct_linear,
         [
-            ("        self._rows.local[self.next_epoch % 2] = rows\n        return self.signal()\n", _LATE_NOTE),
+            (
+                "        self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)\n        return self.signal()\n",
+                _LATE_NOTE,
+            ),
         ],
     ),
     "one note of rows": (
         direct_linear,
-        [("self._rows.local[self.next_epoch % 2]", "self._rows.local[0]"), ("[rank][epoch % 2]", "[rank][0]")],
+        [("[self.next_epoch % 2].fill_", "[0].fill_"), ("[rank][epoch % 2]", "[rank][0]")],
     ),
 }
 

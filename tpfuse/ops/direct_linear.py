@@ -41,12 +41,12 @@ class DirectLinear:
         """(all_gather(x) Wᵀ + bias, None) for each weight; x: [n, ..., K]."""
         assert activation is None
         rows = flat(x)
-        outs = [x.new_empty(self.memory.world, len(rows), len(weight)) for weight in weights]
+        outs = [x.new_empty(self.memory.world, rows.shape[0], weight.shape[0]) for weight in weights]
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
             for rank, part, chunk in self._gathered(rows, "all_gather_linear"):
                 for weight, bias, out in zip(weights, biases, outs, strict=True):
                     _product(chunk, weight.t(), bias, out[rank, part])
-        shape = self.memory.world * len(x), *x.shape[1:-1]
+        shape = self.memory.world * x.shape[0], *x.shape[1:-1]
         return [(out.view(*shape, out.shape[-1]), None) for out in outs]
 
     def all_gather_backward(
@@ -63,11 +63,11 @@ class DirectLinear:
         op, memory = "all_gather_linear backward", self.memory
         own, world, width = memory.rank, memory.world, x.shape[-1]
         rows = flat(x)
-        lefts = [grad.reshape(world, len(rows), grad.shape[-1]) for grad in grads]
+        lefts = [grad.reshape(world, rows.shape[0], grad.shape[-1]) for grad in grads]
         gathers = any(weight for weight, _ in needs)
         sums = [_WeightGradient(left, rows) if need[0] else None for left, need in zip(lefts, needs, strict=True)]
         grad_x = rows.new_empty(rows.shape) if needs_x else None
-        rounds = self._pieces(len(rows), width * x.element_size() * (1 + world)) if gathers or needs_x else ()
+        rounds = self._pieces(rows.shape[0], width * x.element_size() * (1 + world)) if gathers or needs_x else ()
         with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
             for channel, part in rounds:
                 slots = channel.next_slots(x.dtype, 1 + world, part.stop - part.start, width)
@@ -76,10 +76,10 @@ class DirectLinear:
                 if needs_x:
                     for rank in (*channel.others, own):
                         _sum_of_products([left[rank, part] for left in lefts], weights, slots[own][rank])
-                epoch = channel.signal_rows(len(rows))
+                epoch = channel.signal_rows(rows.shape[0])
                 for rank in (own, *channel.others):
                     if rank != own:
-                        channel.wait_for_rows(rank, epoch, len(rows), op)
+                        channel.wait_for_rows(rank, epoch, rows.shape[0], op)
                     for total in sums:
                         if total is not None:
                             total.add(rank, part, slots[rank][world])
@@ -92,20 +92,20 @@ class DirectLinear:
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual; x: [world * n, ..., K]."""
         op, memory = "linear_reduce_scatter", self.memory
-        own, world, width = memory.rank, memory.world, len(weight)
-        shape = len(x) // world, *x.shape[1:-1], width
+        own, world, width = memory.rank, memory.world, weight.shape[0]
+        shape = x.shape[0] // world, *x.shape[1:-1], width
         out = x.new_empty(shape)
         sums = flat(out)
-        rows = x.reshape(world, len(sums), x.shape[-1])
+        rows = x.reshape(world, sums.shape[0], x.shape[-1])
         added = None if residual is None else flat(residual)
         with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
-            for channel, part in self._pieces(len(sums), width * x.element_size() * world):
+            for channel, part in self._pieces(sums.shape[0], width * x.element_size() * world):
                 slots = channel.next_slots(x.dtype, world, part.stop - part.start, width)
                 for rank in (*channel.others, own):
                     torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])
-                epoch = channel.signal_rows(len(sums))
+                epoch = channel.signal_rows(sums.shape[0])
                 for rank in channel.others:
-                    channel.wait_for_rows(rank, epoch, len(sums), op)
+                    channel.wait_for_rows(rank, epoch, sums.shape[0], op)
                 sum_in_rank_order([slot[own] for slot in slots] + _terms(part, bias, added), sums[part])
         return out
 
@@ -116,7 +116,7 @@ class DirectLinear:
         op, world = "linear_reduce_scatter backward", self.memory.world
         needs_x, needs_weight, needs_bias = needs
         rows = flat(grad)
-        right = x.reshape(world, len(rows), x.shape[-1])
+        right = x.reshape(world, rows.shape[0], x.shape[-1])
         grad_x = torch.empty_like(right) if needs_x else None
         total = _WeightGradient(right, rows, grad_arrives=True) if needs_weight else None
         wide = torch.float32 if rows.dtype in _HALF else rows.dtype
@@ -138,17 +138,17 @@ class DirectLinear:
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """all_reduce(x Wᵀ) + bias + residual; x: [..., K]."""
         op, memory = "linear_all_reduce", self.memory
-        own, width = memory.rank, len(weight)
+        own, width = memory.rank, weight.shape[0]
         rows, out = flat(x), x.new_empty(*x.shape[:-1], width)
         sums, added = flat(out), None if residual is None else flat(residual)
         most = SLOT_BYTES if memory.world == 2 else ONE_SHOT_BYTES
         with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
-            for channel, part in self._pieces(len(rows), width * x.element_size()):
+            for channel, part in self._pieces(rows.shape[0], width * x.element_size()):
                 slots = channel.next_slots(x.dtype, part.stop - part.start, width)
                 torch.mm(rows[part], weight.t(), out=slots[own])
-                epoch = channel.signal_rows(len(rows))
+                epoch = channel.signal_rows(rows.shape[0])
                 for rank in channel.others:
-                    channel.wait_for_rows(rank, epoch, len(rows), op)
+                    channel.wait_for_rows(rank, epoch, rows.shape[0], op)
                 if slots[own].nbytes <= most:
                     sum_in_rank_order(slots + _terms(part, bias, added), sums[part])
                 else:
@@ -161,13 +161,13 @@ class DirectLinear:
         What it yields may be read until the next is asked for.
         """
         own = self.memory.rank
-        for channel, part in self._pieces(len(rows), rows.shape[1] * rows.element_size()):
+        for channel, part in self._pieces(rows.shape[0], rows.shape[1] * rows.element_size()):
             slots = channel.next_slots(rows.dtype, part.stop - part.start, rows.shape[1])
             slots[own].copy_(rows[part])
-            epoch = channel.signal_rows(len(rows))
+            epoch = channel.signal_rows(rows.shape[0])
             yield own, part, slots[own]
             for rank in channel.others:
-                channel.wait_for_rows(rank, epoch, len(rows), op)
+                channel.wait_for_rows(rank, epoch, rows.shape[0], op)
                 yield rank, part, slots[rank]
 
     def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple["_RowChannel", slice]]:
@@ -189,17 +189,18 @@ class _RowChannel(Channel):
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         super().__init__(memory, name, nbytes)
-        self._rows = memory.buffer(f"{name}: rows", (2,), torch.int64)
+        told = memory.buffer(f"{name}: rows", (2,), torch.int64)
+        self._told = [peer.unbind() for peer in told.peers]
 
     def signal_rows(self, rows: int) -> int:
         """`signal`, with this rank's number of rows."""
-        self._rows.local[self.next_epoch % 2] = rows
+        self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)
         return self.signal()
 
     def wait_for_rows(self, rank: int, epoch: int, rows: int, op: str) -> None:
         """`wait_for`. Raises ValueError, on every rank alike, where `rank` has not got as many rows."""
         self.wait_for(rank, epoch, op)
-        theirs = int(self._rows.peers[rank][epoch % 2])
+        theirs = self._told[rank][epoch % 2].item()
         if theirs != rows:
             for other in self.others:  # as in every epoch: what is written in two epochs nobody may still be reading
                 self.wait_for(other, epoch, op)
