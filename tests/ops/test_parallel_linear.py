@@ -176,7 +176,7 @@ def _in_pieces(n: int, dtype: torch.dtype, middle: tuple[int, ...]) -> None:
 
 
 def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(parallel_linear_module._made, dist.group.WORLD, {DirectLinear: products})
+    patch.setitem(parallel_linear_module._made, dist.group.WORLD, {type(products): products})
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -184,6 +184,32 @@ def test_shards_longer_than_a_piece(world: int) -> None:
     pool(world).run(_in_pieces, 17, F32, ())
     pool(world).run(_in_pieces, 3, torch.float64, (2, 2))
     pool(world).run(_in_pieces, 7, BF16, (2,))
+
+
+def _by_copy_engines() -> None:
+    """Shards of 8 rows come by copy engines, those of 1 row by the products, through one channel."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
+    with pytest.MonkeyPatch.context() as patch, implementation("fused"):
+        _serve_by(products, patch)
+        for n in (8, 1, 8):
+            for operator in OPERATORS:
+                _Product(operator, world, n, n, F32).check(rank, group)
+        _several_by_copy_engines(rank, world)
+
+
+def _several_by_copy_engines(rank: int, world: int) -> None:
+    x, weights = integers(1, world * 4, K), [integers(2 + i, world, N, K)[rank] for i in range(2)]
+    leaf = x[4 * rank : 4 * rank + 4].clone().requires_grad_()
+    outs = all_gather_linear(leaf, [weight.requires_grad_() for weight in weights], None, dist.group.WORLD)
+    torch.autograd.backward(outs, [out.detach() for out in outs])
+    for out, weight in zip(outs, weights, strict=True):
+        assert torch.equal(out, x @ weight.t()) and torch.equal(weight.grad, out.t() @ x)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shards_that_copy_engines_bring(world: int) -> None:
+    pool(world).run(_by_copy_engines)
 
 
 def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:

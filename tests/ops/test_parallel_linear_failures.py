@@ -19,6 +19,7 @@ from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.parallel_linear import _made
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 
 TIMEOUT = 0.6
@@ -43,6 +44,11 @@ def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
         assert torch.equal(_forward(step, group), torch.full_like(out, expected))
 
 
+def _by_copy_engines(group: dist.ProcessGroup) -> None:
+    """From now on, and not by the products themselves."""
+    _made.setdefault(group, {})[FusedLinear] = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=0)
+
+
 def _straight_to_the_kernels() -> None:
     """Interpreted products compare shapes first, which is a wait of its own; those of GPUs mostly do not."""
     FusedLinear._agree = lambda self, op: None  # type: ignore[method-assign]
@@ -57,11 +63,13 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
         memory.timeout = memory.board.timeout = seconds
 
 
-def _one_stays_away(rank: Rank, name: Implementation) -> None:
+def _one_stays_away(rank: Rank, name: Implementation, engines: bool) -> None:
     """In each step rank 1 does not come, then comes late; and all do it again."""
     world = rank.join()
     _straight_to_the_kernels()
     process_group._PATIENCE = 0.4
+    if engines:
+        _by_copy_engines(world)
     for step in STEPS:
         # Gloo's groups are of no use after an error.
         group = dist.new_group() if name == "collective" else world
@@ -85,9 +93,11 @@ def _one_stays_away(rank: Rank, name: Implementation) -> None:
                 connect(group, torch.device("cpu")).barrier()
 
 
-@pytest.mark.parametrize("name", ["direct", "collective", "fused"])
-def test_a_rank_that_never_comes_is_named(name: Implementation, tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _one_stays_away, name) as running:
+@pytest.mark.parametrize(
+    ("name", "engines"), [("direct", False), ("collective", False), ("fused", False), ("fused", True)]
+)
+def test_a_rank_that_never_comes_is_named(name: Implementation, engines: bool, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _one_stays_away, name, engines) as running:
         for step in STEPS:
             for rank in (0, 2):
                 error = running.hear(rank)

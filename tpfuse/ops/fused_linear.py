@@ -35,7 +35,7 @@ class _Channel:
         programs = multiprocessors(memory.device)
         count = 2 * programs * memory.world
         slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
-        self.slots, self.half = slots.peers, 1
+        self.slots, self._half, self._generation = slots.peers, 1, memory.generation
         flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
         self.endpoint = Endpoint(
@@ -49,6 +49,13 @@ class _Channel:
             abort=memory.abort,
             programs=programs,
         )
+
+    def next_half(self, generation: int) -> int:
+        """0, 1, 0, … on all ranks alike; anew after a reset, before which some may have come farther than others."""
+        if generation != self._generation:
+            self._half, self._generation = 1, generation
+        self._half = 1 - self._half
+        return self._half
 
 
 @dataclass
@@ -181,13 +188,13 @@ class FusedLinear:
 
     def _send_engines(self, gather: _Gather) -> None:
         channel, gathered, own = gather.channel, gather.gathered, self.memory.rank
-        channel.half = 1 - channel.half
-        stage(gather.rows, channel.endpoint, channel.half)
+        half = channel.next_half(self.memory.generation)
+        stage(gather.rows, channel.endpoint, half)
         with self._copy_stream(gather):
             for step in range(1, self.memory.world):
                 source = (own + step) % self.memory.world
                 await_source(gathered[source], channel.endpoint, source)
-                staged = channel.slots[source][channel.half, : gather.rows.nbytes]
+                staged = channel.slots[source][half, : gather.rows.nbytes]
                 gathered[source].copy_(staged.view(gathered.dtype).view(gather.rows.shape))
                 deliver(channel.words, channel.endpoint, source)
             if gather.keep:
