@@ -317,6 +317,24 @@ def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, wor
     pool(world).run(_sums, name, dtype)
 
 
+def _without_gradients(name: Implementation) -> None:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    with implementation(name):
+        for operator in OPERATORS:
+            product = _Product(operator, world, 4, 1, F32)
+            for context in (torch.no_grad(), torch.inference_mode()):
+                with context:
+                    out = product.run(product.leaves(rank), group)
+                assert not out.requires_grad and torch.equal(out, product.expected(rank)["out"])
+            frozen = {key: x.detach() for key, x in product.leaves(rank).items()}
+            assert not product.run(frozen, group).requires_grad
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_without_gradients(name: Implementation) -> None:
+    pool(2).run(_without_gradients, name)
+
+
 def _never_waits(name: Implementation) -> None:
     """One rank alone, and its group."""
     set_settings(timeout=0.5)
