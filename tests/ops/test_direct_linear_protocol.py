@@ -156,15 +156,18 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_are_no_deletion(fault: str) -> None:
+def _mutant(fault: str) -> Mutant:
     module, changes = FAULTS[fault]
     source = inspect.getsource(module)
     for before, after in changes:
         assert source.count(before) == 1, before
         source = source.replace(before, after)
-    mutant = Mutant(module.__name__, str(module.__file__), (1, 1), fault, "", source)
-    assert not surviving(program_of, [channel, direct_linear], 3, mutants=[mutant])
+    return Mutant(module.__name__, str(module.__file__), (1, 1), fault, "", source)
+
+
+def test_faults_that_are_no_deletion() -> None:
+    left = surviving(program_of, [channel, direct_linear], 3, mutants=map(_mutant, FAULTS))
+    assert not left, "\n".join(map(str, left))
 
 
 def test_waits_end_and_the_next_product_is_right() -> None:

@@ -155,7 +155,7 @@ def _late(name: Implementation, iterations: int) -> int:
         for i in range(iterations):
             if late.random() < 0.1:
                 time.sleep(late.random() * 2e-3)
-            products[i % len(products)].check(rank, group, backward=name != "fused" or i % 4 == 0)
+            products[i % len(products)].check(rank, group, backward=name != "fused" or i % 8 == 0)
     return iterations
 
 

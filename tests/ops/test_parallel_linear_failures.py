@@ -22,7 +22,7 @@ from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.parallel_linear import _made
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 
-TIMEOUT = 0.6
+TIMEOUT = 0.4
 # What communicates.
 STEPS = ("all_gather", "all_gather backward", "reduce_scatter", "reduce_scatter backward", "all_reduce")
 
