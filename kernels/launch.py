@@ -101,7 +101,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: in
         return
     first = next(x for x in arguments.values() if isinstance(x, Tensor))
     with torch.cuda.device_of(first):  # Triton launches on the current device, whatever the tensors say
-        triton.set_allocator(
-            _scratch
-        )  # each time: it holds for a context, and autograd runs backward in another thread
+        triton.set_allocator(_scratch)  # each time: of a context, and backward runs in a thread with another one
         kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)

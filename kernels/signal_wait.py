@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpfuse.kernels import launch
 from tpfuse.kernels.checks import check_device, check_integers, check_shape
-from tpfuse.kernels.signals import wait
+from tpfuse.kernels.signals import wait, wrapped
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -31,5 +31,6 @@ def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
         check_shape("signal_wait", name, x, (1,))
         check_integers("signal_wait", name, x, (torch.int32,))
         check_device("signal_wait", "flag", flag, name, x)
-    epoch = (epoch + 2**31) % 2**32 - 2**31
-    launch.launch(signal_wait_kernel, (1,), num_warps=1, num_stages=1, flag_ptr=flag, abort_ptr=abort, epoch=epoch)
+    launch.launch(
+        signal_wait_kernel, (1,), num_warps=1, num_stages=1, flag_ptr=flag, abort_ptr=abort, epoch=wrapped(epoch)
+    )

@@ -32,6 +32,11 @@ import triton.language as tl
 _AHEAD: tl.constexpr = tl.constexpr(1 << 16)
 
 
+def wrapped(value: int) -> int:
+    """As an int32, on the host: signals may wrap around, and so may their differences."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
 @triton.jit
 def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
     """A pointer to `peer`'s part of a symmetric buffer; addresses_ptr: [world] int64, `SymmetricBuffer.addresses`."""

@@ -1,14 +1,16 @@
 """What the backends of several ranks share: the board, deadlines, the flight record, and going on afterwards."""
 
+import json
 import threading
 import time
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tpfuse.comm.board import Board
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.watchdog import Watchdog, write_flight_record
@@ -95,6 +97,18 @@ class BoardMemory(SymmetricMemory):
     def _failure(self, op: str, waited: float) -> PeerTimeout:
         """What to raise where this rank was told to stop."""
         return self.board.fail(op, None, waited)
+
+    def said(self, what: object, op: str) -> list[Any]:
+        """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
+        return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
+
+    def all_well(self, reason: str, op: str, value: object = None) -> list[Any]:
+        """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
+        found = self.said([reason, value], op)
+        for rank, (text, _) in enumerate(found):
+            if text:
+                raise Unavailable(f"rank {rank}: {text}")
+        return [each for _, each in found]
 
     def reset(self) -> None:
         self.board.reset(self._clear)

@@ -10,9 +10,6 @@ computed is not to be believed. Operations on two streams wait for each other in
 While a graph is captured nothing is recorded or looked at, since nothing runs: put a guard around its replay.
 """
 
-import json
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -56,12 +53,12 @@ class CudaMemory(BoardMemory):
         """Raises Unavailable on every rank unless each rank's GPU reaches all others'."""
         reason = self._calls.why_not()
         gpu = "" if reason else self._calls.gpu()
-        said = self._said([str(self.device), gpu, reason])
+        said = self.said([str(self.device), gpu, reason], "symmetric memory")
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise Unavailable(f"rank {rank}: {text}")
         obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(said))
-        for text in self._said(next((text for text in obstacles if text), "")):
+        for text in self.said(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
 
@@ -77,9 +74,6 @@ class CudaMemory(BoardMemory):
             return f"there is no peer access between the GPUs of {pair}"
         return ""
 
-    def _said(self, what: object, op: str = "symmetric memory") -> list[Any]:
-        return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
-
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
             raise RuntimeError(f"symmetric buffer {key!r} is made while a graph is captured: ask for it before")
@@ -90,28 +84,20 @@ class CudaMemory(BoardMemory):
             tensor = self._calls.allocate(size, self._group_name)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             reason = f"{size} bytes of GPU memory for {key} cannot be had: {_first_line(error)}"
-        self._all_well(reason, key)
+        self.all_well(reason, f"buffer {key}")
         try:
             handle = self._calls.rendezvous(tensor, self._group_name)
             tensor.zero_()
             self._calls.synchronize()
         except RuntimeError as error:
             reason = f"GPU memory for {key} cannot be shared: {_first_line(error)}"
-        offsets = self._all_well(reason, key, 0 if reason else handle.offset)
+        offsets = self.all_well(reason, f"buffer {key}", 0 if reason else handle.offset)
         peers = [tensor if r == self.rank else _part(handle, r, size, offset) for r, offset in enumerate(offsets)]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
         assert addresses[self.rank] == tensor.data_ptr(), "the handle is of another tensor"
         self._kept[key] = tensor, handle
         return SymmetricBuffer(key, views, self.rank, self._calls.addresses(addresses))
-
-    def _all_well(self, reason: str, key: str, offset: int = 0) -> list[int]:
-        """Every rank's offset. Raises Unavailable on every rank where one has a reason."""
-        said = self._said([reason, offset], f"buffer {key}")
-        for rank, (text, _) in enumerate(said):
-            if text:
-                raise Unavailable(f"rank {rank}: {text}")
-        return [number for _, number in said]
 
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._calls.synchronize()

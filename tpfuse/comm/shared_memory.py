@@ -4,6 +4,8 @@ Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.b
 Interpreted kernels and torch operations reach all parts as ordinary memory.
 """
 
+import contextlib
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -39,36 +41,27 @@ class SharedMemory(BoardMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(1, shape.numel() * dtype.itemsize)
-        own, text = None, ""
+        own, reason = None, ""
         try:
             _check_room(key, size, self.world)
             own = Mapping(key, size)
-            text = f"{self.board.pids[self.rank]} {own.descriptor}"
         except Unavailable as error:
-            text = f"!rank {self.rank}: {error}"
+            reason = str(error)
         try:
-            places = self._all_well(text, key)
-            maps, text = [], ""
+            place = None if own is None else (self.board.pids[self.rank], own.descriptor)
+            places, maps = self.all_well(reason, f"buffer {key}", place), []
             try:
-                for rank, place in enumerate(places):
-                    pid, descriptor = (int(x) for x in place.split())
+                for rank, (pid, descriptor) in enumerate(places):
                     maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
             except Unavailable as error:
-                text = f"!rank {self.rank}: {error}"
-            self._all_well(text, key)
+                reason = str(error)
+            self.all_well(reason, f"buffer {key}")
         finally:
             if own is not None:
                 own.close_descriptor()
         peers = [torch.frombuffer(x.memory, dtype=torch.uint8, count=size) for x in maps]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         return SymmetricBuffer(key, views, self.rank, torch.tensor([x.data_ptr() for x in peers]))
-
-    def _all_well(self, text: str, key: str) -> list[str]:
-        texts = self.board.exchange(text, f"buffer {key}")
-        failed = next((text for text in texts if text.startswith("!")), None)
-        if failed is not None:
-            raise Unavailable(failed[1:])
-        return texts
 
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._words = {place: word for place, word in self._words.items() if place[0] is not buffer}
@@ -148,7 +141,7 @@ class LocalMemory(SymmetricMemory):
     def barrier(self, op: str = "barrier") -> None:
         pass
 
-    def guard(self, op: str, *, kernel: bool = False) -> "_Nothing":
+    def guard(self, op: str, *, kernel: bool = False) -> contextlib.nullcontext[None]:
         return _NOTHING
 
     def reset(self) -> None:
@@ -157,12 +150,4 @@ class LocalMemory(SymmetricMemory):
             self._buffers[key].local.zero_()
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()

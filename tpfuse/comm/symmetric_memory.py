@@ -25,10 +25,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-
-def wrapped(value: int) -> int:
-    """As an int32: signals may wrap around, and so may their differences."""
-    return (value + 2**31) % 2**32 - 2**31
+from tpfuse.kernels.signals import wrapped as wrapped
 
 
 class SymmetricBuffer:

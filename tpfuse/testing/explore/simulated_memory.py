@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.errors import Disagreement, PeerTimeout
-from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
 from tpfuse.testing.explore.run import Run
 from tpfuse.testing.explore.shadow import Region
 
@@ -68,7 +68,7 @@ class SimulatedMemory(SymmetricMemory):
         region = self._word(flags, owner, index)
         while True:
             found = self._run.memory.host_word("wait", region, index, None)
-            if (found - value + 2**31) % 2**32 >= 2**31:  # the difference, as int32, is not negative
+            if wrapped(found - value) >= 0:
                 return
             if self._run.aborted(self.rank):
                 raise self._timeout(op, owner if peer is None else peer)
