@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local_linear, reset_linear_, splits, take_linear_
+from tpfuse.layers.parameter import (
+    empty_parameter,
+    local_linear,
+    reset_linear_,
+    sequence_back,
+    sequence_first,
+    splits,
+    take_linear_,
+)
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import gather_last, replicate
@@ -111,9 +119,9 @@ class ColumnParallelLinear(nn.Linear):
             weight = weight.flatten(0, 1)
             bias = None if bias is None else bias.flatten()
         if self.sequence_parallel and self.group is not None:
-            x = x.movedim(self.sequence_dim, 0)
+            x = sequence_first(x, self.sequence_dim)
             out = all_gather_linear(x, weight, bias, self.group, activation=self.activation)
-            out = out.movedim(0, self.sequence_dim)
+            out = sequence_back(out, self.sequence_dim)
         else:
             out = gemm(replicate(x, self.group), weight, bias, activation=self.activation)
         if self.gather_output and self.group is not None:

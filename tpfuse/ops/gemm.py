@@ -134,7 +134,7 @@ def preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> 
 
 def flat(x: Tensor) -> Tensor:
     """[..., K] as [M, K]."""
-    return x.reshape(_flat(x.shape))
+    return x if x.ndim == 2 else x.reshape(_flat(x.shape))
 
 
 def _flat(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
