@@ -1,4 +1,4 @@
-# `make train` and `make test` set up all they need in .venv, on a machine with Python 3.11 or newer alone.
+# `make train`, `make test` and `make verify` set up all they need in .venv, on a machine with Python 3.11 or newer alone.
 
 PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -12,10 +12,11 @@ BIN := .venv/bin
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
 TRITONS := 3.6.0 3.7.1 3.9.0
 
-.PHONY: help install train test compiled compiled-matrix lint types format clean
+.PHONY: help install train test verify compiled compiled-matrix lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run all tests"
+	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
@@ -35,6 +36,9 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest
+
+verify: install
+	$(BIN)/tpfuse verify --operators training
 
 compiled: install
 	mkdir -p build

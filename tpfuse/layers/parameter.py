@@ -52,7 +52,7 @@ class _ToLocal(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def sequence_first(x: Tensor, dim: int) -> Tensor:
