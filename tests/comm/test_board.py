@@ -55,6 +55,42 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
     pool(3).run(_many_exchanges)
 
 
+def _compare() -> list[str]:
+    """Operations that differ are named, once both have begun them; not those of before a reset, nor forgotten ones."""
+    board, heard = _board(), []
+
+    def begin(*ops: str) -> None:
+        for op in ops:
+            board.begin(op)
+            board.end()
+        board.exchange("", "begun")
+        try:
+            board.compare()
+            heard.append("")
+        except Disagreement as error:
+            heard.append(str(error))
+        board.exchange("", "compared")
+
+    begin("all_gather [4]", "all_gather [5]")
+    begin("all_gather [4]", f"all_gather [{4 + board.rank}]", f"all_gather [{6 + board.rank}]")
+    begin(*["all_reduce [4]"] * (boards.RECORDS - 1))
+    begin(*[f"only rank {board.rank}"] * board.rank)
+    board.reset(lambda: None)
+    begin()
+    begin("all_gather [4]")
+    begin(f"all_gather [{board.rank}]")
+    return heard
+
+
+def test_operations_that_differ_are_named_without_waiting() -> None:
+    first, second = pool(2).run(_compare)
+    assert first[1] == "operation 4: 'all_gather [5]' on rank 1, 'all_gather [4]' on rank 0"
+    assert second[1] == "operation 4: 'all_gather [4]' on rank 0, 'all_gather [5]' on rank 1"
+    assert first[6] == "operation 71: 'all_gather [1]' on rank 1, 'all_gather [0]' on rank 0"
+    assert [bool(text) for text in first] == [False, True, False, False, False, False, True]
+    assert [bool(text) for text in second] == [False, True, False, False, False, False, True]
+
+
 def _agree() -> str:
     board = _board()
     board.agree("the same", "test")

@@ -143,7 +143,7 @@ class Board:
         self.memory = mapping.memory
         self.parts = [Part(self.memory, rank) for rank in range(self.world)]
         self.mine = self.parts[self.rank]
-        self._epoch = self._resets = 0
+        self._epoch = self._resets = self._forgotten = 0
         for part, (_, pid, _, _) in zip(self.parts, hellos, strict=True):
             with contextlib.suppress(OSError):
                 part.pidfd = os.pidfd_open(pid)
@@ -168,6 +168,23 @@ class Board:
     def end(self) -> None:
         """Records that the operation begun last has ended."""
         self.mine.record_numbers[self.mine.begun % RECORDS, 2] = time.time_ns()
+
+    def compare(self) -> None:
+        """Raises Disagreement where an operation among the last ones was another one on another rank.
+
+        Nobody is waited for: only those are compared that both ranks have begun, and that neither is writing over.
+        """
+        own, texts = self.mine.record_numbers[:, 0], self.mine.records[:, 24:]
+        for rank, part in enumerate(self.parts):
+            newest = part.begun
+            theirs, other = part.record_numbers[:, 0].copy(), part.records[:, 24:].copy()
+            oldest = max(part.begun + 1 - RECORDS, self._forgotten)
+            sound = (own == theirs) & (theirs > oldest) & (theirs <= newest)
+            (different,) = np.nonzero(sound & (texts != other).any(1))
+            if len(different):
+                row = different[np.argmin(theirs[different])]
+                said, mine = (bytes(text).rstrip(b"\0").decode(errors="replace") for text in (other[row], texts[row]))
+                raise Disagreement(f"operation {theirs[row]}: {said!r} on rank {rank}, {mine!r} on rank {self.rank}")
 
     def abort(self, rank: int, missing: int | None) -> None:
         """Tells `rank` to stop waiting for `missing` (None: nobody in particular). The first one to tell is heard."""
@@ -270,7 +287,7 @@ class Board:
         try:
             self._meet_again()
             self.mine.abort[0] = 0
-            self.mine.numbers[_BEGUN] = max(part.begun for part in self.parts)
+            self.mine.numbers[_BEGUN] = self._forgotten = max(part.begun for part in self.parts)
             self._epoch = self.mine.numbers[_EPOCH] = 0
             clear()
             self._meet_again()

@@ -98,6 +98,10 @@ class BoardMemory(SymmetricMemory):
         """What to raise where this rank was told to stop."""
         return self.board.fail(op, None, waited)
 
+    def check(self) -> None:
+        """Also raises Disagreement where one of the last operations was another one on another rank."""
+        self.board.compare()
+
     def said(self, what: object, op: str) -> list[Any]:
         """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
         return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]

@@ -157,6 +157,7 @@ class CudaMemory(BoardMemory):
             self._captured = None
             if self.board.aborted:
                 raise self._failure("check", 0.0)
+            super().check()
 
     def reset(self) -> None:
         if self.board.aborted:

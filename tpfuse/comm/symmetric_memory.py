@@ -157,7 +157,9 @@ class SymmetricMemory(ABC):
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise
-        """Raises PeerTimeout where an operation that is done on a stream has met it; at the end of each step."""
+        """At the end of each step. Raises PeerTimeout where an operation that is done on a stream has met it, and
+        Disagreement where one of the last operations was another one, or of another shape, on another rank.
+        """
 
     @abstractmethod
     def reset(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.process_group import is_lost_peer
 from tpfuse.comm.settings import set_settings
@@ -60,6 +60,9 @@ def train_rank(place: Place, run: Run) -> int:
         return 1
     except PeerTimeout as error:
         fail("train", str(error) if error.step >= 0 else f"step {training.trainer.step}: {error}")
+        return 1
+    except Disagreement as error:
+        fail("train", f"step {training.trainer.step}: {error}")
         return 1
     except RuntimeError as error:
         if place.world == 1 or not is_lost_peer(error):
