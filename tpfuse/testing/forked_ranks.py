@@ -52,6 +52,7 @@ class Rank:
 
 
 def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests before have left in this process
     try:
         result = function(rank, *args)
     except BaseException as error:
