@@ -54,6 +54,8 @@ class SharedMemory(BoardMemory):
                 for rank, (pid, descriptor) in enumerate(places):
                     maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
             except Unavailable as error:
+                if self.board.ended(rank):  # it has said that all was well, and was killed before it was read
+                    raise self.board.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
             self.all_well(reason, f"buffer {key}")
         finally:
