@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.handle import DONE, Handle
-from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
@@ -23,6 +23,27 @@ PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; n
 _INTERPRETED_PROGRAMS = 2
 
 
+def open_channel(
+    memory: SymmetricMemory, name: str, slot_bytes: int, programs: int
+) -> tuple[SymmetricBuffer, Endpoint]:
+    """(the slots, uint8 [2, slot_bytes] on each rank; this rank's end of the channel `name`). Collective."""
+    count = 2 * programs * memory.world
+    slots = memory.buffer(f"{name}: slots", (2, slot_bytes), torch.uint8)
+    flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
+    endpoint = Endpoint(
+        memory.rank,
+        memory.world,
+        slots=slots.addresses,
+        slot_bytes=slot_bytes,
+        flags=flags.addresses,
+        flag_count=count,
+        state=state.local,
+        abort=memory.abort,
+        programs=programs,
+    )
+    return slots, endpoint
+
+
 class LaunchedCollectives:
     """The collectives of one group. All tensors are contiguous and on the memory's device."""
 
@@ -30,21 +51,7 @@ class LaunchedCollectives:
         """Collective. slot_bytes: of a piece, a multiple of 16."""
         self.memory, self._slot_bytes = memory, slot_bytes
         programs = PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
-        count = 2 * programs * memory.world
-        name = "launched collectives"
-        slots = memory.buffer(f"{name}: slots", (2 * slot_bytes,), torch.uint8)
-        flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
-        self._endpoint = Endpoint(
-            memory.rank,
-            memory.world,
-            slots=slots.addresses,
-            slot_bytes=slot_bytes,
-            flags=flags.addresses,
-            flag_count=count,
-            state=state.local,
-            abort=memory.abort,
-            programs=programs,
-        )
+        _, self._endpoint = open_channel(memory, "launched collectives", slot_bytes, programs)
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out[r] becomes rank r's x. x: [n]; out: [world, n]; of any dtype."""

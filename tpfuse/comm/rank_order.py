@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)  # summed in float32
+
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
-    if out.dtype in (torch.bfloat16, torch.float16):
+    if out.dtype in HALF:
         total = parts[0].float()
         for part in parts[1:]:
             total += part

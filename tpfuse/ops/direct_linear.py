@@ -17,12 +17,11 @@ from torch import Tensor
 
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
-from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.rank_order import HALF, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import flat
 
 PIECE_BYTES = 2**23  # of a slot's half; a row that is longer has one of its own size
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class DirectLinear:
@@ -124,7 +123,7 @@ class DirectLinear:
         right = x.reshape(world, rows.shape[0], x.shape[-1])
         grad_x = torch.empty_like(right) if needs_x else None
         total = _WeightGradient(right, rows, grad_arrives=True) if needs_weight else None
-        wide = torch.float32 if rows.dtype in _HALF else rows.dtype
+        wide = torch.float32 if rows.dtype in HALF else rows.dtype
         column_sums = rows.new_zeros(world, rows.shape[1], dtype=wide) if needs_bias else None
         with self.memory.guard(f"{op} {grad.dtype} {list(grad.shape)}"):
             for rank, part, chunk in self._gathered(rows, op):
@@ -223,7 +222,7 @@ class _WeightGradient:
     def __init__(self, here: Tensor, rows: Tensor, *, grad_arrives: bool = False) -> None:
         self._here, self._grad_arrives = here, grad_arrives
         self._total: Tensor | None = None
-        self._copied = rows.new_empty(len(here), *rows.shape) if rows.dtype in _HALF else None
+        self._copied = rows.new_empty(len(here), *rows.shape) if rows.dtype in HALF else None
 
     def add(self, rank: int, part: slice, chunk: Tensor) -> None:
         """chunk: rows `part` of rank's."""

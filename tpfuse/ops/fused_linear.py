@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
@@ -33,22 +33,9 @@ class _Channel:
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         """Collective."""
         programs = multiprocessors(memory.device)
-        count = 2 * programs * memory.world
-        slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
+        slots, self.endpoint = open_channel(memory, name, nbytes, programs)
         self.slots, self._half, self._generation = slots.peers, 1, memory.generation
-        flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
-        self.endpoint = Endpoint(
-            memory.rank,
-            memory.world,
-            slots=slots.addresses,
-            slot_bytes=nbytes,
-            flags=flags.addresses,
-            flag_count=count,
-            state=state.local,
-            abort=memory.abort,
-            programs=programs,
-        )
 
     def next_half(self, generation: int) -> int:
         """0, 1, 0, … on all ranks alike; anew after a reset, before which some may have come farther than others."""
