@@ -56,13 +56,14 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 
 def _compare() -> list[str]:
-    """Operations that differ are named, once both have begun them; not those of before a reset, nor forgotten ones."""
+    """Operations that differ are named, once both have ended them; not those of before a reset, forgotten or failed."""
     board, heard = _board(), []
 
-    def begin(*ops: str) -> None:
+    def begin(*ops: str, failing: bool = False) -> None:
         for op in ops:
             board.begin(op)
-            board.end()
+            if not failing:
+                board.end()
         board.exchange("", "begun")
         try:
             board.compare()
@@ -78,6 +79,8 @@ def _compare() -> list[str]:
     board.reset(lambda: None)
     begin()
     begin("all_gather [4]")
+    begin(f"all_gather [{board.rank}]", failing=True)
+    begin(f"all_gather [{board.rank}]", failing=board.rank == 0)
     begin(f"all_gather [{board.rank}]")
     return heard
 
@@ -86,9 +89,9 @@ def test_operations_that_differ_are_named_without_waiting() -> None:
     first, second = pool(2).run(_compare)
     assert first[1] == "operation 4: 'all_gather [5]' on rank 1, 'all_gather [4]' on rank 0"
     assert second[1] == "operation 4: 'all_gather [4]' on rank 0, 'all_gather [5]' on rank 1"
-    assert first[6] == "operation 71: 'all_gather [1]' on rank 1, 'all_gather [0]' on rank 0"
-    assert [bool(text) for text in first] == [False, True, False, False, False, False, True]
-    assert [bool(text) for text in second] == [False, True, False, False, False, False, True]
+    assert first[8] == "operation 73: 'all_gather [1]' on rank 1, 'all_gather [0]' on rank 0"
+    assert [bool(text) for text in first] == [False, True, *[False] * 6, True]
+    assert [bool(text) for text in second] == [False, True, *[False] * 6, True]
 
 
 def _agree() -> str:

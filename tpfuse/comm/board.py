@@ -172,14 +172,16 @@ class Board:
     def compare(self) -> None:
         """Raises Disagreement where an operation among the last ones was another one on another rank.
 
-        Nobody is waited for: only those are compared that both ranks have begun, and that neither is writing over.
+        Nobody is waited for: only those are compared that both ranks have ended, and that neither is writing over.
+        One that failed has not ended: its error has been raised already.
         """
-        own, texts = self.mine.record_numbers[:, 0], self.mine.records[:, 24:]
+        own, ended, texts = self.mine.record_numbers[:, 0], self.mine.record_numbers[:, 2], self.mine.records[:, 24:]
         for rank, part in enumerate(self.parts):
             newest = part.begun
-            theirs, other = part.record_numbers[:, 0].copy(), part.records[:, 24:].copy()
+            numbers, other = part.record_numbers.copy(), part.records[:, 24:].copy()
+            theirs = numbers[:, 0]
             oldest = max(part.begun + 1 - RECORDS, self._forgotten)
-            sound = (own == theirs) & (theirs > oldest) & (theirs <= newest)
+            sound = (own == theirs) & (theirs > oldest) & (theirs <= newest) & (ended > 0) & (numbers[:, 2] > 0)
             (different,) = np.nonzero(sound & (texts != other).any(1))
             if len(different):
                 row = different[np.argmin(theirs[different])]
