@@ -1,0 +1,46 @@
+"""What tokens see of each other, as intervals of positions: one form for causal masks, windows, documents and padding.
+
+In all of them a query sees an interval of keys, and a key is seen by an interval of queries; both ends never go back
+from a token to the next. So two numbers for each token say it all, wherever it is held, and from those of the first and
+the last token of a tile follows which keys a whole tile sees.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sight(NamedTuple):
+    """[T] int32 each: the positions of the first and the last token that is seen, first > last where none is."""
+
+    first: Tensor
+    last: Tensor
+
+
+def sights(
+    positions: Tensor, length: int, causal: bool, window: int | None, cu_seqlens: Tensor | None
+) -> tuple[Sight, Sight]:
+    """(the keys that queries at these positions see, the queries that see keys at them).
+
+    positions: [T] int64, growing; from `length` on, and behind the last document, tokens see nothing and are not seen.
+    cu_seqlens: [S + 1] int32, the documents' first positions and the end of the last one; window: as in `attention`.
+    """
+    if cu_seqlens is None:
+        begin, end = torch.zeros_like(positions), torch.full_like(positions, length)
+    else:
+        bounds = cu_seqlens.to(torch.int64)
+        length = min(length, int(bounds[-1]))
+        document = torch.searchsorted(bounds, positions, right=True)
+        begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
+        end = bounds[document.clamp(max=len(bounds) - 1)]
+    far = length if window is None else window - 1
+    ahead = 0 if causal else far
+    hidden = positions >= length
+
+    def interval(before: int, behind: int) -> Sight:
+        first = torch.maximum(positions - before, begin).masked_fill(hidden, length)
+        last = torch.minimum(positions + behind, end - 1).masked_fill(hidden, length - 1)
+        return Sight(first.to(torch.int32), last.to(torch.int32))
+
+    return interval(far, ahead), interval(ahead, far)
