@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm import channel
+from tpfuse.comm import channel, row_channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.ops import direct_linear
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
@@ -58,7 +58,7 @@ def _check_all_reduce(products: direct_linear.DirectLinear, rank: int, world: in
     assert torch.equal(products.all_reduce(x[rank], weights[rank], bias, residual), total + bias + residual)
 
 
-def program_of(channel: ModuleType, direct_linear: ModuleType) -> Program:
+def program_of(channel: ModuleType, row_channel: ModuleType, direct_linear: ModuleType) -> Program:
     """Each product, of several pieces and of none; then of ranks that disagree, and after that of one row."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -86,17 +86,17 @@ def program_of(channel: ModuleType, direct_linear: ModuleType) -> Program:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_no_alarm(world: int) -> None:
-    explore(program_of(channel, direct_linear), world)
+    explore(program_of(channel, row_channel, direct_linear), world)
 
 
 def test_no_alarm_in_fifty_seeds() -> None:
-    explore(program_of(channel, direct_linear), 2, schedules=map(PCT, range(50)))
+    explore(program_of(channel, row_channel, direct_linear), 2, schedules=map(PCT, range(50)))
 
 
 def test_every_line_is_needed() -> None:
-    mutants = mutants_of(channel, direct_linear)
+    mutants = mutants_of(channel, row_channel, direct_linear)
     assert len(mutants) >= 11
-    left = surviving(program_of, [channel, direct_linear], 3, mutants=mutants)
+    left = surviving(program_of, [channel, row_channel, direct_linear], 3, mutants=mutants)
     assert not left, "\n".join(map(str, left))
 
 
@@ -141,7 +141,7 @@ FAULTS = {
         [("sums = channel.next_slots(out.dtype, most, out.shape[1])", "sums = [slot[:most] for slot in slots]")],
     ),
     "rows noted behind the signal": (
-        direct_linear,
+        row_channel,
         [
             (
                 "        self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)\n        return self.signal()\n",
@@ -150,7 +150,7 @@ FAULTS = {
         ],
     ),
     "one note of rows": (
-        direct_linear,
+        row_channel,
         [("[self.next_epoch % 2].fill_", "[0].fill_"), ("[rank][epoch % 2]", "[rank][0]")],
     ),
 }
@@ -166,7 +166,7 @@ def _mutant(fault: str) -> Mutant:
 
 
 def test_faults_that_are_no_deletion() -> None:
-    left = surviving(program_of, [channel, direct_linear], 3, mutants=map(_mutant, FAULTS))
+    left = surviving(program_of, [channel, row_channel, direct_linear], 3, mutants=map(_mutant, FAULTS))
     assert not left, "\n".join(map(str, left))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import HALF, sum_in_rank_order
+from tpfuse.comm.row_channel import RowChannel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import flat
 
@@ -30,7 +31,7 @@ class DirectLinear:
     def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
         """Collective."""
         self.memory, self._piece_bytes = memory, piece_bytes
-        self._channels: dict[int, _RowChannel] = {}
+        self._channels: dict[int, RowChannel] = {}
 
     def activates(self, x: Tensor) -> bool:
         """Activations are operators of their own."""
@@ -174,42 +175,15 @@ class DirectLinear:
                 channel.wait_for_rows(rank, epoch, rows.shape[0], op)
                 yield rank, part, slots[rank]
 
-    def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple["_RowChannel", slice]]:
+    def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple[RowChannel, slice]]:
         """What each round takes of every rank's rows; there is one for no rows too."""
         nbytes = max(self._piece_bytes, row_bytes)
         channel = self._channels.get(nbytes)
         if channel is None:
-            channel = self._channels[nbytes] = _RowChannel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
+            channel = self._channels[nbytes] = RowChannel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
         size = nbytes // max(row_bytes, 1)
         for start in range(0, max(rows, 1), size):
             yield channel, slice(start, min(start + size, rows))
-
-
-class _RowChannel(Channel):
-    """A channel whose ranks tell each other, with each signal, how many rows they have: they must agree.
-
-    rows: int64 [2], by the parity of the epoch like the slots, written by its rank alone.
-    """
-
-    def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
-        super().__init__(memory, name, nbytes)
-        told = memory.buffer(f"{name}: rows", (2,), torch.int64)
-        self._told = [peer.unbind() for peer in told.peers]
-
-    def signal_rows(self, rows: int) -> int:
-        """`signal`, with this rank's number of rows."""
-        self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)
-        return self.signal()
-
-    def wait_for_rows(self, rank: int, epoch: int, rows: int, op: str) -> None:
-        """`wait_for`. Raises ValueError, on every rank alike, where `rank` has not got as many rows."""
-        self.wait_for(rank, epoch, op)
-        theirs = self._told[rank][epoch % 2].item()
-        if theirs != rows:
-            for other in self.others:  # as in every epoch: what is written in two epochs nobody may still be reading
-                self.wait_for(other, epoch, op)
-            mine = f"rank {self.memory.rank} has {rows}"
-            raise ValueError(f"{op}: rank {rank} has {theirs} rows, {mine}: all ranks must have equally many")
 
 
 class _WeightGradient:
