@@ -67,11 +67,11 @@ def attend_blocks(
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The state after the keys from start to stop; for the tuples see `attend`."""
+    """The state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
     k_ptr, v_ptr, tk, stride_kt, stride_vt = keys
     q_pos, k_offset, ahead, behind = sight
-    dropout_row, dropout_threshold = dropout
+    dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
     for first in tl.range(start, stop, BLOCK_N):
@@ -91,10 +91,45 @@ def attend_blocks(
         row_sum = row_sum * shrink + tl.sum(p, axis=1)
         row_max = new_max
         if DROPOUT:
-            p = tl.where(kept(dropout_row[:, None], k_pos[None, :], dropout_threshold), p, 0.0)
+            p = tl.where(kept(dropout_row[:, None], k_pos[None, :] * dropout_step, dropout_threshold), p, 0.0)
         v = load_rows(v_ptr, first, offs_n, tk, stride_vt, HEAD_SIZE, q.shape[1], MASKED)
         acc = dot(rounded(p, v.dtype), v, acc * shrink[:, None])
     return acc, row_max, row_sum
+
+
+@triton.jit
+def attend_range(
+    state,
+    q,  # [BLOCK_M, BLOCK_D]
+    source,
+    keys,
+    sight,
+    dropout,
+    scale,
+    seen,
+    HEAD_SIZE: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
+
+    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (k_ptr, v_ptr, their number,
+    stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind), the last one a number, or one for each query
+    [BLOCK_M, 1]; dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
+    keys that are, (start, full_start, full_stop, stop) as of `attention_scores.key_range`.
+    """
+    start, full_start, full_stop, stop = seen
+    # fmt: off
+    if HAS_BEHIND:
+        state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start,
+                              True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop,
+                          False, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop,
+                         True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    # fmt: on
 
 
 @triton.jit
@@ -114,22 +149,13 @@ def attend(
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
-
-    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (k_ptr, v_ptr, their number,
-    stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind); dropout: (of `dropout_rows`, threshold).
-    """
-    start, full_start, full_stop, stop = key_range(
-        q_first, q_last, sight[1], keys[2], sight[2], sight[3], HAS_AHEAD, HAS_BEHIND, BLOCK_N
-    )
+    """`attend_range` of the keys at positions k_offset, k_offset + 1, …; dropout: (of `dropout_rows`, threshold)."""
+    _, k_offset, ahead, behind = sight
+    dropout_row, dropout_threshold = dropout
+    seen = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
     # fmt: off
-    if HAS_BEHIND:
-        state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start,
-                              True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop,
-                          False, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop,
-                         True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    return attend_range(state, q, source, keys, sight, (dropout_row, dropout_threshold, 1), scale, seen,
+                        HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
     # fmt: on
 
 
