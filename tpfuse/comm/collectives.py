@@ -13,6 +13,7 @@ handle; the result may be read once `wait()` has returned. Every rank calls the 
 order, from one thread at a time. Raise PeerTimeout where a rank does not come.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -174,8 +175,29 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-def agree_on_rows(rows: int, device: torch.device, group: dist.ProcessGroup, op: str) -> None:
+class _All:
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Handle]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
+    """The x of the rank before, whose shape must be the same; the first rank's is the last one's.
+
+    By NCCL or Gloo: ranks that share memory have no need of it.
+    """
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    return out, _All(process_group.start_shift(x, out, group))
+
+
+def agree_on_rows(rows: int, device: torch.device, group: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
     """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`."""
     found = all_gather(torch.tensor([rows], device=device), group).tolist()
     if any(other != rows for other in found):
-        raise ValueError(f"{op}: the ranks have {found} rows: all must have equally many")
+        raise ValueError(f"{op}: the ranks have {found} {unit}: all must have equally many")

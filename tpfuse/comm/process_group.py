@@ -122,3 +122,13 @@ def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
     """Replaces the contiguous `x` by its sum (or whatever `op` says) over all ranks."""
     return Work("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
+
+
+def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[Work]:
+    """out becomes the previous rank's x, that of the last rank for the first one. x, out: contiguous, alike."""
+    rank, world = group.rank(), group.size()
+    ends = (
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world),
+        dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world),
+    )
+    return [Work("shift", group, work) for work in dist.batch_isend_irecv(list(ends))]

@@ -94,7 +94,7 @@ def attention(
     Under torch.autocast in its dtype. Raises ValueError that names the argument, what was received, what is accepted.
     """
     q, k, v = _autocast(q, k, v)
-    sequences = _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    sequences = check_tensors("attention", q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows)
     tq, tk = q.shape[2], k.shape[2]
     if q_offset is None:
@@ -225,31 +225,33 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+def check_tensors(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> int:
     """Raises ValueError unless the tensors fit each other; returns the number of sequences."""
     if q.dim() != 4 or not q.is_floating_point():
-        raise ValueError(f"attention: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
+        raise ValueError(f"{operator}: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
     batch, heads, _, size = q.shape
     if k.dim() != 4 or (k.shape[0], k.shape[3]) != (batch, size):
-        raise ValueError(f"attention: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
-    check_shape("attention", "v", v, tuple(k.shape))
+        raise ValueError(f"{operator}: k has shape {tuple(k.shape)}: expected [{batch}, Hk, Tk, {size}], as q")
+    check_shape(operator, "v", v, tuple(k.shape))
     for name, x in (("k", k), ("v", v)):
-        check_device("attention", "q", q, name, x)
+        check_device(operator, "q", q, name, x)
         if x.dtype != q.dtype:
-            raise ValueError(f"attention: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
+            raise ValueError(f"{operator}: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
     if heads % k.shape[1] if k.shape[1] else heads:
-        raise ValueError(f"attention: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
+        raise ValueError(f"{operator}: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
     if cu_seqlens_q is None and cu_seqlens_k is None:
         return batch
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise ValueError(f"attention: {missing} is None: expected both cumulative lengths, or neither")
+        raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
     if batch != 1:
-        raise ValueError(f"attention: q has batch size {batch}: expected 1 with cu_seqlens, documents one by one")
+        raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens, documents one by one")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_integers("attention", name, x, (torch.int32,))
-        check_device("attention", "q", q, name, x)
+        check_integers(operator, name, x, (torch.int32,))
+        check_device(operator, "q", q, name, x)
         if x.dim() != 1 or not len(x):
-            raise ValueError(f"attention: {name} has shape {tuple(x.shape)}: expected [S + 1]")
-    check_shape("attention", "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
+            raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected [S + 1]")
+    check_shape(operator, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
     return len(cu_seqlens_q) - 1

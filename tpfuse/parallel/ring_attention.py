@@ -1,0 +1,249 @@
+"""ring_attention: attention over a sequence that is spread over the ranks of a group, longer than one could hold.
+
+| schedule     | what travels                                                                  | asks for          |
+|--------------|-------------------------------------------------------------------------------|-------------------|
+| ring         | keys and values, from each rank to the next, while the present ones are used  |                   |
+| all_gather   | keys and values, from their owners to all ranks                               |                   |
+| ulysses      | heads for tokens, there and back: every rank has all tokens of some heads     | world divides H   |
+| ulysses_ring | heads for tokens among neighbours, keys and values around a ring of such      | a pair of groups  |
+
+Ring attention: arXiv:2310.01889; gathered keys and values: arXiv:2407.21783, section 3.3.2; Ulysses: arXiv:2309.14509;
+both together: arXiv:2405.07719. All give the same numbers but for the order of sums.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, TypedDict, Unpack, get_args, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import collectives
+from tpfuse.comm.choice import choose
+from tpfuse.comm.sequence import Balance, SequenceLayout
+from tpfuse.ops.autograd import autocast
+from tpfuse.ops.block_attention import RingCall
+from tpfuse.ops.collectives import all_to_all
+from tpfuse.ops.ring_attention import check_call, dropout_counters
+from tpfuse.ops.ring_attention import ring_attention as attend_ring
+
+Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+GATHERED_BYTES = 2**30  # keys and values of all ranks, up to which `auto` gathers them: not measured yet
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `ring_attention` that do not change what it returns."""
+
+    causal: bool
+    schedule: Schedule
+    balance: Balance
+    length: int | None
+    window: int | None
+    scale: float | None
+    cu_seqlens: Tensor | None
+    dropout_p: float
+    head_rows: Tensor | None
+    key: Tensor | None
+    dropout_width: int | None
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    schedule: Schedule = "auto",
+    balance: Balance = "zigzag",
+    length: int | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    dropout_p: float = 0.0,
+    head_rows: Tensor | None = None,
+    key: Tensor | None = None,
+    dropout_width: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, n] float32 (float64 for float64).
+
+    q: [B, H, n, D]; k, v: [B, Hk, n, D], H a multiple of Hk, of one float dtype, any strides: this rank's tokens of
+    sequences of `length` tokens (default: n on each rank) as `tpfuse.comm.sequence.SequenceLayout(length, world,
+    balance)` spreads them, padding included, which nobody sees and whose output is 0.
+    group: the ranks; or two groups (ring, ulysses) for schedule `ulysses_ring`, where this rank is number ring.rank() *
+    ulysses.size() + ulysses.rank(), and the layout is told `ulysses=ulysses.size()`. schedule: see the module; `auto`:
+    see `choose_schedule`. All ranks pass the same options.
+
+    causal, window, scale: as in `tpfuse.ops.attention`, by position in the sequence. cu_seqlens: [S + 1] int32,
+    cumulative lengths of the documents of the whole sequence, of which each sees itself alone, B being 1; they may
+    cross the borders of ranks, and end before the sequence does. dropout_p, head_rows, key, dropout_width (default:
+    length): as in `attention`; the mask is that of the whole sequence on one rank. A query that sees no key has 0 and
+    -inf. lse has no gradient.
+
+    Under torch.autocast in its dtype. Raises ValueError, before ranks communicate, for what cannot be, or not with this
+    schedule, and says what can; for unequal n when ranks meet; PeerTimeout where one does not come.
+    """
+    q_, k_, v_ = autocast(q, k, v)
+    assert q_ is not None and k_ is not None and v_ is not None
+    q, k, v = q_, k_, v_
+    name = "ring_attention"
+    check_call(name, q, k, v, window, scale, cu_seqlens, dropout_p, key, head_rows)
+    place = _place(name, q, k, group, schedule, balance, length)
+    heads = place.heads_of(q.shape[1])
+    counters = None
+    if dropout_p:
+        assert head_rows is not None
+        width = place.layout.length if dropout_width is None else dropout_width
+        counters = dropout_counters(place.layout.runs, head_rows[:, heads], width, cu_seqlens)
+    call = RingCall(
+        place.layout.runs,
+        place.ring_rank,
+        causal=causal,
+        window=window,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        cu_seqlens=cu_seqlens,
+        dropout_p=dropout_p,
+        counters=counters,
+        key=key,
+        ring=place.schedule != "all_gather",
+    )
+    if place.ulysses is None:
+        out, lse = attend_ring(q, k, v, call, place.ring)
+        return (out, lse) if return_lse else out
+    if q.device.type == "cpu":  # elsewhere lengths are compared when they are new, by the ring below
+        collectives.agree_on_rows(q.shape[2], q.device, place.ulysses, name, "tokens")
+    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    out, lse = attend_ring(_to_heads(q, place), _to_heads(k, place), _to_heads(v, place), call, place.ring)
+    out = _to_tokens(out, place)
+    return (out, _to_tokens(lse.unsqueeze(-1), place).squeeze(-1)) if return_lse else out
+
+
+def choose_schedule(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device, group: Group
+) -> tuple[Schedule, str]:
+    """What `auto` takes for q of `shape` [B, H, n, D] on a rank, and why.
+
+    Ulysses moves least where it can: in the measurements of prime-rl (pull request 2418) it costs 8 % at two ranks,
+    where a ring of messages costs 29 %. Collective when the group is first asked.
+    """
+    if isinstance(group, tuple):
+        return "ulysses_ring", "a pair of groups"
+    world = group.size()
+    if world == 1:
+        return "ring", "one rank"
+    choice = choose(device, dtype, group).implementation
+    if choice == "direct":
+        return "ring", "CPU ranks read keys and values where they are"
+    if choice == "fused":
+        return "all_gather", "one launch takes the blocks from their owners"
+    if _divides(world, shape[1], kv_heads):
+        return "ulysses", "the heads can be divided, and it moves the least"
+    batch, _, tokens, size = shape
+    if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
+        return "all_gather", f"{world} ranks cannot divide {shape[1]} heads"
+    return "ring", f"{world} ranks cannot divide {shape[1]} heads, and keys and values are too large to be gathered"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank is; ring: among which ranks blocks travel, ulysses: among which heads do, None for nobody."""
+
+    schedule: Schedule
+    layout: SequenceLayout
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+    ring_rank: int
+    order: Tensor | None
+
+    def heads_of(self, heads: int) -> slice:
+        """This rank's of that many heads."""
+        if self.ulysses is None:
+            return slice(0, heads)
+        share = heads // self.ulysses.size()
+        return slice(self.ulysses.rank() * share, (self.ulysses.rank() + 1) * share)
+
+
+def _place(
+    name: str, q: Tensor, k: Tensor, group: Group, schedule: Schedule, balance: Balance, length: int | None
+) -> _Place:
+    """Raises ValueError for a schedule, a layout or a group that does not fit."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+    if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
+        wanted = "a pair of groups (ring, ulysses)" if schedule == "ulysses_ring" else "one group"
+        raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
+    ring, ulysses = group if isinstance(group, tuple) else (group, None)
+    world, heads, n = ring.size() * (1 if ulysses is None else ulysses.size()), q.shape[1], q.shape[2]
+    length = world * n if length is None else length
+    pieces = 1 if ulysses is None else ulysses.size()
+    layout = SequenceLayout(length, world, balance, pieces)
+    if layout.local_length != n:
+        raise ValueError(
+            f"{name}: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length} tokens,"
+            f" {balance} (pad them: SequenceLayout.shard does)"
+        )
+    if schedule == "auto":
+        schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
+    order = None
+    if schedule == "ulysses":
+        ulysses, pieces = ring, world
+    if ulysses is not None:
+        if not _divides(pieces, heads, k.shape[1]):
+            raise ValueError(
+                f"{name}: schedule {schedule}: {pieces} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
+                " schedules ring and all_gather can"
+            )
+        ring_rank = ring.rank() if isinstance(group, tuple) else 0
+        order = _order(layout, ring_rank * pieces, pieces, q.device)
+    if isinstance(group, tuple):
+        return _Place(schedule, layout, ring if ring.size() > 1 else None, ulysses, ring.rank(), order)
+    if ulysses is not None:
+        return _Place(schedule, SequenceLayout(length, world, balance, world), None, ulysses, 0, order)
+    return _Place(schedule, layout, ring if world > 1 else None, None, ring.rank(), None)
+
+
+def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
+    """Whether ranks can have equally many heads each; a head of keys may serve several ranks."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % max(kv_heads, 1) == 0)
+
+
+def _repeated(x: Tensor, ranks: int) -> Tensor:
+    """x [B, Hk, n, D] with a head for each rank at least."""
+    return x if x.shape[1] % ranks == 0 else x.repeat_interleave(ranks // x.shape[1], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> Tensor:
+    """[ranks * n] int64: where the tokens of `ranks` ranks behind each other are, in order of their positions."""
+    return torch.cat([layout.positions(first + rank, device) for rank in range(ranks)]).argsort()
+
+
+def _to_heads(x: Tensor, place: _Place) -> Tensor:
+    """[B, H, n, D] -> [B, H / ranks, ranks * n, D]: all their tokens, in order, of some heads."""
+    assert place.ulysses is not None and place.order is not None
+    parts = torch.stack(x.chunk(place.ulysses.size(), 1))
+    return all_to_all(parts, place.ulysses).movedim(0, 2).flatten(2, 3).index_select(2, place.order)
+
+
+def _to_tokens(x: Tensor, place: _Place) -> Tensor:
+    """The inverse of `_to_heads`."""
+    assert place.ulysses is not None and place.order is not None
+    parts = torch.stack(x.index_select(2, place.order.argsort()).chunk(place.ulysses.size(), 2))
+    return all_to_all(parts, place.ulysses).movedim(0, 1).flatten(1, 2)
