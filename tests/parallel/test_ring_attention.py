@@ -1,0 +1,468 @@
+"""Ring attention and its siblings against full attention in float64 whose mask is written out.
+
+Padding, and tokens behind the last document, hold numbers that would show if anybody saw them.
+"""
+
+import functools
+import itertools
+import math
+import random
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.sequence import BALANCES, Balance, SequenceLayout
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.attention import attention
+from tpfuse.ops.dropout import dropout_keys
+from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+HOST: tuple[Implementation, ...] = ("direct", "collective")
+SIZE = 16  # of a head
+NAMES = ("out", "lse", "q", "k", "v")
+Whole = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """What attention is asked for; of `heads`, `kv_heads` have keys and values of their own."""
+
+    length: int = 37
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    heads: int = 4
+    kv_heads: int = 4
+    dtype: torch.dtype = F64
+
+    @property
+    def options(self) -> dict[str, Any]:
+        cu_seqlens = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
+        return {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, T] bool: whether a query (row) does not see a key (column)."""
+        bounds = torch.tensor(self.documents or (0, self.length))
+        position = torch.arange(self.length)
+        document = torch.bucketize(position, bounds, right=True)
+        distance = position.unsqueeze(1) - position
+        hidden = (document.unsqueeze(1) != document) | (document == len(bounds))
+        hidden |= (distance < 0) & self.causal
+        return hidden | (distance.abs() >= (self.window or self.length))
+
+    def inputs(self, seed: int) -> Whole:
+        """q, k, v, and what the output's gradient is."""
+        batch = 1 if self.documents else 2
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad": self.heads}
+        draw = functools.partial(normal, dtype=self.dtype)
+        return {x: draw(7 * seed + i, batch, h, self.length, SIZE) for i, (x, h) in enumerate(heads.items())}
+
+
+def _full(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse): by the definition in float64, by what is behind torch's scaled_dot_product_attention otherwise.
+
+    A query that sees nothing has no gradient: it sees all here, and what it gets is replaced.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    blind = hidden.all(-1, keepdim=True)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden & ~blind, -torch.inf)
+    if q.dtype == F64:
+        scores = q @ k.mT / SIZE**0.5 + mask
+        out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)
+    return out * ~blind, lse.masked_fill(blind.squeeze(-1), -torch.inf)
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The whole result in float64, and what error each of its parts may have."""
+
+    inputs: Whole
+    whole: Whole
+    bounds: dict[str, float]
+
+
+def _new_truth(sequence: _Sequence, seed: int) -> _Truth:
+    inputs, hidden = sequence.inputs(seed), sequence.hidden
+    leaves = {name: x for name, x in inputs.items() if name != "grad"}
+    yardstick = Yardstick(lambda **x: _full(**x, hidden=hidden)[0], leaves, inputs["grad"])
+    lse = _full(**{name: x.double() for name, x in leaves.items()}, hidden=hidden)[1]
+    if sequence.dtype == F64:
+        return _Truth(inputs, yardstick.truth | {"lse": lse}, dict.fromkeys(NAMES, 1e-12))
+    seen = lse.isfinite()
+    error = (_full(**leaves, hidden=hidden)[1].double() - lse)[seen].abs().max().item()
+    bounds = {"lse": 2 * error + torch.finfo(F32).eps * lse[seen].abs().max().item()}
+    bounds |= {name: yardstick.bound(name) for name in yardstick.truth}
+    return _Truth(inputs, yardstick.truth | {"lse": lse}, bounds)
+
+
+_truth = functools.cache(_new_truth)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How it is computed. ulysses: how many ranks exchange heads for tokens."""
+
+    schedule: str
+    balance: Balance = "zigzag"
+    ulysses: int = 1
+
+    @property
+    def group(self) -> Any:
+        if self.schedule != "ulysses_ring":
+            return dist.group.WORLD
+        mesh = mesh_of(dist.get_world_size() // self.ulysses, self.ulysses)
+        return mesh["dp"].get_group(), mesh["tp"].get_group()
+
+    def layout(self, length: int) -> SequenceLayout:
+        return SequenceLayout(length, dist.get_world_size(), self.balance, self.ulysses)
+
+
+def _ways(world: int) -> Iterator[_Way]:
+    """Every schedule with every balance."""
+    pairs = {4: (2,), 8: (2, 4)}.get(world, ())
+    schedules = [("ring", 1), ("all_gather", 1), ("ulysses", world), *(("ulysses_ring", u) for u in pairs)]
+    for (schedule, ulysses), balance in itertools.product(schedules, BALANCES):
+        yield _Way(schedule, balance, ulysses)
+
+
+def _shards(way: _Way, sequence: _Sequence, inputs: Whole) -> Whole:
+    """This rank's, with loud padding."""
+    layout = way.layout(sequence.length)
+    return {name: layout.shard(x, dist.get_rank(), 2, value=20.0) for name, x in inputs.items()}
+
+
+def _run(way: _Way, sequence: _Sequence, inputs: Whole, **more: Any) -> Whole:
+    """This rank's out, lse and gradients."""
+    shards = _shards(way, sequence, inputs)
+    grad = shards.pop("grad")
+    leaves = {name: x.requires_grad_() for name, x in shards.items()}
+    options = sequence.options | {"schedule": way.schedule, "balance": way.balance, "length": sequence.length} | more
+    out, lse = ring_attention(**leaves, group=way.group, return_lse=True, **options)
+    assert out.dtype == grad.dtype and lse.dtype == (F64 if grad.dtype == F64 else F32) and not lse.requires_grad
+    out.backward(grad)
+    return {"out": out.detach(), "lse": lse} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: Sequence[str] = NAMES) -> list[str]:
+    """What differs from the truth by more than it may; a line each."""
+    layout, rank, said = way.layout(sequence.length), dist.get_rank(), []
+    for name in names:
+        expected = layout.shard(truth.whole[name], rank, 2, value=-torch.inf if name == "lse" else 0.0)
+        same = found[name].double() == expected  # infinities among them
+        error = (found[name].double() - expected).abs().masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item()
+        if found[name].shape != expected.shape or not error <= truth.bounds[name]:
+            said.append(f"rank {rank} {way} {sequence}: {name} is off by {error:.2e} (> {truth.bounds[name]:.2e})")
+    return said
+
+
+def _heads(way: _Way, grouped: bool) -> dict[str, int]:
+    u = way.ulysses
+    return {"heads": 4 * u, "kv_heads": u} if grouped else {"heads": math.lcm(4, u), "kv_heads": math.lcm(4, u)}
+
+
+MASKS = (
+    _Sequence(37),
+    _Sequence(48, causal=False),
+    _Sequence(41, window=11),
+    _Sequence(37, causal=False, window=6),
+    _Sequence(48, documents=(0, 5, 5, 23, 39)),
+    _Sequence(41, causal=False, documents=(0, 17, 41)),
+    _Sequence(37, window=7, documents=(0, 1, 14, 30)),
+)
+
+
+def _products(name: Implementation, stride: int) -> list[str]:
+    """Every stride-th of all; a stride that has no divisor with their numbers meets every pair of two kinds."""
+    said = []
+    products = itertools.product(_ways(dist.get_world_size()), MASKS, (False, True))
+    with implementation(name):
+        for way, mask, grouped in itertools.islice(products, 0, None, stride):
+            sequence = replace(mask, **_heads(way, grouped))
+            truth = _truth(sequence, 1)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stride"),
+    [
+        *(("direct", world, stride) for world, stride in ((1, 1), (2, 1), (3, 3), (4, 1), (8, 5))),
+        *(("collective", world, stride) for world, stride in ((1, 5), (2, 3), (3, 5), (4, 3), (8, 9))),
+    ],
+)
+def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, world: int, stride: int) -> None:
+    assert pool(world).run(_products, name, stride) == [[]] * world
+
+
+def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) -> list[str]:
+    """A mask for each way, by turns."""
+    said: list[str] = []
+    with implementation(name):
+        for i, way in enumerate(_ways(dist.get_world_size())):
+            sequence = replace(MASKS[masks[i % len(masks)]], dtype=dtype, **_heads(way, i % 2 == 1))
+            truth = _truth(sequence, 2)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("name", HOST)
+def test_float32_and_bfloat16(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    assert pool(world).run(_in_dtype, name, dtype, range(len(MASKS))) == [[]] * world
+
+
+def _errors(name: Implementation) -> dict[tuple[str, str], float]:
+    """By schedule and name of the result: the sum of the squared errors, and the largest one, on this rank."""
+    sequence, found = _Sequence(160, heads=8, kv_heads=8, dtype=BF16), {}
+    truth = _truth(sequence, 3)
+    with implementation(name):
+        for way in (_Way("ring"), _Way("all_gather"), _Way("ulysses", ulysses=dist.get_world_size())):
+            result, layout = _run(way, sequence, truth.inputs), way.layout(sequence.length)
+            for key in ("out", "q", "k", "v"):
+                error = result[key].double() - layout.shard(truth.whole[key], dist.get_rank(), 2)
+                found[way.schedule, key] = error.square().sum().item()
+    return found
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation) -> None:
+    (alone,), ranks = pool(1).run(_errors, name), pool(8).run(_errors, name)
+    for key, error in alone.items():
+        assert math.sqrt(sum(rank[key] for rank in ranks)) <= 1.5 * math.sqrt(error), key
+
+
+def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
+    """Two forwards before their backwards, as in a model; other data in every call, and ranks that are late."""
+    late, said = random.Random(dist.get_rank()), []
+    ways = [way for way in _ways(dist.get_world_size()) if way.balance == "zigzag"]
+    with implementation(name):
+        for call in range(0, calls, 2):
+            way = ways[call // 2 % len(ways)]
+            sequence, grads = replace(MASKS[0], length=20, dtype=dtype), []
+            truths = [_new_truth(sequence, 100 + call + i) for i in range(2)]
+            results: list[Whole] = []
+            for truth in truths:
+                time.sleep(late.random() * 2e-3 if late.random() < 0.3 else 0)
+                leaves = {key: x.requires_grad_() for key, x in _shards(way, sequence, truth.inputs).items()}
+                grads.append(leaves.pop("grad").detach())
+                out, lse = ring_attention(
+                    **leaves, group=way.group, schedule=way.schedule, length=sequence.length, return_lse=True
+                )
+                results.append(leaves | {"out": out, "lse": lse})
+            for truth, result, grad in reversed(list(zip(truths, results, grads, strict=True))):
+                time.sleep(late.random() * 2e-3 if late.random() < 0.3 else 0)
+                result["out"].backward(grad)
+                found = {key: x if key in ("out", "lse") else x.grad for key, x in result.items()}
+                said += _wrong(way, sequence, found, truth)
+    return said
+
+
+@pytest.mark.parametrize(("name", "world"), [("direct", 2), ("direct", 4), ("collective", 4)])
+def test_50_calls_with_other_data_by_ranks_that_are_late(name: Implementation, world: int) -> None:
+    assert pool(world).run(_layers, name, 50, F64) == [[]] * world
+
+
+def _unsharded(sequence: _Sequence, inputs: Whole, dropout: dict[str, Any]) -> _Truth:
+    """What `attention` says in float64."""
+    leaves = {name: x.double().clone().requires_grad_() for name, x in inputs.items() if name != "grad"}
+    options = sequence.options | dropout
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), options.pop("cu_seqlens"))
+    out, lse = attention(**leaves, **options, return_lse=True)
+    out.backward(inputs["grad"].double())
+    whole = {"out": out.detach(), "lse": lse.detach()} | {name: x.grad for name, x in leaves.items()}
+    # What is kept counts for more, and so do its errors.
+    return _Truth(inputs, whole, {name: 2 * bound for name, bound in _truth(sequence, 4).bounds.items()})
+
+
+def _dropped(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance], masks: Sequence[int]) -> list[str]:
+    """head_rows are those of another part of the batch; the widths: that of the sequence, and a larger one."""
+    key, said = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
+    for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, (None, 50)):
+        if way.balance not in balances:
+            continue
+        sequence = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True))
+        batch = 2 if sequence.documents is None else len(sequence.documents) - 1
+        rows = 5 + 64 * torch.arange(batch).unsqueeze(1) + torch.arange(sequence.heads)
+        dropout = {"dropout_p": 0.3, "key": key, "head_rows": rows, "dropout_width": width}
+        truth = _unsharded(sequence, _truth(sequence, 4).inputs, dropout)
+        with implementation(name):
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("name", HOST)
+def test_dropout_is_that_of_unsharded_attention(name: Implementation, world: int) -> None:
+    assert pool(world).run(_dropped, name, F64, BALANCES, (0, 2, 4)) == [[]] * world
+
+
+def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
+    late = random.Random(dist.get_rank())
+    for way in _ways(dist.get_world_size()):
+        if way.balance not in balances:
+            continue
+        sequence = replace(MASKS[4], dtype=dtype, **_heads(way, grouped=True))
+        results = []
+        for _ in range(2):
+            time.sleep(late.random() * 3e-3)
+            with implementation(name):
+                results.append(_run(way, sequence, sequence.inputs(5)))
+        assert all(torch.equal(results[0][key], results[1][key]) for key in NAMES), way
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", HOST)
+def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype) -> None:
+    pool(4).run(_twice, name, dtype, BALANCES)
+
+
+def _seldom(name: Implementation) -> list[str]:
+    """Documents that leave whole ranks nothing to see, or all of them; as few tokens as ranks; other scales."""
+    world, said = dist.get_world_size(), []
+    blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
+    short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
+    with implementation(name):
+        for way, case in itertools.product(_ways(world), (*blind, *short)):
+            sequence = replace(case, **_heads(way, grouped=False))
+            truth = _truth(sequence, 6)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+            scaled = truth.inputs | {"q": truth.inputs["q"] * 2}  # with half of the scale, the same but for dQ
+            result = _run(way, sequence, scaled, scale=0.5 / SIZE**0.5)
+            said += _wrong(way, sequence, result | {"q": 2 * result["q"]}, truth)
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 4, 8])
+@pytest.mark.parametrize("name", HOST)
+def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int) -> None:
+    assert pool(world).run(_seldom, name) == [[]] * world
+
+
+def _packed(name: Implementation) -> list[str]:
+    """q, k and v are views of [B, n, 3, H, D], as a projection gives them, and so is the output's gradient."""
+    sequence, said = MASKS[0], []
+    truth = _truth(sequence, 7)
+    for way in _ways(dist.get_world_size()):
+        if way.ulysses in (1, 2, 4):
+            shards = _shards(way, sequence, truth.inputs)
+            packed = torch.stack([shards[x].transpose(1, 2) for x in "qkv"], dim=2).requires_grad_()
+            q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+            options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
+            with implementation(name):
+                out, lse = ring_attention(q, k, v, group=way.group, return_lse=True, **options)
+                out.backward(shards["grad"].transpose(2, 3).contiguous().transpose(2, 3))
+            gradients = dict(zip("qkv", (x.transpose(1, 2) for x in packed.grad.unbind(2)), strict=True))
+            said += _wrong(way, sequence, {"out": out.detach(), "lse": lse} | gradients, truth)
+    return said
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_inputs_that_are_not_contiguous(name: Implementation) -> None:
+    assert pool(4).run(_packed, name) == [[]] * 4
+
+
+def _some_gradients(name: Implementation) -> list[str]:
+    sequence, said = MASKS[0], []
+    truth = _truth(sequence, 8)
+    for way, wanted in itertools.product(_ways(dist.get_world_size()), ("q", "k", "v", "kv", "")):
+        shards = _shards(way, sequence, truth.inputs)
+        grad = shards.pop("grad")
+        for key in wanted:
+            shards[key].requires_grad_()
+        options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
+        with implementation(name):
+            out = ring_attention(**shards, group=way.group, **options)
+            assert out.requires_grad == bool(wanted)
+            if wanted:
+                out.backward(grad)
+            with torch.inference_mode():
+                again = ring_attention(**shards, group=way.group, **options)
+        assert torch.equal(again, out) and not again.requires_grad
+        assert all((x.grad is not None) == (key in wanted) for key, x in shards.items())
+        found = {"out": out.detach()} | {key: shards[key].grad for key in wanted}
+        said += _wrong(way, sequence, found, truth, tuple(found))
+    return said
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_gradients_where_some_are_needed(name: Implementation) -> None:
+    assert pool(4).run(_some_gradients, name) == [[]] * 4
+
+
+@functools.cache
+def _second_group() -> dist.ProcessGroup:
+    return dist.new_group()
+
+
+def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length: int) -> list[str]:
+    """Both of them hold the same ranks; between forward and backward, each serves the other's and other products."""
+    said, rank, world = [], dist.get_rank(), dist.get_world_size()
+    way, layout = _Way("ring"), SequenceLayout(length, world)
+    weight = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+    for call in range(rounds):
+        sequence, runs = _Sequence(length, dtype=dtype, heads=2, kv_heads=1), []
+        for i, group in enumerate((dist.group.WORLD, _second_group())):
+            truth = _new_truth(sequence, 200 + 2 * call + i)
+            leaves = {key: layout.shard(x, rank, 2).requires_grad_() for key, x in truth.inputs.items()}
+            grad = leaves.pop("grad").detach()
+            with implementation(name):
+                out, lse = ring_attention(**leaves, group=group, schedule="ring", length=length, return_lse=True)
+                all_gather_linear(torch.ones(2, 3, dtype=dtype), weight, None, group).sum().backward()
+            runs.append((truth, leaves, grad, out, lse))
+        for truth, leaves, grad, out, lse in runs:
+            out.backward(grad)
+            found = {"out": out.detach(), "lse": lse} | {key: x.grad for key, x in leaves.items()}
+            said += _wrong(way, sequence, found, truth)
+    return said
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_two_groups_at_the_same_time(name: Implementation) -> None:
+    assert pool(3).run(_in_two_groups, name, 5, F64, 20) == [[]] * 3
+
+
+def _fused(dtype: torch.dtype, grouped: bool) -> list[str]:
+    """Small ones: kernels are interpreted."""
+    said, world = [], dist.get_world_size()
+    ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
+    ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
+    with implementation("fused"), warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing else in its place
+        for i, way in enumerate(ways):
+            mask = MASKS[(3 * i + world) % len(MASKS)]
+            heads = {"heads": 2 * way.ulysses, "kv_heads": way.ulysses if grouped else 2 * way.ulysses}
+            sequence = replace(mask, dtype=dtype, **heads)
+            truth = _truth(sequence, 9)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), [(F32, True), (BF16, False)])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fused(world: int, dtype: torch.dtype, grouped: bool) -> None:
+    assert pool(world).run(_fused, dtype, grouped) == [[]] * world
+
+
+def test_fused_calls_by_turns() -> None:
+    """Other data in every call, ranks that are late, another group, dropout, and all of it to the bit twice."""
+    assert pool(3).run(_layers, "fused", 8, F32) == [[]] * 3
+    assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
+    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (0, 4)) == [[]] * 2
+    pool(2).run(_twice, "fused", BF16, ("zigzag",))
