@@ -12,7 +12,8 @@ from tpfuse.comm import channel, row_channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.ops import direct_ring
-from tpfuse.ops.block_attention import BlockBackward, BlockForward, RingCall
+from tpfuse.ops.block_attention import BlockBackward, BlockForward
+from tpfuse.ops.ring_call import RingCall
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
 

@@ -1,9 +1,9 @@
-"""Attention of one rank's queries to the keys of one rank after another, by torch's own operators on CPUs.
+"""Attention of one rank's queries to the keys of one rank after another, by torch's own operators.
 
 Each piece (`tpfuse.ops.attention_pieces`) is computed by what is behind torch's scaled_dot_product_attention on CPUs,
 which returns the log-sum-exp of the scores and takes it for the gradients, so that results of pieces are merged in
-float32 and gradients of pieces add up. With dropout, which that has not got, it is the definition, tile by tile. Half
-types are computed in float32: nothing is rounded between blocks.
+float32 and gradients of pieces add up. With dropout, which that has not got, and on other devices it is the definition,
+tile by tile. Half types are computed in float32: nothing is rounded between blocks.
 """
 
 from collections.abc import Iterator
@@ -12,57 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tpfuse.kernels.sequence_runs import SequenceRuns
-from tpfuse.ops.attention_pieces import Piece, pieces
+from tpfuse.ops.attention_pieces import Piece
 from tpfuse.ops.dropout import keep_mask
+from tpfuse.ops.ring_call import RingCall, computed
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _TILE_SCORES = 2**24  # scores of all heads that the definition holds at once
 _NO_ROWS = float("-inf")
-
-
-@dataclass(frozen=True)
-class RingCall:
-    """What one call of ring attention asks for, of all its ranks alike but for `rank`.
-
-    cu_seqlens: [S + 1] int32 or None. counters: int64 [world, B, H, n], with dropout: the number of (query, key 0) of
-    each rank's queries among the elements of dropout's mask; the number of (query, key) is by the key's position more.
-    key: [] int64. ring: whether blocks go from neighbour to neighbour, or from their owners to everybody.
-    """
-
-    runs: SequenceRuns
-    rank: int
-    causal: bool
-    window: int | None
-    scale: float
-    cu_seqlens: Tensor | None = None
-    dropout_p: float = 0.0
-    counters: Tensor | None = None
-    key: Tensor | None = None
-    ring: bool = True
-
-    @property
-    def sources(self) -> list[int]:
-        """The other ranks, in the order in which their blocks are taken."""
-        direction = -1 if self.ring else 1
-        return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
-
-    def heads(self, heads: slice) -> "RingCall":
-        """The call for these heads of q alone."""
-        if self.counters is None:
-            return self
-        return RingCall(**{**vars(self), "counters": self.counters[:, :, heads]})
-
-    def pieces(self, source: int) -> tuple[Piece, ...]:
-        """What this rank's queries see of a rank's keys."""
-        documents = None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
-        return pieces(self.runs, self.rank, source, self.causal, self.window, documents)
-
-
-def computed(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class BlockForward:
@@ -152,7 +109,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, piece: Piece, source: int, call: RingCall) -> tuple[Tensor, Tensor]:
     q, k, v = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
-    if call.dropout_p:
+    if call.dropout_p or not q.is_cpu:
         parts = [_define(q, k, v, tile, call.scale) for tile in _tiles(q, piece, source, call)]
         return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
     mask, additive = _masks(q, piece)
@@ -166,7 +123,7 @@ def _attend_backward(
     """(dq, dk, dv) of the piece's rows and keys."""
     grad, q, out, lse = grad[:, :, piece.rows], q[:, :, piece.rows], out[:, :, piece.rows], lse[:, :, piece.rows]
     k, v = k[:, :, piece.keys], v[:, :, piece.keys]
-    if call.dropout_p:
+    if call.dropout_p or not q.is_cpu:
         return _define_backward(grad, q, k, v, out, lse, _tiles(q, piece, source, call), call.scale)
     _, additive = _masks(q, piece)
     found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
@@ -186,23 +143,29 @@ def _masks(q: Tensor, piece: Piece) -> tuple[Tensor | None, Tensor | None]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows of a piece, what they see [rows, keys] (None: all), and dropout's factors [B, H, rows, keys]."""
+    """Rows of a piece, what they see [rows, keys], and dropout's factors [B, H, rows, keys]; None: all, and none."""
 
     rows: slice
     mask: Tensor | None
-    factors: Tensor
+    factors: Tensor | None
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """x [B, H, rows, keys] with its factors."""
+        return x if self.factors is None else x * self.factors
 
 
 def _tiles(q: Tensor, piece: Piece, source: int, call: RingCall) -> Iterator[_Tile]:
-    assert call.counters is not None and call.key is not None
-    counters = call.counters[call.rank][:, :, piece.rows].unsqueeze(-1)
-    k_pos = call.runs.positions(source)[piece.keys]
+    k_pos = call.runs.positions(source, q.device)[piece.keys]
     mask = piece.mask()
     step = max(_TILE_SCORES // max(q.shape[:2].numel() * len(k_pos), 1), 1)
     for start in range(0, q.shape[2], step):
-        rows = slice(start, start + step)
-        keep = keep_mask(counters[:, :, rows] + k_pos, 1, call.dropout_p, call.key).squeeze(-1)
-        yield _Tile(rows, None if mask is None else mask[rows], keep.to(q.dtype) / (1.0 - call.dropout_p))
+        rows, factors = slice(start, start + step), None
+        if call.dropout_p:
+            assert call.own_counters is not None and call.key is not None
+            counters = call.own_counters[:, :, piece.rows][:, :, rows].unsqueeze(-1)
+            keep = keep_mask(counters + k_pos, 1, call.dropout_p, call.key).squeeze(-1)
+            factors = keep.to(q.dtype) / (1.0 - call.dropout_p)
+        yield _Tile(rows, None if mask is None else mask[rows].to(q.device), factors)
 
 
 def _define(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple[Tensor, Tensor]:
@@ -210,7 +173,7 @@ def _define(q: Tensor, k: Tensor, v: Tensor, tile: _Tile, scale: float) -> tuple
     scores = _scores(q[:, :, tile.rows], k, tile.mask, scale)
     lse = scores.logsumexp(-1)
     seen = lse.masked_fill(lse == _NO_ROWS, 0.0).unsqueeze(-1)
-    return (scores - seen).exp_().mul_(tile.factors) @ _repeated(v, q), lse
+    return tile.dropped((scores - seen).exp_()) @ _repeated(v, q), lse
 
 
 def _define_backward(
@@ -222,9 +185,9 @@ def _define_backward(
     for tile in tiles:
         rows = tile.rows
         p = (_scores(q[:, :, rows], k, tile.mask, scale) - lse[:, :, rows].unsqueeze(-1)).exp_()
-        dv += ((p * tile.factors).mT @ grad[:, :, rows]).view(groups).sum(2)
+        dv += (tile.dropped(p).mT @ grad[:, :, rows]).view(groups).sum(2)
         delta = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
-        ds = p * ((grad[:, :, rows] @ _repeated(v, q).mT) * tile.factors - delta) * scale
+        ds = p * (tile.dropped(grad[:, :, rows] @ _repeated(v, q).mT) - delta) * scale
         dq[:, :, rows] = ds @ _repeated(k, q)
         dk += (ds.mT @ q[:, :, rows]).view(groups).sum(2)
     return dq, dk, dv

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.rank_order import sum_in_rank_order
-from tpfuse.ops.block_attention import BlockBackward, BlockForward, RingCall, computed
+from tpfuse.ops.blocks import block_backward, block_forward
+from tpfuse.ops.ring_call import RingCall, computed
 
 
 class CollectiveRing:
@@ -27,7 +28,7 @@ class CollectiveRing:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         self._agree(k, "ring_attention")
-        block = BlockForward(q, call)
+        block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values)
         return block.result()
@@ -36,7 +37,7 @@ class CollectiveRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        block = BlockBackward(grad_out, q, out, lse, call)
+        block = block_backward(grad_out, q, out, lse, call)
         parts = k.new_empty(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values, parts[source])

@@ -16,7 +16,8 @@ from torch import Tensor
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.row_channel import RowChannel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.ops.block_attention import BlockBackward, BlockForward, RingCall, computed
+from tpfuse.ops.block_attention import BlockBackward, BlockForward
+from tpfuse.ops.ring_call import RingCall, computed
 
 PIECE_BYTES = 2**24  # of a slot's half; one head that needs more has one of its own size
 

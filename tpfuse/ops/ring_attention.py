@@ -17,9 +17,11 @@ from tpfuse.kernels.attention_scores import check_scores
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.attention import check_tensors
 from tpfuse.ops.autograd import once_differentiable
-from tpfuse.ops.block_attention import BlockBackward, BlockForward, RingCall, computed
+from tpfuse.ops.blocks import block_backward, block_forward
 from tpfuse.ops.collective_ring import CollectiveRing
 from tpfuse.ops.direct_ring import DirectRing
+from tpfuse.ops.fused_ring import FusedRing
+from tpfuse.ops.ring_call import RingCall, computed
 
 
 class Ring(Protocol):
@@ -43,7 +45,7 @@ class LocalRing:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        block = BlockForward(q, call)
+        block = block_forward(q, call)
         block.add(0, k, v)
         return block.result()
 
@@ -51,14 +53,14 @@ class LocalRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        block = BlockBackward(grad_out, q, out, lse, call)
+        block = block_backward(grad_out, q, out, lse, call)
         gradients = k.new_empty(2, *k.shape, dtype=computed(k.dtype))
         block.add(0, k, v, gradients)
         dk, dv = gradients.to(k.dtype).unbind()
         return block.dq(), dk, dv
 
 
-_Kind = type[CollectiveRing] | type[DirectRing]
+_Kind = type[CollectiveRing] | type[DirectRing] | type[FusedRing]
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Ring]] = WeakKeyDictionary()
 
 
@@ -68,9 +70,9 @@ def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
         return LocalRing()
     choice = choose(x.device, x.dtype, group)
     made = _made.setdefault(group, {})
-    if choice.implementation == "direct":
-        assert choice.memory is not None
-        return made.get(DirectRing) or made.setdefault(DirectRing, DirectRing(choice.memory))
+    if choice.memory is not None and choice.implementation != "collective":
+        kind = DirectRing if choice.implementation == "direct" else FusedRing
+        return made.get(kind) or made.setdefault(kind, kind(choice.memory))
     return made.get(CollectiveRing) or made.setdefault(CollectiveRing, CollectiveRing(group))
 
 

@@ -23,10 +23,10 @@ from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.sequence import Balance, SequenceLayout
 from tpfuse.ops.autograd import autocast
-from tpfuse.ops.block_attention import RingCall
 from tpfuse.ops.collectives import all_to_all
 from tpfuse.ops.ring_attention import check_call, dropout_counters
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
+from tpfuse.ops.ring_call import RingCall
 
 Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -170,7 +170,7 @@ class _Place:
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
     ring_rank: int
-    order: Tensor | None
+    order: tuple[Tensor, Tensor] | None
 
     def heads_of(self, heads: int) -> slice:
         """This rank's of that many heads."""
@@ -230,20 +230,22 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _order(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> Tensor:
-    """[ranks * n] int64: where the tokens of `ranks` ranks behind each other are, in order of their positions."""
-    return torch.cat([layout.positions(first + rank, device) for rank in range(ranks)]).argsort()
+def _order(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[ranks * n] int64: where the tokens of `ranks` ranks behind each other are, by position; and back."""
+    with torch.inference_mode(False):  # what is kept serves calls that need gradients too
+        order = torch.cat([layout.positions(first + rank, device) for rank in range(ranks)]).argsort()
+        return order, order.argsort()
 
 
 def _to_heads(x: Tensor, place: _Place) -> Tensor:
     """[B, H, n, D] -> [B, H / ranks, ranks * n, D]: all their tokens, in order, of some heads."""
     assert place.ulysses is not None and place.order is not None
     parts = torch.stack(x.chunk(place.ulysses.size(), 1))
-    return all_to_all(parts, place.ulysses).movedim(0, 2).flatten(2, 3).index_select(2, place.order)
+    return all_to_all(parts, place.ulysses).movedim(0, 2).flatten(2, 3).index_select(2, place.order[0])
 
 
 def _to_tokens(x: Tensor, place: _Place) -> Tensor:
     """The inverse of `_to_heads`."""
     assert place.ulysses is not None and place.order is not None
-    parts = torch.stack(x.index_select(2, place.order.argsort()).chunk(place.ulysses.size(), 2))
+    parts = torch.stack(x.index_select(2, place.order[1]).chunk(place.ulysses.size(), 2))
     return all_to_all(parts, place.ulysses).movedim(0, 1).flatten(1, 2)
