@@ -4,8 +4,10 @@ A sequence longer than the context is continued from its last n_positions tokens
 absolute, so the window's keys change with every step and nothing of them can be kept: from there on the
 window is computed anew for each token, with and without the cache alike.
 
-Tensor-parallel ranks hold equal logits and draw from equal CPU generators, so they agree on every token
-without a word. Shape suffixes: B sequences, T positions, V vocabulary.
+Ranks hold equal logits and draw from equal CPU generators, so they agree on every token without a word. With a cache
+all context-parallel ranks compute everything; without one they share the window, if it has a token for each.
+
+Shape suffixes: B sequences, T positions, V vocabulary.
 """
 
 import torch
@@ -38,15 +40,20 @@ def generate(
     generator = torch.Generator("cpu").manual_seed(seed)
     cache = None
     if use_cache and length <= window:
-        weight = model.transformer.wte.weight
-        cache = KeyValueCache(model.config, batch, model.tp, weight.device, weight.dtype)
+        cache = _empty_cache(model, batch)
     for end in range(length, length + tokens):
         if end > window:
             cache = None
         start = max(0, end - window) if cache is None else cache.length
-        logits_BV = model(out_BT[:, start:end], cache=cache)[:, -1]
+        short = cache is None and end - start < model.context.size
+        logits_BV = model(out_BT[:, start:end], cache=_empty_cache(model, batch) if short else cache)[:, -1]
         out_BT[:, end] = _choose(logits_BV, temperature, top_k, generator).to(out_BT.device)
     return out_BT
+
+
+def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
+    weight = model.transformer.wte.weight
+    return KeyValueCache(model.config, batch, model.tp, weight.device, weight.dtype)
 
 
 def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -11,13 +11,17 @@ Parameter names are Hugging Face's; linear weights are [out, in] here and [in, o
 Between the blocks a rank holds a shard of the batch's tokens: B * T of them behind each other, padded to a
 multiple of the tensor-parallel size. The blocks' first layers gather them, their last layers scatter them.
 
-Shape suffixes: B sequences, T positions, M = B * T tokens (padded), m this rank's tokens, C width,
-H this rank's heads, D head size, V this rank's slice of the vocabulary.
+With context parallelism a rank holds n of each sequence's T tokens (`tpfuse.parallel.context`), and only attention
+looks at the others. What is said of a batch's tokens above then holds for those B * n.
+
+Shape suffixes: B sequences, T positions, n of them this context rank's (T on one), M = B * n tokens (padded), m this
+rank's tokens, C width, H this rank's heads, D head size, V this rank's slice of the vocabulary.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.dropout import Dropout, DropoutState
+from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
+from tpfuse.parallel.context import ONE_RANK, Balance, Context, Schedule, Spread
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,10 @@ def _onto(
 class Attention(nn.Module):
     """Causal self-attention; each rank computes its heads."""
 
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.context, self.length = layer, context, config.n_positions
+        self.heads = config.n_head if mesh is None else config.n_head // mesh.size()
         self.head_size = config.n_embd // config.n_head
         self.c_attn = ColumnParallelLinear(
             config.n_embd, 3 * config.n_embd, config.bias, parts=3, sequence_parallel=True, device_mesh=mesh
@@ -112,28 +118,31 @@ class Attention(nn.Module):
         self,
         x_mC: Tensor,
         residual_mC: Tensor,
-        shape: tuple[int, int],
+        spread: Spread,
         state: DropoutState | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
-        """residual + attention(x); shape: (sequences, positions) of the whole batch."""
-        batch, length = shape
-        tokens = batch * length
+        """residual + attention(x)."""
         qkv_MN = self.c_attn(x_mC)
-        q_BHTD, k_BHTD, v_BHTD = rearrange(
-            qkv_MN[:tokens], "(b t) (part h d) -> part b h t d", b=batch, part=3, d=self.head_size
+        q_BHnD, k_BHnD, v_BHnD = rearrange(
+            qkv_MN[: spread.tokens], "(b n) (part h d) -> part b h n d", b=spread.batch, part=3, d=self.head_size
         )
         if cache is not None:
-            k_BHTD, v_BHTD = cache.append(self.layer, k_BHTD, v_BHTD)
-        if state is None or self.dropout == 0.0:
-            y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD)
-        else:
+            k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
+        dropout: dict[str, Any] = {}
+        if state is not None and self.dropout:
             key = state.keys[4 * self.layer + 1]
-            y_BHTD = attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=self.dropout, head_rows=state.head_rows, key=key)
-        y_MC = rearrange(y_BHTD, "b h t d -> (b t) (h d)")
-        if len(qkv_MN) > tokens:
-            y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - tokens))
+            dropout = {"dropout_p": self.dropout, "head_rows": state.head_rows, "key": key}
+        y_BHnD = spread.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
+        y_MC = rearrange(y_BHnD, "b h n d -> (b n) (h d)")
+        if len(qkv_MN) > spread.tokens:
+            y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - spread.tokens))
         return _onto(residual_mC, self.c_proj, y_MC, self.resid_dropout, state)
+
+    def explained(self, name: str) -> LayerPlan | None:
+        """For `tpfuse.explain`: how context ranks attend to each other's tokens; None where there are none."""
+        plan = self.context.plan(self.length, self.heads, self.head_size, self.c_proj.weight)
+        return None if plan is None else LayerPlan(name, "Attention", (), (), "ring_attention", *plan)
 
 
 class MLP(nn.Module):
@@ -156,7 +165,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and beside a residual path."""
 
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context) -> None:
         super().__init__()
         norm = partial(
             LayerNorm,
@@ -167,14 +176,12 @@ class Block(nn.Module):
             device_mesh=mesh,
         )
         self.ln_1 = norm()
-        self.attn = Attention(config, layer, mesh)
+        self.attn = Attention(config, layer, mesh, context)
         self.ln_2 = norm()
         self.mlp = MLP(config, layer, mesh)
 
-    def forward(
-        self, x_mC: Tensor, shape: tuple[int, int], state: DropoutState | None, cache: KeyValueCache | None
-    ) -> Tensor:
-        x_mC = self.attn(self.ln_1(x_mC), x_mC, shape, state, cache)
+    def forward(self, x_mC: Tensor, spread: Spread, state: DropoutState | None, cache: KeyValueCache | None) -> Tensor:
+        x_mC = self.attn(self.ln_1(x_mC), x_mC, spread, state, cache)
         z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
         return z_mC
 
@@ -182,22 +189,27 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm, under Hugging Face's prefix."""
 
-    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None) -> None:
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, context: Context) -> None:
         super().__init__()
         width = config.n_embd
         self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
         self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
         self.drop = Dropout(config.dropout, site=0)
-        self.h = nn.ModuleList(Block(config, layer, mesh) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, layer, mesh, context) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh)
 
 
 class GPT(nn.Module):
-    """A GPT-2 model on one rank or sharded over a one-dimensional mesh.
+    """A GPT-2 model on one rank, or on many that share its layers, its sequences, or both.
 
-    device_mesh: the tensor-parallel mesh; None for one rank. device, dtype: of the parameters, which are left
-    uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them. Raises ValueError
-    for a configuration that the mesh cannot hold.
+    device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: of the ranks that share
+    each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring"; context_schedule and
+    context_balance: of `tpfuse.parallel.ring_attention`. device, dtype: of the parameters, which are left
+    uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
+
+    Context ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
+    as over data-parallel ranks (`tpfuse.parallel.gradient_buckets`). Raises ValueError for a configuration that the
+    meshes cannot hold.
     """
 
     def __init__(
@@ -205,6 +217,9 @@ class GPT(nn.Module):
         config: GPTConfig,
         *,
         device_mesh: DeviceMesh | None = None,
+        context_mesh: DeviceMesh | None = None,
+        context_schedule: Schedule = "auto",
+        context_balance: Balance = "zigzag",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -213,8 +228,10 @@ class GPT(nn.Module):
         self.device_mesh = mesh = device_mesh
         self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         config.check(self.tp)
+        self.context = Context(context_mesh, context_schedule, context_balance)
+        self.context.check(config.n_positions, config.n_head // self.tp)
         with torch.device("meta"):
-            self.transformer = Transformer(config, mesh)
+            self.transformer = Transformer(config, mesh, self.context)
         self.to(dtype).to_empty(device=device)
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
@@ -248,52 +265,58 @@ class GPT(nn.Module):
         """Losses [B, T] in nats where targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
         ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. loss_weight: where given, their
-        weighted sum [] instead of the losses, for which the logits are never held whole. dropout_at: (seed, step) where
-        dropout is wanted; sequences_B: the numbers of these sequences in the whole batch, default 0 … B-1. cache:
-        holds the positions before these, and these afterwards. Raises ValueError where there is no token, the
-        context is too short, or an id is not in the vocabulary.
+        weighted sum [] instead of the losses, for which the logits are never held whole; of context ranks each has the
+        sum over its own tokens, so that the ranks' add up to it. dropout_at: (seed, step) where dropout is wanted;
+        sequences_B: the numbers of these sequences in the whole batch, default 0 … B-1. cache: holds the positions
+        before these, and these afterwards; with it every context rank computes everything. Raises ValueError where
+        there is no token, fewer than context ranks, the context is too short, or an id is not in the vocabulary.
         """
-        batch, length = ids_BT.shape
-        tokens = batch * length
-        if not tokens:
+        if not ids_BT.numel():
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
         past = 0 if cache is None else cache.length
+        length = ids_BT.shape[1]
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
-        share = -(-tokens // self.tp)
-        padding = share * self.tp - tokens
-        ids_M = F.pad(ids_BT.reshape(-1), (0, padding))
+        spread = (self.context if cache is None else ONE_RANK).spread(ids_BT)
+        share = -(-spread.tokens // self.tp)
+        padding = share * self.tp - spread.tokens
+        ids_M = F.pad(spread.shard(ids_BT).reshape(-1), (0, padding))
         rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
-        if sequences_B is None:
-            sequences_B = torch.arange(batch, device=ids_BT.device)
-        state = self._dropout_state(dropout_at, sequences_B, rows_m, length)
-        x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(rows_m % length + past)
+        positions_m = spread.positions[rows_m % spread.local_length]
+        state = self._dropout_state(dropout_at, sequences_B, spread, rows_m, positions_m)
+        x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
         x_mC = self.transformer.drop(x_mC, state)
         for block in self.transformer.h:
-            x_mC = block(x_mC, (batch, length), state, cache)
+            x_mC = block(x_mC, spread, state, cache)
         if cache is not None:
             cache.length += length
         x_mC = self.transformer.ln_f(x_mC)
-        if targets_BT is None:
-            logits_MV = self.transformer.wte.project(x_mC, gather_output=True)
-            return logits_MV[:tokens].view(batch, length, -1)
-        targets_M = F.pad(targets_BT.reshape(-1), (0, padding), value=IGNORE)
         wte = self.transformer.wte
+        if targets_BT is None:
+            logits_MV = wte.project(x_mC, gather_output=True)
+            return spread.gather(logits_MV[: spread.tokens].view(spread.batch, spread.local_length, -1))
+        targets_M = F.pad(spread.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        return losses_M[:tokens].view(batch, length)
+        return spread.gather(losses_M[: spread.tokens].view(spread.batch, spread.local_length))
 
     def _dropout_state(
-        self, dropout_at: tuple[int, int] | None, sequences_B: Tensor, rows_m: Tensor, length: int
+        self,
+        dropout_at: tuple[int, int] | None,
+        sequences_B: Tensor | None,
+        spread: Spread,
+        rows_m: Tensor,
+        positions_m: Tensor,
     ) -> DropoutState | None:
         """Numbers this rank's rows and heads as the unsharded batch does."""
         if dropout_at is None or self.config.dropout == 0.0:
             return None
-        seed, step = dropout_at
-        sequence_m = sequences_B[(rows_m // length).clamp(max=len(sequences_B) - 1)]
+        if sequences_B is None:
+            sequences_B = torch.arange(spread.batch, device=rows_m.device)
+        sequence_m = sequences_B[(rows_m // spread.local_length).clamp(max=spread.batch - 1)]
         heads = self.config.n_head // self.tp
         heads_H = torch.arange(self.rank * heads, (self.rank + 1) * heads, device=rows_m.device)
         head_rows_BH = sequences_B.unsqueeze(1) * self.config.n_head + heads_H
-        keys = dropout_keys(rows_m, seed, step, 4 * self.config.n_layer)
-        return DropoutState(keys, sequence_m * length + rows_m % length, head_rows_BH)
+        keys = dropout_keys(rows_m, *dropout_at, 4 * self.config.n_layer)
+        return DropoutState(keys, sequence_m * spread.length + positions_m, head_rows_BH)

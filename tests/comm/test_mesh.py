@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.mesh import build_mesh, group_of, rank_and_size, shard_range
+from tpfuse.comm.mesh import build_mesh, context_mesh, flat_group, group_of, rank_and_size, shard_range
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 
@@ -26,7 +26,41 @@ def test_neighbours_are_a_tensor_parallel_group() -> None:
     assert pool(4).run(_ranks_of_groups) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
 
 
+def _context_groups(ulysses: int) -> list[list[int]]:
+    mesh = mesh_of(2, 1, 2) if ulysses == 1 else mesh_of(1, 1, 4, 2)
+    context = context_mesh(mesh)
+    assert context is not None
+    found = [context.get_group(axis) for axis in range(context.ndim)]
+    found += [flat_group(mesh, "dp", "cp", "ring", "ulysses"), flat_group(mesh, "cp", "ring", "ulysses")]
+    assert flat_group(mesh, "tp") is None
+    assert flat_group(mesh, "cp", "nowhere") is (None if ulysses == 2 else context.get_group())
+    return [dist.get_process_group_ranks(group) for group in found]
+
+
+def test_context_ranks_are_neighbours_and_ulysses_ranks_among_them() -> None:
+    everyone = [0, 1, 2, 3]
+    assert pool(4).run(_context_groups, 1) == [[own, everyone, own] for own in ([0, 1], [0, 1], [2, 3], [2, 3])]
+    assert pool(4).run(_context_groups, 2) == [
+        [ring, ulysses, everyone, everyone]
+        for ring, ulysses in (([0, 2], [0, 1]), ([1, 3], [0, 1]), ([0, 2], [2, 3]), ([1, 3], [2, 3]))
+    ]
+
+
+def _cube() -> tuple[list[int], ...]:
+    mesh = mesh_of(2, 2, 2)
+    groups = flat_group(mesh, "tp"), flat_group(mesh, "cp"), flat_group(mesh, "dp", "cp"), flat_group(mesh, "cp", "tp")
+    return tuple(dist.get_process_group_ranks(group) for group in groups)
+
+
+def test_three_ways_at_once() -> None:
+    assert pool(8).run(_cube)[5] == ([4, 5], [5, 7], [1, 3, 5, 7], [4, 5, 6, 7])
+
+
 def _refusals() -> None:
+    with pytest.raises(ValueError, match="dp 1 x cp 3 x tp 2 needs 6 ranks, but 2 are running"):
+        build_mesh("cpu", dp=1, cp=3, tp=2)
+    with pytest.raises(ValueError, match="ulysses 3 does not divide cp 2"):
+        build_mesh("cpu", dp=1, cp=2, tp=1, ulysses=3)
     with pytest.raises(ValueError, match="dp 2 x tp 3 needs 6 ranks, but 2 are running"):
         build_mesh("cpu", dp=2, tp=3)
     with pytest.raises(ValueError, match=r'slice it, as in mesh\["tp"\]'):
@@ -39,9 +73,13 @@ def test_wrong_meshes_are_refused() -> None:
 
 def _single() -> None:
     assert group_of(mesh_of(1, 1)["tp"]) is None
+    assert flat_group(mesh_of(1, 1), "dp", "tp") is None
+    assert context_mesh(mesh_of(1, 1)) is None
 
 
 def test_one_rank_has_no_group() -> None:
     assert group_of(None) is None
     assert rank_and_size(None) == (0, 1)
+    assert flat_group(None, "dp") is None
+    assert context_mesh(None) is None
     pool(1).run(_single)

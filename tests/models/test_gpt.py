@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -6,20 +7,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tpfuse.comm.collectives import all_reduce
 from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig, KeyValueCache
 from tpfuse.ops.dropout import dropout_key, keep_mask
+from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
 
 
-def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, sharded: bool = False) -> GPT:
-    model = GPT(config, device_mesh=tensor_mesh() if sharded else None, dtype=dtype)
+def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, sharded: bool = False, **meshes: Any) -> GPT:
+    model = GPT(config, **{"device_mesh": tensor_mesh() if sharded else None, "dtype": dtype, **meshes})
     initialize(model, 1)
     with torch.no_grad():  # biases start at zero, where a forgotten one would not be seen
         for seed, (name, parameter) in enumerate(model.named_parameters()):
@@ -84,6 +89,96 @@ def test_the_weighted_sum_of_the_losses_without_whole_logits(world: int) -> None
 def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
     pool(world).run(_losses_and_gradients, GPTConfig(2, 16, 24, 1, 12, dropout=0.1), 2, 5)
     pool(world).run(_losses_and_gradients, GPTConfig(5, 16, 24, 1, 12, bias=False), 2, 5)
+
+
+def _spread(
+    tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int = 1, config: GPTConfig = CONFIG
+) -> None:
+    """Losses, logits and gradients of ranks that share sequences, against one rank's."""
+    mesh = mesh_of(1, tp, cp, ulysses)
+    plain = _model(config)
+    model = _model(
+        config,
+        device_mesh=mesh["tp"] if tp > 1 else None,
+        context_mesh=context_mesh(mesh),
+        context_schedule=schedule,
+        context_balance=balance,
+    )
+    ids, targets = _batch(3, length, config.vocab_size)
+    weights = normal(2, 3, length, dtype=torch.float64)
+    group = flat_group(mesh, "cp", "ring", "ulysses")
+    torch.testing.assert_close(model(ids), plain(ids), rtol=1e-12, atol=1e-13)
+    for weighted in (False, True):
+        totals = []
+        for m in (plain, model):
+            if weighted:
+                totals.append(m(ids, targets, loss_weight=0.3, dropout_at=(3, 4)))
+            else:
+                losses = m(ids, targets, dropout_at=(3, 4))
+                totals.append((losses * weights).sum())
+            totals[-1].backward()
+        whole = all_reduce(totals[1].detach(), group) if weighted else totals[1].detach()
+        torch.testing.assert_close(whole, totals[0].detach(), rtol=1e-12, atol=1e-12)
+        for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+            part = tuple(slice(*bounds) for bounds in local_slices(parameter))
+            assert parameter.grad is not None and wanted.grad is not None, name
+            found = all_reduce(local_tensor(parameter.grad), group)
+            error = (found - wanted.grad[part]).abs().max().item() if found.numel() else 0.0
+            assert error <= 1e-12 * max(1.0, wanted.grad.abs().max().item()), (name, error)
+            parameter.grad = wanted.grad = None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance", "ulysses"),
+    [
+        ("ring", "zigzag", 1),
+        ("all_gather", "striped", 1),
+        ("ulysses", "contiguous", 1),
+        ("ulysses", "striped", 1),
+        ("ulysses_ring", "zigzag", 2),
+        ("ulysses_ring", "striped", 2),
+        ("auto", "striped", 1),
+    ],
+)
+@pytest.mark.parametrize("length", [16, 13])
+def test_context_ranks_give_losses_and_gradients_of_one(
+    schedule: Schedule, balance: Balance, ulysses: int, length: int
+) -> None:
+    pool(4).run(_spread, 1, 4, schedule, balance, length, ulysses)
+
+
+def test_context_and_tensor_parallel_ranks_give_losses_and_gradients_of_one() -> None:
+    pool(4).run(_spread, 2, 2, "auto", "zigzag", 13)
+    pool(3).run(_spread, 1, 3, "ring", "zigzag", 4)  # most of the tokens are padding
+
+
+def _spread_generation() -> None:
+    model = _model(context_mesh=context_mesh(mesh_of(1, 1, 4)))
+    ids, _ = _batch(2, 2, 101)
+    with pytest.raises(ValueError, match="a sequence of 2 tokens cannot be spread over 4 ranks"):
+        model(ids)
+    expected = generate(_model(), ids, 18, temperature=0.7, seed=3)
+    for use_cache in (True, False):
+        assert torch.equal(generate(model, ids, 18, temperature=0.7, seed=3, use_cache=use_cache), expected)
+
+
+def test_context_ranks_generate_what_one_does() -> None:
+    """From a prompt that has no token for each rank to a window that is full and moves on."""
+    pool(4).run(_spread_generation)
+
+
+def _does_not_spread() -> None:
+    context = context_mesh(mesh_of(1, 1, 4))
+    with pytest.raises(ValueError, match="ulysses: 4 ranks cannot share 6 heads; ring and all_gather can, and so can"):
+        GPT(GPTConfig(101, 16, 48, 2, 6), context_mesh=context, context_schedule="ulysses")
+    with pytest.raises(ValueError, match="cp 4 is more than the 3 tokens of a sequence"):
+        GPT(GPTConfig(101, 3, 48, 2, 6), context_mesh=context)
+    with pytest.raises(ValueError, match="schedule ulysses_ring: 1 of cp 4 exchange heads: expected"):
+        GPT(CONFIG, context_mesh=context, context_schedule="ulysses_ring")
+
+
+def test_contexts_that_cannot_be_are_refused() -> None:
+    pool(4).run(_does_not_spread)
 
 
 def _training_dtypes(dtype: torch.dtype) -> None:

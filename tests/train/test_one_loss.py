@@ -1,5 +1,5 @@
 """From one seed, every layout trains to the same losses and the same weights; so do torch's kernels and Triton's, and
-tensor-parallel products however they communicate."""
+ranks however they communicate, in tensor-parallel products and in attention over context-parallel ones."""
 
 import functools
 from dataclasses import replace
@@ -14,24 +14,28 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.setup import exchanging
 from tpfuse.train.trainer import Trainer
 
 # 61 tokens: no tp divides the vocabulary; 36 sequences: dp 1, 2, 3 with 1, 2, 3 micro-batches; 7 positions: the
-# tokens of a micro-batch are not always a multiple of tp.
+# tokens of a micro-batch are not always a multiple of tp, and no cp divides a sequence.
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
 STEPS, BATCH = 20, 36
 
 
-def options_for(tp: int, dp: int, accumulation: int, **train: Any) -> TrainCommand:
+def options_for(
+    tp: int, dp: int, accumulation: int, parallel: ParallelOptions | None = None, **train: Any
+) -> TrainCommand:
     return TrainCommand(
         train=TrainOptions(
             steps=STEPS, batch=BATCH, micro_batch=BATCH // dp // accumulation, seed=5, **{"dtype": "float64", **train}
         ),
         optim=OptimOptions(lr=1e-2, warmup=4, clip=0.5),
-        parallel=ParallelOptions(tp=tp, dp=dp),
+        parallel=replace(parallel or ParallelOptions(), tp=tp, dp=dp),
     )
 
 
@@ -39,7 +43,9 @@ def trainer_for(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trai
     """A trainer in the group that all running ranks form, and batches of a sequence that can be learned."""
     mesh = None
     if dist.get_world_size() > 1:
-        mesh = build_mesh("cpu", dp=options.parallel.dp, tp=options.parallel.tp)
+        parallel = options.parallel
+        ulysses = exchanging(parallel, config.n_head // parallel.tp)
+        mesh = build_mesh("cpu", dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
     windows = Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
@@ -54,9 +60,9 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def train(
-    tp: int, dp: int, accumulation: int, name: Implementation = "auto"
+    tp: int, dp: int, accumulation: int, name: Implementation = "auto", parallel: ParallelOptions | None = None
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    trainer, windows = trainer_for(options_for(tp, dp, accumulation))
+    trainer, windows = trainer_for(options_for(tp, dp, accumulation, parallel))
     with implementation(name):
         results = [trainer.train_step(windows, lambda: False) for _ in range(STEPS)]
     return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
@@ -80,10 +86,31 @@ def test_every_implementation_gives_the_same_losses_and_weights(tp: int, name: I
     check_layout(tp, 1, 2, name)
 
 
-def check_layout(tp: int, dp: int, accumulation: int, name: Implementation) -> None:
+@pytest.mark.parametrize(("tp", "dp", "cp", "accumulation"), [(1, 1, 2, 1), (1, 1, 4, 3), (2, 1, 2, 3), (1, 2, 2, 2)])
+def test_every_context_parallel_layout_gives_the_same(tp: int, dp: int, cp: int, accumulation: int) -> None:
+    check_layout(tp, dp, accumulation, "auto", ParallelOptions(cp=cp))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses", "ulysses_ring"])
+@pytest.mark.parametrize("name", ["direct", "collective"])
+def test_every_schedule_gives_the_same(schedule: Schedule, name: Implementation) -> None:
+    check_layout(1, 1, 2, name, ParallelOptions(cp=4, cp_schedule=schedule))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "balance"), [("ring", "contiguous"), ("ulysses", "striped"), ("ulysses_ring", "striped")]
+)
+def test_every_balance_gives_the_same(schedule: Schedule, balance: Balance) -> None:
+    check_layout(1, 1, 2, "auto", ParallelOptions(cp=4, cp_schedule=schedule, cp_balance=balance))
+
+
+def check_layout(
+    tp: int, dp: int, accumulation: int, name: Implementation, parallel: ParallelOptions | None = None
+) -> None:
     losses, norms, weights = on_one_rank()
     assert losses[-1] < losses[0] - 0.1
-    for other_losses, other_norms, other_weights in pool(tp * dp).run(train, tp, dp, accumulation, name):
+    ranks = pool(tp * dp * (1 if parallel is None else parallel.cp))
+    for other_losses, other_norms, other_weights in ranks.run(train, tp, dp, accumulation, name, parallel):
         np.testing.assert_allclose(other_losses, losses, rtol=1e-9)
         np.testing.assert_allclose(other_norms, norms, rtol=1e-9)
         for name, weight in weights.items():

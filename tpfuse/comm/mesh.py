@@ -9,16 +9,47 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
-def build_mesh(device_type: str, *, dp: int, tp: int) -> DeviceMesh:
+def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
     """The mesh ("dp", "tp") over all ranks of the default process group, tp varying fastest.
 
-    Neighbouring ranks form a tensor-parallel group, so that it stays within a node. Raises ValueError where
-    the world is not dp × tp ranks.
+    cp: context-parallel ranks; more than one make it ("dp", "cp", "tp"), or, where `ulysses` of them at a time exchange
+    heads, ("dp", "ring", "ulysses", "tp"). Neighbouring ranks form a tensor-parallel group, so that it stays within a
+    node, and then a context-parallel one. Raises ValueError where the world is not dp × cp × tp ranks, or ulysses does
+    not divide cp.
     """
     world = dist.get_world_size()
-    if dp * tp != world:
-        raise ValueError(f"dp {dp} x tp {tp} needs {dp * tp} ranks, but {world} are running")
-    return init_device_mesh(device_type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    if dp * cp * tp != world:
+        layout = f"dp {dp} x cp {cp} x tp {tp}" if cp > 1 else f"dp {dp} x tp {tp}"
+        raise ValueError(f"{layout} needs {dp * cp * tp} ranks, but {world} are running")
+    if ulysses < 1 or cp % ulysses:
+        raise ValueError(f"ulysses {ulysses} does not divide cp {cp}")
+    context = {"ring": cp // ulysses, "ulysses": ulysses} if ulysses > 1 else {"cp": cp} if cp > 1 else {}
+    sizes = {"dp": dp, **context, "tp": tp}
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The part of `build_mesh`'s mesh whose ranks share sequences: ("cp",), ("ring", "ulysses"), or None."""
+    names = tuple(name for name in _names(device_mesh) if name in ("cp", "ring", "ulysses"))
+    return device_mesh[names] if device_mesh is not None and names else None
+
+
+def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
+    """The group of all ranks along these dimensions of a mesh, those that it lacks aside; None for one rank.
+
+    Ranks are numbered as in the mesh. Collective: all ranks of the mesh ask for the same groups in the same order.
+    """
+    if device_mesh is None:
+        return None
+    wide = tuple(name for name in _names(device_mesh) if name in names and device_mesh[name].size() > 1)
+    if not wide:
+        return None
+    part = device_mesh[wide]
+    return (part if len(wide) == 1 else part._flatten("_".join(wide))).get_group()
+
+
+def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
+    return () if device_mesh is None else device_mesh.mesh_dim_names or ()
 
 
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -1,8 +1,9 @@
-"""What the tensor-parallel layers of a model compute with, and why."""
+"""What the layers of a model that communicate compute with, and why."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer. weight: its shape, whole; shard: what of it a rank holds; operator: of `tpfuse.ops`.
+    """One layer. weight: its shape, whole, () for none; shard: what of it a rank holds; operator: by its name.
 
     implementation: "fused", "direct" or "collective" (`tpfuse.implementation_choice`), or "local" for one rank.
     """
@@ -29,14 +30,25 @@ class LayerPlan:
     reason: str
 
 
+@runtime_checkable
+class Explained(Protocol):
+    """A layer that communicates in a way of its own, such as attention over context ranks, and says so."""
+
+    def explained(self, name: str) -> LayerPlan | None:
+        """None where it has nobody to talk to. Collective."""
+
+
 def plans(model: nn.Module) -> list[LayerPlan]:
-    """What each ColumnParallelLinear and RowParallelLinear of the model would compute with now.
+    """What each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model would compute with now.
 
     Collective: a group finds out when it is first asked. Raises ValueError as `tpfuse.comm.choice.choose` does.
     """
     found = []
     for name, layer in model.named_modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(layer, Explained):
+            plan = layer.explained(name)
+            found += [] if plan is None else [plan]
+        elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             implementation, reason = "local", "one rank"
             if layer.group is not None:
                 choice = choose(layer.weight.device, layer.weight.dtype, layer.group)
@@ -53,13 +65,13 @@ def summary(found: Sequence[LayerPlan]) -> str:
 
 
 def explain(model: nn.Module) -> list[LayerPlan]:
-    """Prints, on the first rank, a line for each tensor-parallel layer: shapes, implementation, reason; returns them.
+    """Prints, on the first rank, a line for each layer of `plans`: shapes, implementation, reason; returns them.
 
     Collective, as `plans` is.
     """
     found = plans(model)
     head = ("layer", "kind", "weight", "on a rank", "operator", "implementation", "reason")
-    rows = [head, *([str(value) for value in vars(plan).values()] for plan in found)]
+    rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in found)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     if not dist.is_initialized() or dist.get_rank() == 0:
         for row in rows:

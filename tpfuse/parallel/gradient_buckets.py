@@ -1,5 +1,8 @@
 """Flat buckets of parameters and gradients, reduced over the data-parallel ranks during the backward pass.
 
+Data-parallel are all ranks with the same parameters and other tokens, whether of other sequences or, with context
+parallelism, of the same ones.
+
 Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order
 in which their gradients arrive. A hook copies each gradient into its bucket; when the last one of a bucket is
 there in the last micro-batch, the bucket's all-reduce starts while backward goes on (the scheme of PyTorch's
@@ -91,7 +94,7 @@ class GradientBuckets:
 
     model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
     (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. data_group: ranks
-    with the same parameters and other data; world_group: all ranks of data × tensor parallelism. bucket_bytes:
+    with the same parameters and other tokens; world_group: all ranks of data × tensor parallelism. bucket_bytes:
     of gradients; torch DDP's default.
 
     Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `gradients` are the

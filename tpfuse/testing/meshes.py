@@ -9,9 +9,9 @@ from tpfuse.comm.mesh import build_mesh
 
 
 @functools.cache
-def mesh_of(dp: int, tp: int) -> DeviceMesh:
-    """The mesh ("dp", "tp") over all CPU ranks. A collective of all ranks at its first call."""
-    return build_mesh("cpu", dp=dp, tp=tp)
+def mesh_of(dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
+    """`build_mesh` over all CPU ranks. A collective of all ranks at its first call."""
+    return build_mesh("cpu", dp=dp, tp=tp, cp=cp, ulysses=ulysses)
 
 
 def tensor_mesh() -> DeviceMesh:

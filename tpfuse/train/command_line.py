@@ -27,7 +27,7 @@ def _train(arguments: Sequence[str]) -> int:
         return _train_under_torchrun(place, options)
     options = with_layout(options, None)
     run = prepare_run(options)
-    world = options.parallel.tp * options.parallel.dp
+    world = options.parallel.tp * options.parallel.cp * options.parallel.dp
     if world == 1:
         return train_rank(Place(0, 1, 0, 1, None), run)
     return start_ranks(train_rank, world, run)

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tpfuse.comm.sequence import Balance
 from tpfuse.implementation_choice import Implementation
 from tpfuse.kernel_choice import Kernels
+from tpfuse.parallel.ring_attention import Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
@@ -98,7 +100,18 @@ class ParallelOptions:
     tp: int = 1
     """Tensor-parallel ranks."""
     dp: int = 0
-    """Data-parallel ranks; 0: the GPUs (or the ranks of torchrun) divided by tp, 1 on CPU."""
+    """Data-parallel ranks; 0: the GPUs (or the ranks of torchrun) divided by tp x cp, 1 on CPU."""
+    cp: int = 1
+    """Context-parallel ranks, which share the tokens of each sequence."""
+    cp_schedule: Schedule = "auto"
+    """How they attend to each other's tokens: ring (blocks of keys and values travel), all_gather (every rank fetches
+    all of them), ulysses (heads for tokens; cp must divide a rank's heads), ulysses_ring (both), or auto, which
+    chooses."""
+    cp_balance: Balance = "zigzag"
+    """Which tokens a rank has: zigzag (a chunk from the front and one from behind, for equal work), contiguous (one
+    chunk) or striped (dealt out one by one)."""
+    cp_ulysses: int = 0
+    """Ranks that exchange heads under ulysses_ring; 0: the largest divisor of cp below it that divides the heads."""
     impl: Implementation = "auto"
     """How tensor-parallel products communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
     collective (NCCL, Gloo), or auto, which chooses."""

@@ -27,7 +27,7 @@ from tpfuse.train.hardware import keep_freed_memory, memory_bytes, peak_flops, s
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.messages import fail, program, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
-from tpfuse.train.setup import Run
+from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.token_file import open_token_file
 from tpfuse.train.trainer import Trainer
@@ -50,7 +50,9 @@ def train_rank(place: Place, run: Run) -> int:
     if place.world > 1:
         if not dist.is_initialized():  # under torchrun the ranks have met before
             join(place, device)
-        mesh = build_mesh(device.type, dp=run.options.parallel.dp, tp=run.options.parallel.tp)
+        parallel = run.options.parallel
+        ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
+        mesh = build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
     training = Training(place, run, mesh, device, stop)
     try:
         training.run_to_end()
@@ -143,10 +145,12 @@ class Training:
         print(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
         print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
-        layout = f"tp {trainer.tp} x dp {trainer.dp} on {self.device.type}"
+        context = trainer.model.context
+        cp = f" x cp {context.size}" if context.size > 1 else ""
+        layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
         print(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
-        if trainer.tp > 1:
-            print(f"layers   {summary(layers)}")
+        if layers and trainer.tp * context.size > 1:
+            print(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
         peak = self.peak * self.place.world

@@ -11,13 +11,14 @@ import tomli_w
 from tpfuse import kernel_choice
 from tpfuse.kernel_choice import implementation, kernels
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import resolved
 from tpfuse.train.corpus import read_text
 from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import device_count
 from tpfuse.train.messages import warn
-from tpfuse.train.options import DataOptions, PrepareCommand, TrainCommand
+from tpfuse.train.options import DataOptions, ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
 from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
 
@@ -36,20 +37,19 @@ class Run:
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     """`options` with dp filled in for `world` ranks (None: as many as this machine suits, see `ParallelOptions`).
 
-    Raises UserError where the world is not tp x dp, or a GPU machine has too few GPUs for it.
+    Raises UserError where the world is not tp x cp x dp, or a GPU machine has too few GPUs for it.
     """
-    tp, dp = options.parallel.tp, options.parallel.dp
-    if tp < 1 or dp < 0:
-        raise UserError(f"--parallel.tp {tp} --parallel.dp {dp}: expected tp of at least 1 and dp of at least 0")
-    gpus = device_count()
-    if world is None:
-        dp = dp or max(1, gpus // tp)
-        if gpus and tp * dp > gpus:
-            raise UserError(f"tp {tp} x dp {dp} needs {tp * dp} GPUs, this machine has {gpus}")
-    else:
-        dp = dp or max(1, world // tp)
-        if tp * dp != world:
-            raise UserError(f"world size {world} is not tp {tp} x dp {dp}")
+    tp, cp, dp = options.parallel.tp, options.parallel.cp, options.parallel.dp
+    if tp < 1 or cp < 1 or dp < 0:
+        given = f"--parallel.tp {tp} --parallel.cp {cp} --parallel.dp {dp}"
+        raise UserError(f"{given}: expected tp and cp of at least 1 and dp of at least 0")
+    ranks = device_count() if world is None else world
+    dp = dp or max(1, ranks // (tp * cp))
+    layout = f"tp {tp} x cp {cp} x dp {dp}" if cp > 1 else f"tp {tp} x dp {dp}"
+    if world is None and ranks and tp * cp * dp > ranks:
+        raise UserError(f"{layout} needs {tp * cp * dp} GPUs, this machine has {ranks}")
+    if world is not None and tp * cp * dp != world:
+        raise UserError(f"world size {world} is not {layout}")
     return replace(options, parallel=replace(options.parallel, dp=dp))
 
 
@@ -127,9 +127,31 @@ def _model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
     )
     try:
         config.check(options.parallel.tp)
+        _check_context(options.parallel, config)
     except ValueError as error:
         raise UserError(str(error)) from None
     return config
+
+
+def _check_context(parallel: ParallelOptions, config: GPTConfig) -> None:
+    """Raises ValueError, or UserError, where context ranks cannot share the model's sequences."""
+    if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
+        given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
+        raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")
+    if parallel.cp > 1:
+        heads = config.n_head // parallel.tp
+        ulysses = exchanging(parallel, heads)
+        check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
+
+
+def exchanging(parallel: ParallelOptions, heads: int) -> int:
+    """How many context ranks exchange heads beside a ring, 1 where none do; heads: of a tensor-parallel rank.
+
+    Raises ValueError where ulysses_ring finds no number.
+    """
+    if parallel.cp == 1 or parallel.cp_schedule != "ulysses_ring":
+        return 1
+    return parallel.cp_ulysses or heads_to_exchange(parallel.cp, heads)
 
 
 def prepare_run(options: TrainCommand) -> Run:

@@ -1,8 +1,9 @@
 """One training step, one evaluation, and the state between them; the same on one rank and on many.
 
-The loss is the sum over all tokens of the batch divided by their number, whatever the layout. At the end of
-each backward pass the ranks add up one small vector: the gradient's norm, the loss, and whether somebody was
-asked to stop. So all of them see the same numbers and take the same decision.
+The loss is the sum over all tokens of the batch divided by their number, whatever the layout: data-parallel ranks have
+other sequences, context-parallel ones other tokens of the same, and gradients are summed over both. At the end of each
+backward pass the ranks add up one small vector: the gradient's norm, the loss, and whether somebody was asked to stop.
+So all of them see the same numbers and take the same decision.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpfuse.comm import collectives
 from tpfuse.comm.connect import connected
 from tpfuse.comm.layout import is_sharded, local_slices
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.flat_adamw import MOMENTS, FlatAdamW
@@ -31,6 +32,7 @@ from tpfuse.train.schedule import learning_rate
 
 _FIRST_SCALE = 2.0**16  # of the loss in float16; halved at an overflow, doubled after 2000 steps without one
 _SCALE_INTERVAL = 2000
+_REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh parameters are equal, tokens are not
 
 
 @dataclass(frozen=True)
@@ -48,28 +50,32 @@ class StepResult:
 class Trainer:
     """Model, buckets and optimizer of this rank.
 
-    mesh: ("dp", "tp"), None for a single rank. Initial weights come from `options.train.seed`.
+    mesh: `tpfuse.comm.mesh.build_mesh`'s, None for a single rank. Initial weights come from `options.train.seed`.
     """
 
     def __init__(self, options: TrainCommand, config: GPTConfig, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.options, self.config, self.mesh, self.device = options, config, mesh, device
         self.dtype = getattr(torch, options.train.dtype)
-        self.data_group = None if mesh is None else group_of(mesh["dp"])
-        self.model_group = None if mesh is None else group_of(mesh["tp"])
-        self.world_group = None
-        if mesh is not None and mesh.size() > 1:
-            self.world_group = self.data_group or self.model_group
-            if self.data_group is not None and self.model_group is not None:
-                self.world_group = mesh._flatten("world").get_group()
-        for group in (self.data_group, self.model_group, self.world_group):
+        self.model_group = flat_group(mesh, "tp")
+        self.replica_group = flat_group(mesh, *_REPLICAS)
+        self.world_group = flat_group(mesh, *_REPLICAS, "tp")
+        self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
+        self.tp_rank, self.tp = rank_and_size(self.model_group)
+        self.replica_rank, self.replicas = rank_and_size(self.replica_group)
+        self.model = GPT(
+            config,
+            device_mesh=None if mesh is None or self.tp == 1 else mesh["tp"],
+            context_mesh=context_mesh(mesh),
+            context_schedule=options.parallel.cp_schedule,
+            context_balance=options.parallel.cp_balance,
+            device=device,
+            dtype=self.dtype,
+        )
+        for group in (self.model_group, self.replica_group, self.world_group, *self.model.context.groups):
             if group is not None:
                 set_timeout(group)
-        self.dp_rank, self.dp = rank_and_size(self.data_group)
-        self.tp_rank, self.tp = rank_and_size(self.model_group)
-        tensor_mesh = None if mesh is None or self.tp == 1 else mesh["tp"]
-        self.model = GPT(config, device_mesh=tensor_mesh, device=device, dtype=self.dtype)
         initialize(self.model, options.train.seed)
-        self.buckets = GradientBuckets(self.model, data_group=self.data_group, world_group=self.world_group)
+        self.buckets = GradientBuckets(self.model, data_group=self.replica_group, world_group=self.world_group)
         betas = options.optim.beta1, options.optim.beta2
         self.optimizer = FlatAdamW(self.buckets, betas=betas, weight_decay=options.optim.weight_decay)
         self.step = 0
@@ -133,7 +139,7 @@ class Trainer:
         """Global squared norm of the gradient, global sum of the loss, whether any rank wants to stop."""
         sharded, whole = self.buckets.squared_norms()
         vector = torch.zeros(4, dtype=torch.float64, device=self.device)
-        if self.dp_rank == 0:
+        if self.replica_rank == 0:
             vector[0] = sharded
             if self.tp_rank == 0:
                 vector[1] = whole
@@ -186,9 +192,9 @@ class Trainer:
                 parameter = self.model.get_parameter(segment.name)
                 shape, slices = tuple(parameter.shape), local_slices(parameter)
                 if is_sharded(parameter):
-                    writer = index % self.dp == self.dp_rank
+                    writer = index % self.replicas == self.replica_rank
                 else:
-                    writer = index % (self.dp * self.tp) == self.dp_rank * self.tp + self.tp_rank
+                    writer = index % (self.replicas * self.tp) == self.replica_rank * self.tp + self.tp_rank
                 tensors = {"model": bucket.view(bucket.master, segment)}
                 tensors |= {name: self.optimizer.moment(bucket, segment, name) for name in MOMENTS}
                 for kind, tensor in tensors.items():
@@ -204,7 +210,7 @@ class Trainer:
             "data": {"batch": self.step, "tokens": self.step * self.options.train.batch * self.config.n_positions},
             "loss_scale": self.loss_scale,
             "steps_since_overflow": self.steps_since_overflow,
-            "layout": {"dp": self.dp, "tp": self.tp},
+            "layout": {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp},
         }
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,188 @@
+"""Which part of every sequence a rank of a context-parallel group holds, and how parts become whole again.
+
+Each rank holds its tokens from the embedding to the loss; attention alone needs those of the others
+(`tpfuse.parallel.ring_attention`). All ranks are given whole sequences and take their part: ids, targets (which were
+shifted while the sequence was whole) and positions by one rule, `tpfuse.comm.sequence.SequenceLayout`. So a token keeps
+its label, its place in the position table and its row of the dropout masks wherever it is held. Sequences that the
+ranks do not divide are padded; padding has no loss and is not seen.
+
+Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and the sum over the
+group is that of the whole sequences.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.choice import choose
+from tpfuse.comm.sequence import BALANCES, SequenceLayout
+from tpfuse.comm.sequence import Balance as Balance
+from tpfuse.ops.attention import attention
+from tpfuse.ops.collectives import gather_last
+from tpfuse.parallel.ring_attention import SCHEDULES, choose_schedule, ring_attention
+from tpfuse.parallel.ring_attention import Schedule as Schedule
+
+
+def heads_to_exchange(ranks: int, heads: int) -> int:
+    """How many of a context group's ranks exchange heads where the ring has the rest.
+
+    The largest divisor of `ranks` below it that divides `heads`. Raises ValueError where that is 1.
+    """
+    found = max(_divisors(ranks, heads), default=1)
+    if found == 1:
+        raise ValueError(
+            f"schedule ulysses_ring: cp {ranks} has no divisor between 1 and itself that divides {heads} heads;"
+            " ring and all_gather need none"
+        )
+    return found
+
+
+def _divisors(ranks: int, heads: int) -> list[int]:
+    """Numbers of ranks that can exchange heads beside a ring."""
+    return [n for n in range(2, ranks) if ranks % n == 0 and heads % n == 0]
+
+
+def check_context(length: int, heads: int, ranks: int, schedule: str, balance: str, ulysses: int) -> None:
+    """Raises ValueError where sequences of `length` tokens and `heads` local heads cannot be spread so.
+
+    ulysses: how many of the ranks exchange heads under ulysses_ring, 1 for the other schedules.
+    """
+    for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r}: expected one of {', '.join(known)}")
+    if ranks > length:
+        raise ValueError(f"cp {ranks} is more than the {length} tokens of a sequence")
+    if schedule != "ulysses_ring" and ulysses != 1:
+        raise ValueError(f"{ulysses} ranks exchange heads beside a ring: that is schedule ulysses_ring, not {schedule}")
+    if schedule == "ulysses_ring" and (not 1 < ulysses < ranks or ranks % ulysses):
+        raise ValueError(f"schedule ulysses_ring: {ulysses} of cp {ranks} exchange heads: expected a divisor between")
+    exchanging = {"ulysses": ranks, "ulysses_ring": ulysses}.get(schedule, 1)
+    if heads % exchanging:
+        fitting = _divisors(ranks, heads)
+        others = f", and so can ulysses_ring with one of {fitting}" if fitting else ""
+        raise ValueError(
+            f"schedule {schedule}: {exchanging} ranks cannot share {heads} heads; ring and all_gather can{others}"
+        )
+
+
+class Context:
+    """The ranks that share sequences.
+
+    mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which is then what "auto"
+    means. schedule, balance: of `ring_attention`.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, schedule: Schedule = "auto", balance: Balance = "zigzag") -> None:
+        self.groups: tuple[dist.ProcessGroup, ...] = ()
+        if mesh is not None and mesh.size() > 1:
+            self.groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
+        if len(self.groups) > 2:
+            raise ValueError(f"a context mesh of {len(self.groups)} dimensions: expected one, or (ring, ulysses)")
+        self.schedule: Schedule = "ulysses_ring" if len(self.groups) == 2 and schedule == "auto" else schedule
+        self.balance = balance
+        self.ulysses = self.groups[1].size() if len(self.groups) == 2 else 1
+        self.size, self.rank = 1, 0
+        for group in self.groups:
+            self.size, self.rank = self.size * group.size(), self.rank * group.size() + group.rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """As `ring_attention` takes it."""
+        return (self.groups[0], self.groups[1]) if len(self.groups) == 2 else self.groups[0]
+
+    def check(self, length: int, heads: int) -> None:
+        """`check_context` for this group."""
+        if self.groups:
+            check_context(length, heads, self.size, self.schedule, self.balance, self.ulysses)
+
+    def plan(self, length: int, heads: int, head_size: int, like: Tensor) -> tuple[str, str] | None:
+        """(implementation, reason) of attention over sequences of `length` tokens; None for one rank.
+
+        like: of the dtype and device. Collective, as `tpfuse.comm.choice.choose` is.
+        """
+        if not self.groups:
+            return None
+        choice = choose(like.device, like.dtype, self.groups[0])
+        local = SequenceLayout(length, self.size, self.balance).local_length
+        schedule, reason = self.schedule, "chosen"
+        if schedule == "auto":
+            schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)
+        return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
+
+    def spread(self, ids_BT: Tensor) -> "Spread":
+        """How the ranks share these sequences.
+
+        Raises ValueError for sequences that have fewer tokens than there are ranks.
+        """
+        batch, length = ids_BT.shape
+        if not self.groups:
+            return Spread(self, batch, length, length, torch.arange(length, device=ids_BT.device), None)
+        layout = SequenceLayout(length, self.size, self.balance, self.ulysses)
+        positions = layout.positions(self.rank, ids_BT.device).clamp(max=length - 1)
+        return Spread(self, batch, length, layout.local_length, positions, layout)
+
+
+ONE_RANK = Context(None)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A batch of sequences on the ranks of a context.
+
+    length: of a whole sequence; local_length: this rank's tokens of each, padding among them; positions: [local_length]
+    int64, where they are in the sequence (padding: at its end). layout: None for one rank.
+    """
+
+    context: Context
+    batch: int
+    length: int
+    local_length: int
+    positions: Tensor
+    layout: SequenceLayout | None
+
+    @property
+    def tokens(self) -> int:
+        """Of this rank."""
+        return self.batch * self.local_length
+
+    def shard(self, x_BT: Tensor, padding: int = 0) -> Tensor:
+        """This rank's [B, local_length] of x [B, length], equal on all ranks."""
+        return x_BT if self.layout is None else self.layout.shard(x_BT, self.context.rank, 1, padding)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, local_length, ...] on each rank -> [B, length, ...] on all, in order and without padding.
+
+        As all ranks compute the same of it, each keeps its own part of the gradient.
+        """
+        if self.layout is None:
+            return x
+        x = x.movedim(1, -1)
+        for group in reversed(self.context.groups):
+            x = gather_last(x, group)
+        parts = x.view(*x.shape[:-1], self.context.size, self.local_length)
+        return self.layout.whole(parts.movedim(-2, 0).movedim(-1, 2), 1)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **dropout: Any) -> Tensor:
+        """Causal attention of this rank's queries to all keys before them; on one rank k may have earlier ones too.
+
+        q, k, v: [B, H, T, D]; dropout: as in `attention`.
+        """
+        if self.layout is None:
+            alone: Tensor = attention(q, k, v, **dropout)
+            return alone
+        context = self.context
+        out: Tensor = ring_attention(
+            q,
+            k,
+            v,
+            group=context.group,
+            schedule=context.schedule,
+            balance=context.balance,
+            length=self.length,
+            **dropout,
+        )
+        return out
