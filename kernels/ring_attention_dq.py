@@ -124,10 +124,11 @@ def _walk(
             there = seen[0] < seen[3]
             if COPIERS > 0:
                 if there & (step >= here):
-                    there = await_block(ready_ptr, abort_ptr, step, epoch, rank, WORLD, COPIERS, 0)
-                    here = tl.where(there, step + 1, here)
-                    missing += tl.where(there, 0, 1)
-            if there:
+                    if await_block(ready_ptr, abort_ptr, step, epoch, rank, WORLD, COPIERS, 0):
+                        here = step + 1
+                    else:
+                        missing += 1
+            if there & (step < here):
                 k_ptr = block_ptr + multiple_of_8(keys_start + tl.cast(run * run_size, tl.int64) * HEAD_SIZE)
                 keys = (k_ptr, k_ptr + multiple_of_8(stride_v), start, run_step, run_size)
                 interval = (
@@ -272,7 +273,7 @@ def ring_attention_dq_kernel(
                         block_words, slot_bytes, epoch, rank, WORLD, COPIERS, RING, 1, BLOCK_COPY,
                     )  # fmt: skip
         worker = tl.program_id(0) - COPIERS
-        here = 1  # the own block needs no wait
+        here = 1 if COPIERS > 0 else steps  # the own block needs no wait
         for tile in range(tl.where(worker < 0, tiles, worker), tiles, tl.num_programs(0) - COPIERS):
             here, late = _dq_of_tile(
                 tile, (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr), (first_ptr, last_ptr),
