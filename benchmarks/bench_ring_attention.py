@@ -1,0 +1,299 @@
+"""Ring attention of CPU ranks: tpfuse, torch's ring templates, a plain ring of messages, and one process, by turns.
+
+    python -m benchmarks.bench_ring_attention [--ranks 4] [--tokens 4096] [--rounds 9] [--quick]
+    python -m benchmarks.bench_ring_attention --ideal [--ranks 2]
+
+Causal attention, forward and backward, batch 1, float32; the sequence is spread zigzag, so that ranks have equal work,
+by all but the single process. Ranks have one thread each; the single process computes the whole sequence by torch's
+scaled_dot_product_attention with --threads. Every result is compared first with that. The templates are torch's private
+ones (torch's public `context_parallel` does not run on CPUs), with their own load balance, over Gloo; the plain ring is
+what people write: batch_isend_irecv to the neighbour, blocks merged by their log-sum-exp, gradients of keys and values
+travelling along.
+
+--ideal: what communication and the split into blocks cost. Ranks are pinned to one core each, and take turns with
+themselves when each computes 1 / ranks of the work with nobody to wait for: the whole sequence of as many heads less.
+
+Contenders take turns, and who begins rotates. A turn is as long as its slowest rank. See `bench_tensor_parallel` for
+how those who have no turn sleep, and for the part of the cores that other programs took.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as templates
+
+from benchmarks.bench_tensor_parallel import ALONE, _of_others, set_threads
+from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.parallel.ring_attention import Group, Schedule, ring_attention
+from tpfuse.testing.ranks import RankPool
+
+TEMPLATES, PLAIN, IDEAL = "torch templates", "plain ring", "ideal"
+_SETTLING = 0.02  # before a turn: longer than OpenMP's threads spin
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_calls: dict[str, Callable[[], list[Tensor]]] = {}  # of this rank: what takes turns
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Causal attention of `tokens` by `heads` of `size`, batch 1."""
+
+    tokens: int = 4096
+    heads: int = 8
+    size: int = 64
+
+
+class Templates(Function):
+    """torch's ring, forward and backward, each with its load balance: the layout is zigzag."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        out, lse = templates._templated_ring_attention(group, 2, _flash, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = templates._templated_ring_attention_backward(
+            ctx.group, 2, _flash_backward, grad, "grad_out", q, k, v, out, lse, is_causal=True, dropout_p=0.0
+        )
+        return *gradients[:3], None
+
+
+def _shift(block: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
+    """(what the rank before sends, the messages that are under way)."""
+    rank, world, arriving = group.rank(), group.size(), torch.empty_like(block)
+    messages = [
+        dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % world),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % world),
+    ]
+    return arriving, dist.batch_isend_irecv(messages)
+
+
+def _halves(rank: int, source: int, n: int) -> tuple[slice, slice]:
+    """The queries that see anything of a source's keys, and those keys: one of both halves, but for the own ones."""
+    everything = slice(0, n)
+    if source == rank:
+        return everything, everything
+    return (everything, slice(0, n // 2)) if source < rank else (slice(n // 2, n), everything)
+
+
+class PlainRing(Function):
+    """A block is computed while the next one comes; in backward its gradients go around with it."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        rank, world = group.rank(), group.size()
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+        block = torch.stack((k, v))
+        for step in range(world):
+            arriving, messages = _shift(block, group) if step + 1 < world else (block, [])
+            rows, keys = _halves(rank, (rank - step) % world, q.shape[2])
+            part, part_lse = _flash(q[:, :, rows], block[0][:, :, keys], block[1][:, :, keys], 0.0, step == 0)
+            share = torch.sigmoid(part_lse - lse[:, :, rows]).unsqueeze(-1)
+            out[:, :, rows] += share * (part - out[:, :, rows])
+            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], part_lse)
+            for message in messages:
+                message.wait()
+            block = arriving
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, world = ctx.group.rank(), ctx.group.size()
+        dq, block = torch.zeros_like(q), torch.stack((k, v))
+        gradients, under_way = torch.zeros_like(block), []
+        for step in range(world):
+            arriving, messages = _shift(block, ctx.group) if step + 1 < world else (block, [])
+            rows, keys = _halves(rank, (rank - step) % world, q.shape[2])
+            inputs = (grad[:, :, rows], q[:, :, rows], block[0][:, :, keys], block[1][:, :, keys])
+            results = out[:, :, rows], lse[:, :, rows].contiguous()
+            part_q, *part = _flash_backward(*inputs, *results, 0.0, step == 0)
+            dq[:, :, rows] += part_q
+            for message in under_way:
+                message.wait()
+            gradients[:, :, :, keys] += torch.stack(part)
+            gradients, under_way = _shift(gradients, ctx.group)
+            for message in messages:
+                message.wait()
+            block = arriving
+        for message in under_way:
+            message.wait()
+        return dq, *gradients.unbind(), None
+
+
+def _ours(
+    q: Tensor, k: Tensor, v: Tensor, name: Implementation, schedule: Schedule, group: Group, length: int
+) -> Tensor:
+    with implementation(name):
+        return ring_attention(q, k, v, group=group, schedule=schedule, length=length)
+
+
+def _contenders(subject: Subject) -> dict[str, Attention]:
+    """What takes part in the ring, on every rank."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    schedules: dict[Schedule, Group] = {"ring": group, "all_gather": group}
+    if subject.heads % world == 0:
+        schedules["ulysses"] = group
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+        schedules["ulysses_ring"] = mesh["ring"].get_group(), mesh["ulysses"].get_group()
+    names: tuple[Implementation, ...] = ("direct", "collective")
+    found: dict[str, Attention] = {
+        f"{OURS} {schedule} {name}": partial(_ours, name=name, schedule=schedule, group=of, length=subject.tokens)
+        for name in names
+        for schedule, of in schedules.items()
+    }
+    return found | {
+        TEMPLATES: lambda q, k, v: Templates.apply(q, k, v, group),
+        PLAIN: lambda q, k, v: PlainRing.apply(q, k, v, group),
+    }
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _inputs(subject: Subject, heads: int) -> list[Tensor]:
+    """q, k, v, and the gradient of the output."""
+    generator = torch.Generator().manual_seed(subject.tokens)
+    return [torch.randn(1, heads, subject.tokens, subject.size, generator=generator) for _ in range(4)]
+
+
+def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """A call, which returns out, dQ, dK, dV."""
+    *leaves, grad = inputs
+    leaves = [x.clone().requires_grad_() for x in leaves]
+
+    def call() -> list[Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out = attention(*leaves)
+        out.backward(grad)  # type: ignore[no-untyped-call]
+        return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    return call
+
+
+def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
+    """Fills `_calls`, checked; returns the contenders. On every rank."""
+    torch.use_deterministic_algorithms(False)
+    _calls.clear()
+    inputs, rank, world = _inputs(subject, subject.heads), dist.get_rank(), dist.get_world_size()
+    whole = _forward_and_backward(_whole, inputs)
+    if alone:
+        _calls[ALONE] = whole
+        return list(_calls)
+    layout = SequenceLayout(subject.tokens, world)
+    expected = [layout.shard(x, rank, 2) for x in whole()]
+    shards = [layout.shard(x, rank, 2) for x in inputs]
+    for name, attention in _contenders(subject).items():
+        if ideal and not (name.startswith(OURS) and name.endswith("direct")):
+            continue
+        _calls[name] = call = _forward_and_backward(attention, shards)
+        for found, wanted in zip(call(), expected, strict=True):
+            torch.testing.assert_close(
+                found, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    if ideal:
+        _calls[IDEAL] = _forward_and_backward(_whole, _inputs(subject, subject.heads // world))
+    return list(_calls)
+
+
+def pin() -> None:
+    """This rank, to a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+
+
+def turn(name: str, repeats: int) -> float:
+    """Seconds of a call. On every rank of the contender."""
+    call = _calls[name]
+    time.sleep(_SETTLING)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
+
+
+def measure(
+    subject: Subject, ranks: RankPool, alone: RankPool, rounds: int, *, ideal: bool = False, seconds: float = 0.3
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a call, of each round, by contender; what part of the cores others took.
+
+    seconds: what a turn takes, about.
+    """
+    where = {} if ideal else dict.fromkeys(alone.run(prepare, subject, True, False)[0], alone)
+    where |= dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks)
+    repeats = {name: max(1, min(200, int(seconds / max(pool.run(turn, name, 1))))) for name, pool in where.items()}
+    found: dict[str, list[float]] = {name: [] for name in where}
+    before, started = _of_others(ranks, alone), time.monotonic()
+    for i in range(rounds):
+        first = i % len(where)
+        for name in [*list(where)[first:], *list(where)[:first]]:
+            found[name].append(max(where[name].run(turn, name, repeats[name])))
+    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
+    return found, (_of_others(ranks, alone) - before) / capacity
+
+
+def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
+    """Prints a table; the row to keep."""
+    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    baseline, asked = (ALONE, 1.03) if ALONE in figures else (IDEAL, 1.05)
+    ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
+    lines = [(f"{ranks} ranks, {subject.tokens} tokens", "median ms", "p20", "p80", f"x {baseline}")]
+    for name, x in figures.items():
+        lines.append((name, *(f"{x[k]:.1f}" for k in ("median", "p20", "p80")), f"{ratios[name]:.3f}"))
+    print(aligned(lines))
+    print(f"asked: at most {asked}; other programs took {others:.0%} of the cores")
+    row = {"ranks": ranks, **vars(subject), "baseline": baseline, "asked": asked, "others": round(others, 3)}
+    return row | {"ratios": ratios, "ms": figures}
+
+
+def main() -> None:
+    """A table, which is kept unless it is a quick one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, help="default: 4; 2 with --ideal")
+    parser.add_argument("--threads", type=int, default=2, help="of the single process")
+    parser.add_argument("--tokens", type=int, default=Subject.tokens)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ideal", action="store_true", help="against 1 / ranks of the work with nobody to wait for")
+    parser.add_argument("--quick", action="store_true", help="a short sequence, to see that it works; nothing is kept")
+    arguments = parser.parse_args()
+    world = arguments.ranks or (2 if arguments.ideal else 4)
+    subject = Subject(256, 4, 16) if arguments.quick else Subject(arguments.tokens)
+    ranks, alone = RankPool(world, timeout=600.0), RankPool(1, timeout=600.0)
+    alone.run(set_threads, arguments.threads)
+    if arguments.ideal:
+        ranks.run(pin)
+    rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 0.3)
+    row = report(subject, world, *measure(subject, ranks, alone, rounds, ideal=arguments.ideal, seconds=seconds))
+    if not arguments.quick:
+        keep("ring_attention", row)
+    for pool in (ranks, alone):
+        pool.close()
+
+
+if __name__ == "__main__":
+    main()
