@@ -176,11 +176,15 @@ def bring_blocks(
 def await_block(
     ready_ptr, abort_ptr, step, epoch, rank, WORLD: tl.constexpr, COPIERS: tl.constexpr, PART: tl.constexpr
 ):
-    """Until a part of the block of rank - step is in the own slot, not at all for step 0, the own block.
+    """Until a part of the block of rank - step is in the own slot; not at all for step 0, the own block, nor where
+    nobody copies. False where the abort word ended the wait: what is there must not be read then.
 
-    False where the abort word ended the wait: what is there must not be read then.
+    Loops over a block belong inside the `if` of this: behind it Triton 3.7 does not load ahead in them.
     """
-    source = (rank + WORLD - step) % WORLD
-    copiers = tl.arange(0, triton.next_power_of_2(COPIERS))
-    words = ready_ptr + (PART * WORLD + source) * COPIERS + copiers
-    return wait(words, epoch, abort_ptr, (copiers < COPIERS) & (step > 0))
+    if COPIERS == 0:
+        return True
+    else:
+        source = (rank + WORLD - step) % WORLD
+        copiers = tl.arange(0, triton.next_power_of_2(COPIERS))
+        words = ready_ptr + (PART * WORLD + source) * COPIERS + copiers
+        return wait(words, epoch, abort_ptr, copiers < tl.where(step > 0, COPIERS, 0))

@@ -43,41 +43,44 @@ def _attend_run(
     q,
     queries,  # as `source` of `attend_range`
     keys,  # (k_ptr, v_ptr) of the run
-    intervals,  # (first_ptr, last_ptr, first and last row of the tile)
-    sight,  # (first, last) [BLOCK_M]: the positions that each query sees
+    seen,  # (first_ptr, last_ptr)
     run,  # (start, step, size) of its positions
-    dropout,  # (counters [BLOCK_M], key, threshold)
+    dropout,  # (counters_ptr of the head, dropout_key_ptr, threshold)
     scale,
     HEAD_SIZE: tl.constexpr,
     DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """The state after one run of keys, which are counted from its first: a query stands at the last one that it sees,
-    and sees so many behind itself."""
+    and sees so many behind itself. What is known of queries is loaded anew for each run, to spare registers."""
+    first_ptr, last_ptr = seen
     start, step, size = run
-    first_ptr, last_ptr, tile_first, tile_last = intervals
-    counter, dropout_key, dropout_threshold = dropout
-    last = last_index(sight[1], start, step, size)
-    behind = last - first_index(sight[0], start, step)
-    dropout_row = counter
+    counters_ptr, dropout_key_ptr, dropout_threshold = dropout
+    _, q_first, q_stop, _ = queries
+    offs_m = q_first + tl.arange(0, BLOCK_M)
+    last = last_index(tl.load(last_ptr + offs_m, mask=offs_m < q_stop, other=-1), start, step, size)
+    behind = last - first_index(tl.load(first_ptr + offs_m, mask=offs_m < q_stop, other=0), start, step)
+    dropout_row = last
     if DROPOUT:
-        dropout_row = hashed_rows(counter + start, 1, dropout_key)
-    seen = index_range(first_ptr, last_ptr, tile_first, tile_last, start, step, size, BLOCK_N)
+        counter = tl.load(counters_ptr + offs_m, mask=offs_m < q_stop, other=0)
+        dropout_row = hashed_rows(counter + start, 1, tl.load(dropout_key_ptr))
+    q_last = min(q_first + BLOCK_M, q_stop) - 1
+    indices = index_range(first_ptr, last_ptr, q_first, q_last, start, step, size, BLOCK_N)
     return attend_range(
         state, q, queries, (keys[0], keys[1], size, HEAD_SIZE, HEAD_SIZE), (last, 0, 0, behind[:, None]),
-        (dropout_row, dropout_threshold, step), scale, seen, HEAD_SIZE, True, True, DROPOUT, BLOCK_N,
+        (dropout_row, dropout_threshold, step), scale, indices, HEAD_SIZE, True, True, DROPOUT, BLOCK_N,
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_tile(
     tile,
+    aborted,
     q_ptr,
     blocks_ptr,
-    first_ptr,
-    last_ptr,
-    counters_ptr,
-    dropout_key_ptr,
+    seen,  # (first_ptr, last_ptr)
+    dropout,  # (counters_ptr, dropout_key_ptr, threshold, scale)
     out_ptr,
     lse_ptr,
     channel,  # (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank)
@@ -90,8 +93,6 @@ def _attend_tile(
     stride_qt,
     stride_v,
     scale,
-    dropout_threshold,
-    dropout_scale,
     WORLD: tl.constexpr,
     COPIERS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -100,10 +101,12 @@ def _attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries and all blocks; returns how many of them have not come, none unless a wait was cut short."""
+    """One tile of queries and all blocks. Only the first tile of a program waits for them; returns whether its wait, or
+    one before (`aborted`), was cut short, behind which no block is read."""
     element: tl.constexpr = q_ptr.dtype
-    run_count, run_size, run_unit, run_step = runs
     ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank = channel
+    run_count, run_size, run_unit, run_step = runs
+    counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tokens = run_count * run_size
     tiles_m = tl.cdiv(run_size, BLOCK_M)
     index = tiles_m * run_count - 1 - tile % (tiles_m * run_count)
@@ -111,48 +114,38 @@ def _attend_tile(
     batch, head = batch_head // heads, batch_head % heads
     q_stop = (index // tiles_m + 1) * run_size
     q_first = index // tiles_m * run_size + index % tiles_m * BLOCK_M
-    offs_m = q_first + tl.arange(0, BLOCK_M)
-    sight = (
-        tl.load(first_ptr + offs_m, mask=offs_m < q_stop, other=0),
-        tl.load(last_ptr + offs_m, mask=offs_m < q_stop, other=-1),
-    )
-    counter, dropout_key = 0, 0
     if DROPOUT:
-        counter = tl.load(counters_ptr + batch_head * tokens + offs_m, mask=offs_m < q_stop, other=0)
-        dropout_key = tl.load(dropout_key_ptr)
+        counters_ptr += batch_head * tokens
     q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh)
-    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True)
-    kv_head = (batch * (heads // group) + head // group) * tokens * HEAD_SIZE
+    offs_m = q_first + tl.arange(0, BLOCK_M)  # offsets that are the same for every tile would stay in registers
+    q = load_rows(q_ptr, 0, offs_m, q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True)
+    kv_head = (batch * (heads // group) + head // group) * tokens
 
     acc, row_max, row_sum = initial_state(BLOCK_M, BLOCK_D)
-    missing = 0
-    for step in range(sources[2]):
+    for turn in range(sources[2] * run_count):
+        step, run = turn // run_count, turn % run_count
         source = (sources[0] + step * sources[1]) % WORLD
-        present = run_count
         if COPIERS == 0:
             block_ptr = blocks_ptr + tl.cast(step, tl.int64) * multiple_of_8(2 * stride_v)
         else:
             brought_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words).to(element)
             block_ptr = tl.multiple_of(tl.where(step == 0, blocks_ptr, brought_ptr), 16)
-            present = 0
-            if await_block(ready_ptr, abort_ptr, step, epoch, rank, WORLD, COPIERS, 0):
-                present = run_count
-            else:
-                missing += 1
-        k_ptr = block_ptr + kv_head
-        v_ptr = k_ptr + multiple_of_8(stride_v)
-        for run in range(present):
-            row = tl.cast(run, tl.int64) * run_size * HEAD_SIZE
+        awaited = tl.where((tile < tl.num_programs(0) - COPIERS) & (run == 0), step, 0)
+        if (aborted == 0) & await_block(ready_ptr, abort_ptr, awaited, epoch, rank, WORLD, COPIERS, 0):
+            k_ptr = block_ptr + (kv_head + run * run_size) * HEAD_SIZE
             acc, row_max, row_sum = _attend_run(
-                (acc, row_max, row_sum), q, (q_ptr, q_first, q_stop, stride_qt), (k_ptr + row, v_ptr + row),
-                (first_ptr, last_ptr, q_first, min(q_first + BLOCK_M, q_stop) - 1), sight,
+                (acc, row_max, row_sum), q, (q_ptr, q_first, q_stop, stride_qt),
+                (k_ptr, k_ptr + multiple_of_8(stride_v)), seen,
                 (run_start(source, run, run_unit, WORLD), run_step, run_size),
-                (counter, dropout_key, dropout_threshold), scale, HEAD_SIZE, DROPOUT, BLOCK_N,
+                (counters_ptr, dropout_key_ptr, dropout_threshold), scale,
+                HEAD_SIZE, DROPOUT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+        else:
+            aborted = 1
     out_ptr += (batch * tokens * heads + head) * HEAD_SIZE
     lse_ptr += batch_head * tokens
     finish((acc, row_max, row_sum), out_ptr, lse_ptr, heads, q_first, q_stop, scale, dropout_scale, HEAD_SIZE)
-    return missing
+    return aborted
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -204,28 +197,29 @@ def ring_attention_forward_kernel(
 ):
     sources = (source_first, source_step, steps)
     runs = (run_count, run_size, run_unit, run_step)
+    dropout = (counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale)
     epoch, running = 0, True
     if COPIERS > 0:
         epoch, running = begin(state_ptr, abort_ptr)
     channel = (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank)
     if running:
-        missing = 0
+        aborted = 0
         if COPIERS > 0:
             if tl.program_id(0) < COPIERS:
-                missing = WORLD - bring_blocks(
+                blocks = bring_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
+                aborted = WORLD - blocks
         worker = tl.program_id(0) - COPIERS
         for tile in range(tl.where(worker < 0, tiles, worker), tiles, tl.num_programs(0) - COPIERS):
-            missing += _attend_tile(
-                tile, q_ptr, blocks_ptr, first_ptr, last_ptr, counters_ptr, dropout_key_ptr, out_ptr, lse_ptr,
-                channel, sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v,
-                scale, dropout_threshold, dropout_scale,
+            aborted = _attend_tile(
+                tile, aborted, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
+                channel, sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v, scale,
                 WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         if COPIERS > 0:
-            if missing == 0:
+            if aborted == 0:
                 advance(state_ptr, epoch)
 
 
