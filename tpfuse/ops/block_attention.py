@@ -69,24 +69,20 @@ class BlockBackward:
         self._dq: Tensor | None = None
 
     def add(self, source: int, k: Tensor, v: Tensor, parts: Tensor) -> None:
-        """k, v: of rank `source`; parts: [2, B, Hk, n, D] float32 or float64: their gradients' parts, written."""
+        """k, v: of rank `source`; parts: [2, B, Hk, n, D] float32 or float64: their gradients' parts.
+
+        Written where they are not 0 for certain: `RingCall.span`.
+        """
         k, v = _rows(k), _rows(v)
-        fresh = True
+        written: tuple[int, int] | None = None
         for piece in self._call.pieces(source):
             dq, *gradients = _attend_backward(
                 self._grad, self._q, k, v, self._out, self._lse, piece, source, self._call
             )  # fmt: skip
             self._add_dq(dq, piece)
             for part, gradient in zip(parts, gradients, strict=True):
-                if fresh and gradient.shape == part.shape:
-                    part.copy_(gradient)
-                    continue
-                if fresh:
-                    part.zero_()
-                part[:, :, piece.keys] += gradient
-            fresh = False
-        if fresh:
-            parts.zero_()
+                now = _accumulate(part, gradient, piece.first_key, piece.stop_key, written)
+            written = now
 
     def dq(self) -> Tensor:
         """The gradient of q, in its dtype."""
@@ -99,6 +95,21 @@ class BlockBackward:
         if self._dq is None:
             self._dq = torch.zeros_like(self._q)
         self._dq[:, :, piece.rows] += dq
+
+
+def _accumulate(
+    part: Tensor, gradient: Tensor, first: int, stop: int, written: tuple[int, int] | None
+) -> tuple[int, int]:
+    """Adds to the keys [first, stop) of part, of which those in `written` are written; returns what is then."""
+    begin, end = written or (first, first)
+    part[:, :, end:first].zero_()  # gaps to either side
+    part[:, :, stop:begin].zero_()
+    begin, end = min(begin, stop), max(end, first)
+    part[:, :, first:begin] = gradient[:, :, : max(begin - first, 0)]
+    inner = slice(max(first, begin), min(stop, end))
+    part[:, :, inner] += gradient[:, :, inner.start - first : inner.stop - first]
+    part[:, :, max(end, first) : stop] = gradient[:, :, max(end, first) - first :]
+    return min(first, begin), max(stop, end)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class CollectiveRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
-        parts = k.new_empty(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
+        parts = k.new_zeros(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values, parts[source])
         total = torch.empty_like(parts[0])

@@ -9,6 +9,7 @@ Blocks that do not fit a slot pass in pieces of heads. `tpfuse.comm.channel` has
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -73,7 +74,7 @@ class DirectRing:
                 for source in channel.others:
                     channel.wait_for_rows(source, epoch, length, op)
                 parts = [mine if rank == own else part[own] for rank, part in enumerate(sums)]
-                _sum(parts, gradients[:, :, heads])
+                _sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
                 dqs.append(block.dq())
         return _joined(dqs), gradients[0], gradients[1]
 
@@ -95,14 +96,21 @@ def _stage(slot: Tensor, k: Tensor, v: Tensor) -> None:
     slot[1].copy_(v)
 
 
-def _sum(parts: list[Tensor], out: Tensor) -> None:
-    """out [2, B, some heads, n, D] = Σ parts, rounded once."""
-    if out.dtype == parts[0].dtype:
-        sum_in_rank_order(parts, out)
-        return
-    total = torch.empty_like(parts[0])
-    sum_in_rank_order(parts, total)
-    out.copy_(total)
+def _sum(parts: list[Tensor], spans: list[tuple[int, int]], out: Tensor) -> None:
+    """out [2, B, some heads, n, D] = Σ parts in rank order, rounded once; parts: written in the keys of their spans."""
+    ends = sorted({0, out.shape[3], *(end for span in spans for end in span)})
+    for first, stop in pairwise(ends):
+        keys = slice(first, stop)
+        there = [part[:, :, :, keys] for part, span in zip(parts, spans, strict=True) if span[0] <= first < span[1]]
+        target = out[:, :, :, keys]
+        if not there:
+            target.zero_()
+        elif target.dtype == there[0].dtype:
+            sum_in_rank_order(there, target)
+        else:
+            total = torch.empty_like(there[0])
+            sum_in_rank_order(there, total)
+            target.copy_(total)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

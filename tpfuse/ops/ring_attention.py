@@ -54,7 +54,7 @@ class LocalRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
-        gradients = k.new_empty(2, *k.shape, dtype=computed(k.dtype))
+        gradients = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
         block.add(0, k, v, gradients)
         dk, dv = gradients.to(k.dtype).unbind()
         return block.dq(), dk, dv

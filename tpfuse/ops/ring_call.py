@@ -48,10 +48,18 @@ class RingCall:
             return self
         return replace(self, counters=self.counters[:, :, heads])
 
-    def pieces(self, source: int) -> tuple[Piece, ...]:
-        """What this rank's queries see of a rank's keys."""
+    def pieces(self, source: int, rank: int | None = None) -> tuple[Piece, ...]:
+        """What a rank's queries see of the keys of `source`; default: this rank's."""
         documents = None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
-        return pieces(self.runs, self.rank, source, self.causal, self.window, documents)
+        rank = self.rank if rank is None else rank
+        return pieces(self.runs, rank, source, self.causal, self.window, documents)
+
+    def span(self, source: int, rank: int) -> tuple[int, int]:
+        """The keys [first, stop) of `source` among which all are that queries of `rank` see."""
+        found = self.pieces(source, rank)
+        if not found:
+            return 0, 0
+        return min(piece.first_key for piece in found), max(piece.stop_key for piece in found)
 
     def sights(self, rank: int, device: torch.device) -> tuple[Sight, Sight]:
         """(the keys that a rank's queries see, the queries that see its keys)."""
