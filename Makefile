@@ -12,11 +12,12 @@ BIN := .venv/bin
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
 TRITONS := 3.6.0 3.7.1 3.9.0
 
-.PHONY: help install train test verify compiled compiled-matrix lint types format clean
+.PHONY: help install train test verify long compiled compiled-matrix lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run all tests"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
+	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
@@ -39,6 +40,9 @@ test: install
 
 verify: install
 	$(BIN)/tpfuse verify --operators training
+
+long: install
+	$(BIN)/python -m benchmarks.long_context
 
 compiled: install
 	mkdir -p build

@@ -14,7 +14,8 @@ from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
-from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 
 
@@ -63,6 +64,21 @@ def test_one_rank_has_nobody_to_talk_to(capsys: pytest.CaptureFixture[str]) -> N
     assert head.split() == ["layer", "kind", "weight", "on", "a", "rank", "operator", "implementation", "reason"]
     assert first.split() == "0 ColumnParallelLinear (12, 8) (12, 8) gemm local one rank".split()
     assert second.index("RowParallelLinear") == head.index("kind")
+
+
+def _spread_plans(name: Implementation) -> list[LayerPlan]:
+    config = GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    with implementation(name):
+        return plans(GPT(config, context_mesh=mesh_of(1, 1, 2)["cp"], context_balance="contiguous"))
+
+
+def test_attention_over_context_ranks_says_how() -> None:
+    reason = "ring, contiguous: CPU ranks read keys and values where they are; chosen"
+    attention = LayerPlan("transformer.h.0.attn", "Attention", (), (), "ring_attention", "direct", reason)
+    found = pool(2).run(_spread_plans, "direct")[1]
+    assert found[0] == attention
+    assert [plan.implementation for plan in found[1:]] == ["local"] * 4
+    assert "the heads can be divided" in pool(2).run(_spread_plans, "collective")[0][0].reason
 
 
 def _printed() -> str:

@@ -128,6 +128,27 @@ BAD = [
     (["--optim.lr", "nan"], "--optim.lr nan"),
     (["--model.dropout", "1.0"], "dropout 1.0"),
     (["--parallel.tp", "0"], "--parallel.tp 0"),
+    (["--parallel.cp", "0"], "--parallel.tp 1 --parallel.cp 0"),
+    (["--parallel.cp", "17"], "cp 17 is more than the 16 tokens of a sequence"),
+    (
+        ["--parallel.cp", "3", "--parallel.cp-schedule", "ulysses"],
+        "3 ranks cannot share 4 heads; ring and all_gather",
+    ),
+    (
+        ["--parallel.cp", "4", "--parallel.tp", "2", "--parallel.cp-schedule", "ulysses"],
+        "4 ranks cannot share 2 heads; ring and all_gather can, and so can ulysses_ring with one of [2]",
+    ),
+    (
+        ["--parallel.cp", "2", "--parallel.cp-schedule", "ulysses_ring"],
+        "cp 2 has no divisor between 1 and itself that divides 4 heads",
+    ),
+    (
+        ["--parallel.cp", "8", "--parallel.cp-schedule", "ulysses_ring", "--parallel.cp-ulysses", "8"],
+        "schedule ulysses_ring: 8 of cp 8 exchange heads: expected a divisor between",
+    ),
+    (["--parallel.cp", "2", "--parallel.cp-ulysses", "2"], "--parallel.cp-ulysses 2 is for --parallel.cp-schedule"),
+    (["--parallel.cp", "2", "--parallel.cp-balance", "even"], "--parallel.cp-balance"),
+    (["--parallel.cp-shedule", "ring"], "did you mean --parallel.cp-schedule"),
 ]
 
 

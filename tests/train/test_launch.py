@@ -109,6 +109,20 @@ def test_ranks_of_its_own_and_of_torchrun_train_alike(start: Callable[..., Start
     assert '"dp": 2' in json.dumps(layouts[1])
 
 
+def test_context_parallel_ranks_of_torchrun_train_as_one_rank(start: Callable[..., Started], tmp_path: Path) -> None:
+    double = ("--train.dtype", "float64", "--model.dropout", "0.1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
+    alone = start(*double, "--out", str(tmp_path / "a"))
+    shared = start(*double, "--parallel.cp", "2", "--out", str(tmp_path / "b"), program=torchrun)
+    for command in (alone, shared):
+        status, out, err = command.end()
+        assert status == 0, err
+    assert "ranks    tp 1 x cp 2 x dp 1 on cpu" in out
+    assert "layers   2 direct (ring, zigzag: CPU ranks read keys and values where they are" in out
+    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-9)
+    assert '"cp": 2' in (tmp_path / "b" / "step-12" / "manifest.json").read_text()
+
+
 @pytest.mark.parametrize(("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
 def test_stop_saves_and_can_be_resumed(
     start: Callable[..., Started], tmp_path: Path, number: signal.Signals, to_all: bool

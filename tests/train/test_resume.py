@@ -21,18 +21,18 @@ CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4,
 
 
 @functools.cache
-def built(tp: int, dp: int, dtype: str) -> tuple[TrainCommand, Any]:
+def built(tp: int, dp: int, dtype: str, cp: int) -> tuple[TrainCommand, Any]:
     options = TrainCommand(
         train=TrainOptions(steps=12, batch=12, seed=5, dtype=dtype),  # type: ignore[arg-type]
         optim=OptimOptions(lr=1e-2, warmup=4, clip=0.5),
-        parallel=ParallelOptions(tp=tp, dp=dp),
+        parallel=ParallelOptions(tp=tp, dp=dp, cp=cp),
     )
-    mesh = build_mesh("cpu", dp=dp, tp=tp) if dist.get_world_size() > 1 else None
+    mesh = build_mesh("cpu", dp=dp, tp=tp, cp=cp) if dist.get_world_size() > 1 else None
     return options, mesh
 
 
-def fresh(tp: int, dp: int, dtype: str) -> tuple[Trainer, Windows]:
-    options, mesh = built(tp, dp, dtype)
+def fresh(tp: int, dp: int, dtype: str, cp: int) -> tuple[Trainer, Windows]:
+    options, mesh = built(tp, dp, dtype, cp)
     tokens = (np.arange(1000) * 7 % CONFIG.vocab_size).astype(np.uint16)
     windows = Windows(tokens, CONFIG.n_positions, 5, "train", 12)
     return Trainer(options, CONFIG, mesh, torch.device("cpu")), windows
@@ -46,9 +46,9 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-def saved_run(folder: str, tp: int, dp: int, dtype: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def saved_run(folder: str, tp: int, dp: int, dtype: str, cp: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Six steps, a checkpoint, six more."""
-    trainer, windows = fresh(tp, dp, dtype)
+    trainer, windows = fresh(tp, dp, dtype, cp)
     losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
     saved = save(Path(folder), 6, trainer.parts(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail)
     assert saved is not None
@@ -56,9 +56,11 @@ def saved_run(folder: str, tp: int, dp: int, dtype: str) -> tuple[list[float], d
     return losses, state_of(trainer)
 
 
-def resumed_run(folder: str, tp: int, dp: int, dtype: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+def resumed_run(
+    folder: str, tp: int, dp: int, dtype: str, cp: int = 1
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """The last six steps from the checkpoint. The seed's initial weights are destroyed first."""
-    trainer, windows = fresh(tp, dp, dtype)
+    trainer, windows = fresh(tp, dp, dtype, cp)
     for bucket in trainer.buckets.buckets:
         bucket.values.fill_(float("nan"))
     found = newest_good(Path(folder), warn=pytest.fail)
@@ -93,8 +95,18 @@ def test_resuming_in_another_layout(tmp_path: Path, saved_at: tuple[int, int], r
             assert (found_weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name
 
 
-def test_each_tensor_is_written_once(tmp_path: Path) -> None:
-    pool(4).run(saved_run, str(tmp_path), 2, 2, "float32")
+def test_resuming_with_and_without_context_parallel_ranks(tmp_path: Path) -> None:
+    losses, weights = pool(4).run(saved_run, str(tmp_path), 2, 1, "float64", 2)[0]
+    for dp, cp in ((1, 1), (2, 1), (1, 3)):
+        found, found_weights, _ = pool(dp * cp).run(resumed_run, str(tmp_path), 1, dp, "float64", cp)[0]
+        np.testing.assert_allclose(found, losses[6:], rtol=1e-9)
+        for name, weight in weights.items():
+            assert (found_weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2)])
+def test_each_tensor_is_written_once(tmp_path: Path, dp: int, cp: int) -> None:
+    pool(4).run(saved_run, str(tmp_path), 2, dp, "float32", cp)
     found = newest_good(tmp_path, warn=pytest.fail)
     assert found is not None
     for name, entry in found.manifest["tensors"].items():

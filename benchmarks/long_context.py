@@ -1,0 +1,135 @@
+"""A context that context-parallel ranks share: a GPT at 32768 tokens on one process and on four, side by side.
+
+    python -m benchmarks.long_context [--tokens 32768] [--cp 4] [--steps 2]
+
+Training steps of one sequence, from one seed: losses must be the same. What a rank keeps from its forward pass for
+the backward one is counted by autograd's own hooks: the bytes of all storages saved, each once, parameters left out.
+With n ranks that is to be a part of n, within 10 %. The one process has two threads, the ranks one each, so on two
+cores both have as much to compute with; seconds are those of the last step.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.testing.ranks import RankPool
+from tpfuse.train.batches import Windows
+from tpfuse.train.hardware import keep_freed_memory
+from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.trainer import Trainer
+
+THREADS = 2  # of the one process
+TOLERANCE = 0.1  # of the part of activations that a rank should hold
+SAME_LOSS = 1e-5  # nats per token: float32 sums in another order
+_LINE = "{:<6}{:<22}{:<24}{:>18}{:>18}"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """losses: in nats per token, of each step; saved: bytes for the backward pass; seconds: of the last step."""
+
+    losses: tuple[float, ...]
+    saved: int
+    seconds: float
+
+
+class SavedBytes:
+    """Counts what autograd saves while `hooks` is entered; storages of `without` are left out."""
+
+    def __init__(self, without: list[Tensor]) -> None:
+        self._without = {x.untyped_storage().data_ptr() for x in without}
+        self._sizes: dict[int, int] = {}
+        self.hooks = saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._without:
+            self._sizes[storage.data_ptr()] = storage.nbytes()  # none is freed before the backward pass
+        return x
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self._sizes.values())
+
+
+def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, ...], int, float]:
+    """`Steps`, on every rank of a pool of `cp`. The first step is the one whose saved tensors are counted."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+    config = GPTConfig(vocab_size=256, n_positions=tokens, n_embd=64, n_layer=2, n_head=2)
+    options = TrainCommand(train=TrainOptions(steps=100, batch=1, seed=1), parallel=ParallelOptions(dp=1, cp=cp))
+    mesh = build_mesh("cpu", dp=1, cp=cp, tp=1) if cp > 1 else None
+    trainer = Trainer(options, config, mesh, torch.device("cpu"))
+    count = np.arange(2 * tokens)
+    windows = Windows(((count * 7 + count // 5) % 256).astype(np.uint16), tokens, 1, "train", 1)
+    saved = SavedBytes([bucket.values for bucket in trainer.buckets.buckets])
+    with saved.hooks:
+        losses = [trainer.train_step(windows, lambda: False).loss]
+    seconds = float("nan")
+    for _ in range(steps - 1):
+        started = time.perf_counter()
+        losses.append(trainer.train_step(windows, lambda: False).loss)
+        seconds = time.perf_counter() - started
+    return tuple(losses), saved.total, seconds
+
+
+def on_ranks(tokens: int, cp: int, steps: int) -> list[Steps]:
+    """Of each rank, in processes of their own."""
+    ranks = RankPool(cp, timeout=1800.0)
+    try:
+        return [Steps(*found) for found in ranks.run(train, tokens, cp, steps, THREADS if cp == 1 else 1)]
+    finally:
+        ranks.close()
+
+
+def verdict(alone: Steps, shared: list[Steps]) -> tuple[bool, str]:
+    """Whether losses are the same and every rank holds its part of the activations; one line that says so."""
+    part = 1 / len(shared)
+    held = max(steps.saved for steps in shared) / alone.saved
+    apart = max(abs(a - b) for steps in shared for a, b in zip(steps.losses, alone.losses, strict=True))
+    goals = {
+        f"losses differ by {apart:.1e} (goal: at most {SAME_LOSS:.0e})": apart <= SAME_LOSS,
+        f"a rank holds {held:.4f} of the activations, {held / part - 1:+.1%} of 1/{len(shared)}"
+        f" (goal: within {TOLERANCE:.0%})": abs(held / part - 1) <= TOLERANCE,
+    }
+    met = all(goals.values())
+    return met, f"goal {'met' if met else 'MISSED'}: {'; '.join(goals)}"
+
+
+def _row(name: str, threads: str, steps: Steps) -> str:
+    losses = "  ".join(f"{loss:.4f}" for loss in steps.losses)
+    return _LINE.format(name, threads, losses, f"{steps.saved / 2**20:.2f} MiB", f"{steps.seconds:.1f}")
+
+
+def main() -> int:
+    """Prints the table; status 1 where the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768, help="context length")
+    parser.add_argument("--cp", type=int, default=4, help="ranks that share it")
+    parser.add_argument("--steps", type=int, default=2, help="training steps of each")
+    arguments = parser.parse_args()
+    tokens, cp, steps = arguments.tokens, arguments.cp, arguments.steps
+    if cp < 2 or steps < 1 or tokens < cp:
+        parser.error(f"--tokens {tokens} --cp {cp} --steps {steps}: expected 2 ranks, 1 step and a token for each rank")
+    print(f"GPT of 2 layers x 64, one sequence of {tokens} tokens, float32")
+    print(_LINE.format("", "processes x threads", "loss of each step", "saved by a rank", "seconds a step"), flush=True)
+    (alone,) = on_ranks(tokens, 1, steps)
+    print(_row("cp 1", f"1 x {THREADS}", alone), flush=True)
+    shared = on_ranks(tokens, cp, steps)
+    print(_row(f"cp {cp}", f"{cp} x 1", max(shared, key=lambda found: found.saved)), flush=True)
+    met, line = verdict(alone, shared)
+    print(line)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Context-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks import long_context
+from benchmarks.long_context import SavedBytes, Steps, verdict
+
+ALONE = Steps((5.5, 5.4), 4000, 1.0)
+
+
+def test_four_ranks_hold_a_quarter_and_have_the_same_loss(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["long_context", "--tokens", "1024"])
+    assert long_context.main() == 0
+    title, head, alone, shared, last = capsys.readouterr().out.splitlines()
+    assert "1024 tokens" in title and "saved by a rank" in head
+    assert alone.split()[:4] == ["cp", "1", "1", "x"] and shared.split()[:4] == ["cp", "4", "4", "x"]
+    assert alone.split()[5:7] == shared.split()[5:7], "the losses of two steps"
+    assert last.startswith("goal met: losses differ by ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "met"),
+    [
+        ([Steps((5.5, 5.4), 1050, 1.0)] * 4, True),
+        ([Steps((5.5, 5.4), 1150, 1.0)] * 4, False),
+        ([Steps((5.5, 5.4), 1000, 1.0)] * 3 + [Steps((5.5, 5.4), 4000, 1.0)], False),
+        ([Steps((5.5, 5.401), 1000, 1.0)] * 4, False),
+    ],
+)
+def test_a_goal_that_is_missed_is_said(ranks: list[Steps], met: bool) -> None:
+    reached, line = verdict(ALONE, ranks)
+    assert reached == met
+    assert line.startswith("goal met: " if met else "goal MISSED: ")
+
+
+def test_every_storage_is_counted_once_and_parameters_never() -> None:
+    weight, x = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
+    saved = SavedBytes([weight])
+    with saved.hooks:
+        y = (x @ weight.t()).exp()  # saves x, weight and its own result
+        (y * y).sum()  # saves y again
+    assert saved.total == 4 * (5 * 4 + 5 * 3)
