@@ -211,8 +211,8 @@ def ring_attention_forward_kernel(
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
                 aborted = WORLD - blocks
-        worker = tl.program_id(0) - COPIERS
-        for tile in range(tl.where(worker < 0, tiles, worker), tiles, tl.num_programs(0) - COPIERS):
+        worker, workers = tl.program_id(0) - COPIERS, max(tl.num_programs(0) - COPIERS, 1)
+        for tile in range(tl.where(worker < 0, tiles, worker), tiles, workers):
             aborted = _attend_tile(
                 tile, aborted, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
                 channel, sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v, scale,
