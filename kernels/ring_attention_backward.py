@@ -100,6 +100,12 @@ def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
     return sums["log2_sum_ptr"], sums["delta_ptr"]
 
 
+def queries_words(q: Tensor) -> int:
+    """How many int32 words the second part of a block is, of queries q [B, H, n, D]: a multiple of 16 bytes."""
+    sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + PADDING.value)
+    return triton.cdiv(2 * q.nbytes // 4 + sums, 4) * 4
+
+
 def ring_attention_dq(
     q: Tensor,
     grad_out: Tensor,
@@ -177,7 +183,7 @@ def _packed(operator: str, *queries: Tensor) -> list[Tensor]:
     """[Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes of them; and the four in these words."""
     queries = tuple(_queries(operator, *queries))
     sizes = [x.nbytes // 4 for x in queries]
-    words = torch.empty(triton.cdiv(sum(sizes), 4) * 4, dtype=torch.int32, device=queries[0].device)
+    words = torch.empty(queries_words(queries[0]), dtype=torch.int32, device=queries[0].device)
     parts = words[: sum(sizes)].split(sizes)
     views = [part.view(x.dtype).view(x.shape) for part, x in zip(parts, queries, strict=True)]
     for view, x in zip(views, queries, strict=True):

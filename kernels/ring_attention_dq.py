@@ -262,6 +262,7 @@ def ring_attention_dq_kernel(
         missing = 0
         if COPIERS > 0:
             if tl.program_id(0) < COPIERS:
+                start = queries_start // 16 * 16  # it is, so that 16 bytes are moved at once
                 missing = 2 * WORLD
                 missing -= bring_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
@@ -269,12 +270,12 @@ def ring_attention_dq_kernel(
                 )  # fmt: skip
                 if missing == WORLD:
                     missing -= bring_blocks(
-                        queries_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, queries_start, queries_words,
+                        queries_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, start, queries_words,
                         block_words, slot_bytes, epoch, rank, WORLD, COPIERS, RING, 1, BLOCK_COPY,
                     )  # fmt: skip
         worker = tl.program_id(0) - COPIERS
         here = 1 if COPIERS > 0 else steps  # the own block needs no wait
-        for tile in range(tl.where(worker < 0, tiles, worker), tiles, tl.num_programs(0) - COPIERS):
+        for tile in range(tl.where(worker < 0, tiles, worker), tiles, max(tl.num_programs(0) - COPIERS, 1)):
             here, late = _dq_of_tile(
                 tile, (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr), (first_ptr, last_ptr),
                 (counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale), (blocks_ptr, stride_v),

@@ -146,7 +146,7 @@ FAULTS = (
         "if missing == WORLD:",
         "missing -= WORLD\n                if missing == 1:",
     ),
-    ("second parts in the first ones' place", ring_attention_dq, "abort_ptr, queries_start,", "abort_ptr, 0,"),
+    ("second parts in the first ones' place", ring_attention_dq, "abort_ptr, start,", "abort_ptr, 0,"),
     ("one part's flags for both", block_exchange, "(PART * HOPS * COPIERS + copier)", "copier"),
     ("a stale half", ring_attention_dkdv, "tl.load(state_ptr), slot_bytes", "tl.load(state_ptr) + 1, slot_bytes"),
     ("the own queries again", ring_attention_dkdv, "rank, source, block_words", "rank, rank, block_words"),
