@@ -203,7 +203,7 @@ def _products(name: Implementation, stride: int) -> list[str]:
     ("name", "world", "stride"),
     [
         *(("direct", world, stride) for world, stride in ((1, 1), (2, 1), (3, 3), (4, 1), (8, 5))),
-        *(("collective", world, stride) for world, stride in ((1, 5), (2, 3), (3, 5), (4, 3), (8, 9))),
+        *(("collective", world, stride) for world, stride in ((1, 5), (2, 3), (3, 5), (4, 5), (8, 17))),
     ],
 )
 def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, world: int, stride: int) -> None:
@@ -255,7 +255,7 @@ def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
     with implementation(name):
         for call in range(0, calls, 2):
             way = ways[call // 2 % len(ways)]
-            sequence, grads = replace(MASKS[0], length=20, dtype=dtype), []
+            sequence, grads = replace(MASKS[0], length=20, dtype=dtype, **_heads(way, grouped=False)), []
             truths = [_new_truth(sequence, 100 + call + i) for i in range(2)]
             results: list[Whole] = []
             for truth in truths:
@@ -333,6 +333,22 @@ def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype) -> 
     pool(4).run(_twice, name, dtype, BALANCES)
 
 
+def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
+    """Sums over ranks are taken in rank order by both, and blocks in the same order."""
+    for way, i in itertools.product(_ways(dist.get_world_size()), masks):
+        sequence, results = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True)), []
+        for name in HOST:
+            with implementation(name):
+                results.append(_run(way, sequence, sequence.inputs(5)))
+        for key in NAMES:
+            assert torch.equal(results[0][key], results[1][key]), (way, key)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype) -> None:
+    pool(3).run(_by_both, dtype, (0, 5))
+
+
 def _seldom(name: Implementation) -> list[str]:
     """Documents that leave whole ranks nothing to see, or all of them; as few tokens as ranks; other scales."""
     world, said = dist.get_world_size(), []
@@ -349,8 +365,7 @@ def _seldom(name: Implementation) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("world", [1, 4, 8])
-@pytest.mark.parametrize("name", HOST)
+@pytest.mark.parametrize(("name", "world"), [("direct", 1), ("direct", 4), ("direct", 8), ("collective", 3)])
 def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int) -> None:
     assert pool(world).run(_seldom, name) == [[]] * world
 
@@ -403,7 +418,7 @@ def _some_gradients(name: Implementation) -> list[str]:
 
 @pytest.mark.parametrize("name", HOST)
 def test_gradients_where_some_are_needed(name: Implementation) -> None:
-    assert pool(4).run(_some_gradients, name) == [[]] * 4
+    assert pool(3).run(_some_gradients, name) == [[]] * 3
 
 
 @functools.cache
@@ -445,7 +460,7 @@ def _fused(dtype: torch.dtype, grouped: bool) -> list[str]:
     ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
     with implementation("fused"), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing else in its place
-        for i, way in enumerate(ways):
+        for i, way in enumerate(ways[world == 3 :: 1 if world == 2 else 2]):
             mask = MASKS[(3 * i + world) % len(MASKS)]
             heads = {"heads": 2 * way.ulysses, "kv_heads": way.ulysses if grouped else 2 * way.ulysses}
             sequence = replace(mask, dtype=dtype, **heads)
