@@ -1,0 +1,145 @@
+"""The kernels of ring attention with all blocks present, beside plain attention of the same work, on one GPU.
+
+    python -m benchmarks.bench_carried_attention --quick
+
+What it costs that keys lie in one block for each rank, are found by intervals of positions, and that the softmax is
+carried from block to block: a rank's queries against the keys of all ranks, nothing waits. Beside it
+`kernels/attention_forward.py` and `attention_backward.py` on the same queries and keys, the keys behind each other.
+
+    forward     one launch for all blocks
+    backward    dq in one launch for all blocks, dk and dv in one launch for each: where blocks are here already those
+                kernels give a block's part of dk and dv, where they travel one launch gives the whole
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.contenders import poisoned
+from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.timing import Contender, one_line
+from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.kernels import reference
+from tpfuse.kernels.attention_backward import attention_backward
+from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_attention_dkdv, ring_attention_dq
+from tpfuse.kernels.ring_attention_forward import ring_attention_forward
+from tpfuse.ops.ring_call import RingCall
+from tpfuse.testing.compare import Yardstick
+
+PLAIN = "attention"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The last of `world` ranks, with n tokens each: H heads of size D of which H / Hk share keys and values."""
+
+    world: int
+    n: int
+    H: int
+    Hk: int
+    D: int
+    causal: bool = True
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "full"
+        return f"{self.world} ranks, H {self.H}/{self.Hk}, {self.n} tokens each, D {self.D}, {kind}"
+
+
+class _Rank:
+    """The last rank's queries, and all keys: in blocks, and behind each other."""
+
+    def __init__(self, shape: Shape, stage: Stage) -> None:
+        world, n = shape.world, shape.n
+        self.shape, self.q = shape, stage.normal(1, n, shape.H, shape.D).transpose(1, 2)
+        self.grad = stage.normal(1, n, shape.H, shape.D).transpose(1, 2)
+        self.blocks = stage.normal(world, 2, 1, shape.Hk, n, shape.D)
+        self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
+        runs = SequenceLayout(world * n, world, "contiguous").runs
+        self.call = RingCall(runs, world - 1, shape.causal, None, shape.D**-0.5)
+        self.seen, _ = self.call.sights(world - 1, stage.device)
+        self.sources = tuple(range(world))
+        self.seen_by = [self.call.sights(source, stage.device)[1] for source in self.sources]
+        self.options = {"causal": shape.causal, "q_offset": (world - 1) * n}
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """By the kernel of ring attention."""
+        call = self.call
+        return ring_attention_forward(self.q, self.blocks, call.runs, call.rank, self.seen, sources=self.sources)
+
+    def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) by those of its backward pass."""
+        runs, rank = self.call.runs, self.call.rank
+        sums = ring_attention_delta(self.grad, out, lse)
+        dq = ring_attention_dq(self.q, self.grad, *sums, self.blocks, runs, rank, self.seen, self.sources)
+        parts = [
+            ring_attention_dkdv(block, self.q, self.grad, *sums, runs, rank, source, self.seen_by[source])
+            for source, block in enumerate(self.blocks)
+        ]
+        dk, dv = torch.cat(parts, 3).unbind()
+        return dq, dk, dv
+
+    def plain_forward(self) -> tuple[Tensor, Tensor]:
+        """By the kernels of plain attention."""
+        return attention_forward(self.q, self.k, self.v, **self.options)
+
+    def plain_backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        return attention_backward(self.grad, self.q, self.k, self.v, out, lse, **self.options)
+
+    def verdict(self) -> str:
+        """ "" where one head of keys, with the queries that use it, is as near to float64 as the tests want it."""
+        group = self.shape.H // self.shape.Hk
+        inputs = {"q": self.q[:, :group], "k": self.k[:, :1], "v": self.v[:, :1]}
+        yardstick = Yardstick(lambda q, k, v: self._reference(q, k, v), inputs, self.grad[:, :group])
+        try:
+            with poisoned():
+                out, lse = self.forward()
+                dq, dk, dv = self.backward(out, lse)
+            for name, x, heads in (("out", out, group), ("q", dq, group), ("k", dk, 1), ("v", dv, 1)):
+                yardstick.check(name, x[:, :heads].to(self.q.dtype))
+        except Exception as error:
+            return one_line(error)
+        return ""
+
+    def _reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = reference.attention(q, k, v, **self.options)[0]
+        return out
+
+
+def _build(shape: Shape, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+    rank = _Rank(shape, stage)
+    n, keys = shape.n, shape.n * shape.world
+    pairs = n * (keys - n) + n * (n + 1) / 2 if shape.causal else n * keys
+    flops = 4 * shape.H * shape.D * pairs  # two products forward, five backward
+    of_q, of_kv = 2 * n * shape.H * shape.D, 4 * keys * shape.Hk * shape.D
+    forward = Contender(OURS, lambda _: rank.forward()), Contender(PLAIN, lambda _: rank.plain_forward())
+    backward = (
+        Contender(OURS, lambda state: rank.backward(*state), rank.forward),
+        Contender(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
+    )
+    works = [
+        Work("forward", flops, 2 * of_q + of_kv, forward),
+        Work("backward", 2.5 * flops, 4 * of_q + 2 * of_kv, backward),
+    ]
+    return lambda: {OURS: rank.verdict()}, works
+
+
+def cases(scale: Scale) -> list[Case]:
+    """16k tokens on 8 ranks, 64k on 4."""
+    if scale == "tiny":
+        shapes = [Shape(2, 20, 2, 1, 16), Shape(3, 20, 2, 2, 16, causal=False)]
+    else:
+        shapes = [Shape(8, 2048, 16, 16, d, causal) for d in (64, 128) for causal in (True, False)]
+    made = [Case("carried_attention", str(x), partial(_build, x), True) for x in shapes]
+    if scale == "all":
+        made.append(Case("carried_attention", str(x := Shape(4, 16384, 32, 8, 128)), partial(_build, x)))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(command("carried_attention", cases))
