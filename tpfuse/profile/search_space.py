@@ -43,6 +43,8 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "attention_chunks": (_SCORES,),
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
+    "ring_attention_dkdv": ({**_SCORES, "BLOCK_M": (16, 32, 64)},),
+    "ring_attention_dq": (_SCORES, {"COPIERS": (2, 4, 8, 16), "BLOCK_COPY": (4096, 8192, 16384)}),
     "attention_backward_delta": ({"TILE": (2048, 4096, 8192, 16384), "num_warps": (2, 4, 8)},),
     "attention_merge": ({"BLOCK_M": (4, 8, 16, 32, 64), "num_warps": (2, 4, 8)},),
     "layer_norm": ({"BLOCK_M": (1, 2, 4, 8, 16), "num_warps": (1, 2, 4, 8, 16)},),
