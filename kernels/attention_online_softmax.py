@@ -178,13 +178,17 @@ def finish(
     dropout_scale,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key."""
+    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key.
+
+    The rows are compared otherwise than in `load_rows`: one comparison for both would stay in registers between them.
+    """
     acc, row_max, row_sum = state
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     out = acc * (dropout_scale / row_sum)[:, None]
-    offs_m = q_first + tl.arange(0, acc.shape[0])
+    offs_m = tl.arange(0, acc.shape[0])
     offs_d = tl.arange(0, acc.shape[1])
-    mask_m = offs_m < length_q
-    out_ptrs = out_ptr + (offs_m.to(tl.int64) * heads * HEAD_SIZE)[:, None] + offs_d[None, :]
+    mask_m = offs_m < length_q - q_first
+    out_ptr += tl.cast(q_first, tl.int64) * heads * HEAD_SIZE
+    out_ptrs = out_ptr + ((offs_m * heads * HEAD_SIZE)[:, None] + offs_d[None, :])
     tl.store(out_ptrs, rounded(out, out_ptr.dtype.element_ty), mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :])
-    tl.store(lse_ptr + offs_m, row_max * scale + tl.log(row_sum), mask=mask_m)
+    tl.store(lse_ptr + q_first + offs_m, row_max * scale + tl.log(row_sum), mask=mask_m)

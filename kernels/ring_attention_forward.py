@@ -117,8 +117,7 @@ def _attend_tile(
     if DROPOUT:
         counters_ptr += batch_head * tokens
     q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh)
-    offs_m = q_first + tl.arange(0, BLOCK_M)  # offsets that are the same for every tile would stay in registers
-    q = load_rows(q_ptr, 0, offs_m, q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True)
+    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True)
     kv_head = (batch * (heads // group) + head // group) * tokens
 
     acc, row_max, row_sum = initial_state(BLOCK_M, BLOCK_D)

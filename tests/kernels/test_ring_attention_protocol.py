@@ -132,11 +132,16 @@ FAULTS = (
     ("a neighbour on the other side", block_exchange, "% WORLD, (rank + 1) %", "% WORLD, (rank + 2) %"),
     ("the neighbour's own block", block_exchange, "sender, source, block_words)", "sender, sender, block_words)"),
     ("told of the hop before", block_exchange, "there + first + step *", "there + first + (step - 1) *"),
-    ("ready of another source", block_exchange, "source) * COPIERS + copier", "rank) * COPIERS + copier"),
+    ("ready of another source", block_exchange, "source) * COPIERS + copier, epoch", "rank) * COPIERS + copier, epoch"),
     ("ready for the next launch", block_exchange, "COPIERS + copier, epoch)", "COPIERS + copier, epoch + 1)"),
     ("one share is a block", block_exchange, "(step > 0, COPIERS, 0)", "(step > 0, 1, 0)"),
     ("the first block is there", block_exchange, "(step > 0, COPIERS, 0)", "(step > 1, COPIERS, 0)"),
-    ("a share of another copier", block_exchange, "PART * HOPS * COPIERS + copier", "COPIERS - 1 - copier"),
+    (
+        "another copier's signal",
+        block_exchange,
+        "wait(here + first + hop",
+        "wait(here + (COPIERS - 1 - copier) * WORLD + hop",
+    ),
     ("another block", ring_attention_forward, "rank, source, block_words)", "rank, rank, block_words)"),
     ("the other way around", ring_attention_forward, "sources[0] + step * sources[1]", "sources[0] + step"),
 )
@@ -172,3 +177,15 @@ def late(memory: SimulatedMemory, ring: bool) -> None:
 @pytest.mark.parametrize(("ring", "world"), [(True, 3), (False, 2)])
 def test_waits_end(ring: bool, world: int) -> None:
     explore(partial(late, ring=ring), world, resident=2, timeouts=True, schedules=[RoundRobin(), PCT(0)])
+
+
+def test_what_is_done_after_an_abort_is_seen() -> None:
+    mutants = [
+        mutant_of("an epoch of parts", ring_attention_forward, "if aborted == 0:", "if aborted < WORLD:"),
+        mutant_of("blocks that are not here", ring_attention_forward, "if (aborted == 0) & await", "if await"),
+        mutant_of("copies of what was not told", block_exchange, "if blocks == step:", "if blocks > 0:"),
+    ]
+    options: dict[str, Any] = {"resident": 2, "timeouts": True, "schedules": [RoundRobin()]}
+    program = partial(late, ring=True)
+    left = surviving(lambda *copies: program, MODULES, 3, mutants=mutants, **options)
+    assert not left, [mutant.change for mutant in left]
