@@ -103,7 +103,7 @@ def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
 def queries_words(q: Tensor) -> int:
     """How many int32 words the second part of a block is, of queries q [B, H, n, D]: a multiple of 16 bytes."""
     sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + PADDING.value)
-    return triton.cdiv(2 * q.nbytes // 4 + sums, 4) * 4
+    return -(-(2 * q.nbytes // 4 + sums) // 4) * 4
 
 
 def ring_attention_dq(
@@ -217,6 +217,7 @@ def _launch_dq(
     row = _row("dq", arguments)
     programs = tiles = batch * heads * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs) | {"queries_start": 0, "queries_words": 0}
+    slices = {"SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])}
     if exchange is not None:
         assert words is not None
         keys = blocks.view(-1).view(torch.int32)
@@ -226,7 +227,6 @@ def _launch_dq(
         copying = {"words_ptr": keys, "words": len(keys), "COPIERS": copiers, **exchange.arguments(parts)}
         copying |= {"queries_start": part_starts(parts)[1], "queries_words": len(words)}
     dq = torch.empty((batch, tokens, heads, size), dtype=dtype, device=q.device)
-    slices = {"SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])}
     launch(
         ring_attention_dq_kernel,
         (programs,),
@@ -239,7 +239,7 @@ def _launch_dq(
         dq_ptr=dq,
         tiles=tiles,
         **arguments,
-        **row.blocks | copying | slices,
+        **dict(row.blocks) | copying | slices,
     )
     return dq.transpose(1, 2)
 
@@ -268,7 +268,6 @@ def _launch_dkdv(
     row = _row("dkdv", arguments)
     tiles = block.shape[1] * block.shape[2] * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_N"])
     here = {"slots_ptr": None, "state_ptr": None, "slot_bytes": 0, "block_words": 0, "queries_start": 0}
-    blocks = {"BLOCK_M": row.blocks["BLOCK_M"], "BLOCK_N": row.blocks["BLOCK_N"]}
     # In one launch, or where their sums do not fit the registers one after the other.
     for wanted in ("DK DV",) if row.blocks["TOGETHER"] else ("DV", "DK"):
         launch(
@@ -288,7 +287,8 @@ def _launch_dkdv(
             rank=rank,
             WORLD=runs.world,
             **{**arguments, **here, "EXCHANGE": False, **everywhere},
-            **blocks,
+            BLOCK_M=row.blocks["BLOCK_M"],
+            BLOCK_N=row.blocks["BLOCK_N"],
             SLICE_D=min(row.blocks["SLICE_D"], arguments["BLOCK_D"]),
             DK="DK" in wanted,
             DV="DV" in wanted,

@@ -25,7 +25,7 @@ from tpfuse.testing.inputs import normal
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
-_Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+_Backward = Callable[..., tuple[Tensor, ...]]
 
 
 def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return reference.attention(q, k, v)[0]
 
 
-def _case(name: str, backward: Callable[..., tuple[Tensor, ...]]) -> Case:
+def _case(name: str, backward: _Backward) -> Case:
     return Case("ring_attention_backward", name, partial(_attention, backward=backward), _reference, _inputs)
 
 
