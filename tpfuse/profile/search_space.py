@@ -41,6 +41,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "gemm_reduce_scatter_sum": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "attention_forward": (_SCORES,),
     "attention_chunks": (_SCORES,),
+    "ring_attention_forward": (_SCORES, {"COPIERS": (2, 4, 8, 16), "BLOCK_COPY": (2048, 4096, 8192, 16384)}),
     "attention_backward_dkdv": ({**_SCORES, "BLOCK_M": (32, 64, 128)},),
     "attention_backward_dq": (_SCORES,),
     "ring_attention_dkdv": ({**_SCORES, "BLOCK_M": (16, 32, 64)},),
