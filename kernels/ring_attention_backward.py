@@ -102,7 +102,7 @@ def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
 
 def queries_words(q: Tensor) -> int:
     """How many int32 words the second part of a block is, of queries q [B, H, n, D]: a multiple of 16 bytes."""
-    sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + PADDING.value)
+    sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + int(PADDING.value))
     return -(-(2 * q.nbytes // 4 + sums) // 4) * 4
 
 
