@@ -171,9 +171,10 @@ def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: S
     return said
 
 
-def _heads(way: _Way, grouped: bool) -> dict[str, int]:
+def _heads(way: _Way, grouped: bool, least: int = 4) -> dict[str, int]:
+    """Of as many heads as can be divided; four of q for one of keys where they are grouped."""
     u = way.ulysses
-    return {"heads": 4 * u, "kv_heads": u} if grouped else {"heads": math.lcm(4, u), "kv_heads": math.lcm(4, u)}
+    return {"heads": 4 * u, "kv_heads": u} if grouped else dict.fromkeys(("heads", "kv_heads"), math.lcm(least, u))
 
 
 MASKS = (
@@ -255,7 +256,8 @@ def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
     with implementation(name):
         for call in range(0, calls, 2):
             way = ways[call // 2 % len(ways)]
-            sequence, grads = replace(MASKS[0], length=20, dtype=dtype, **_heads(way, grouped=False)), []
+            heads = _heads(way, grouped=False, least=1 if name == "fused" else 4)
+            sequence, grads = replace(MASKS[0], length=20, dtype=dtype, **heads), []
             truths = [_new_truth(sequence, 100 + call + i) for i in range(2)]
             results: list[Whole] = []
             for truth in truths:
