@@ -77,6 +77,7 @@ def _attend_run(
 def _attend_tile(
     tile,
     aborted,
+    workers,  # programs that attend: their first tiles are those below
     q_ptr,
     blocks_ptr,
     seen,  # (first_ptr, last_ptr)
@@ -129,7 +130,7 @@ def _attend_tile(
         else:
             brought_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words).to(element)
             block_ptr = tl.multiple_of(tl.where(step == 0, blocks_ptr, brought_ptr), 16)
-        awaited = tl.where((tile < tl.num_programs(0) - COPIERS) & (run == 0), step, 0)
+        awaited = tl.where((tile < workers) & (run == 0), step, 0)
         if (aborted == 0) & await_block(ready_ptr, abort_ptr, awaited, epoch, rank, WORLD, COPIERS, 0):
             k_ptr = block_ptr + (kv_head + run * run_size) * HEAD_SIZE
             acc, row_max, row_sum = _attend_run(
@@ -197,27 +198,30 @@ def ring_attention_forward_kernel(
     sources = (source_first, source_step, steps)
     runs = (run_count, run_size, run_unit, run_step)
     dropout = (counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale)
-    epoch, running = 0, True
-    if COPIERS > 0:
+    worker, workers = tl.program_id(0) - COPIERS, max(tl.num_programs(0) - COPIERS, 1)
+    if COPIERS == 0:  # without a loop, around which the compiler would keep addresses in registers
+        _attend_tile(
+            worker, 0, workers, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
+            (None, None, None, 0, 0, 0, rank), sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v,
+            scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+    else:
         epoch, running = begin(state_ptr, abort_ptr)
-    channel = (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank)
-    if running:
-        aborted = 0
-        if COPIERS > 0:
-            if tl.program_id(0) < COPIERS:
+        if running:
+            aborted = 0
+            if worker < 0:
                 blocks = bring_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
                 aborted = WORLD - blocks
-        worker, workers = tl.program_id(0) - COPIERS, max(tl.num_programs(0) - COPIERS, 1)
-        for tile in range(tl.where(worker < 0, tiles, worker), tiles, workers):
-            aborted = _attend_tile(
-                tile, aborted, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
-                channel, sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v, scale,
-                WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        if COPIERS > 0:
+            for tile in range(tl.where(worker < 0, tiles, worker), tiles, workers):
+                aborted = _attend_tile(
+                    tile, aborted, workers, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
+                    (ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank), sources, runs,
+                    heads, group, stride_qb, stride_qh, stride_qt, stride_v,
+                    scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
             if aborted == 0:
                 advance(state_ptr, epoch)
 
