@@ -114,6 +114,12 @@ SIGNALS = {
     "stage_kernel": (3, 1, 1, 2),
     "await_source_kernel": (0, 1, 0, 2),
     "deliver_kernel": (1, 0, 0, 1),
+    "ring_attention_forward_kernel": (2, 2, 1, 3),
+    "ring_attention_forward_kernel RING=True": (3, 2, 1, 3),
+    "ring_attention_forward_kernel COPIERS=0": (0, 0, 0, 0),
+    "ring_attention_dq_kernel": (4, 3, 1, 4),
+    "ring_attention_dq_kernel RING=True": (6, 3, 1, 4),
+    "ring_attention_dq_kernel COPIERS=0": (0, 0, 0, 0),
 }
 LOADS_OWN_BY_TMA = {  # operands that no peer writes
     "all_gather_gemm_forward_kernel", "all_gather_gemm_forward_kernel COPIERS=0", "gemm_reduce_scatter_forward_kernel",
@@ -123,7 +129,7 @@ LOADS_OWN_BY_TMA = {  # operands that no peer writes
 def variant(name: str) -> str:
     """What of a program's name says how often it signals."""
     kernel, *constants = name.split()
-    return " ".join([kernel, *(text for text in constants if text == "COPIERS=0")])
+    return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True"))])
 
 
 def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.kernels.ring_attention_backward import ring_attention_backward
+from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention_backward
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_call import RingCall
 
@@ -102,11 +102,3 @@ class FusedRing:
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def queries_words(q: Tensor) -> int:
-    from tpfuse.kernels.attention_backward_delta import PADDING
-
-    batch, heads, tokens, _ = q.shape
-    total = 2 * q.nbytes + 2 * batch * heads * (tokens + PADDING.value) * 4
-    return -(-total // 16) * 4
