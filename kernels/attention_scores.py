@@ -188,6 +188,7 @@ def check_scores(
     dropout_p: float,
     dropout_key: Tensor | None,
     head_rows: Tensor | None,
+    key_name: str = "dropout_key",
 ) -> None:
     """Raises ValueError for a window, a scale or a dropout that means nothing."""
     if window is not None and window < 1:
@@ -203,9 +204,9 @@ def check_scores(
             f"{operator}: head_rows is None: expected the number of each sequence and head, which dropout needs"
         )
     if dropout_key is None:
-        raise ValueError(f"{operator}: dropout_key is None: expected one of tpfuse.ops.dropout.dropout_keys")
-    shapes = {"head_rows": (sequences, q.shape[1]), "dropout_key": ()}
-    for name, x in (("head_rows", head_rows), ("dropout_key", dropout_key)):
+        raise ValueError(f"{operator}: {key_name} is None: expected one of tpfuse.ops.dropout.dropout_keys")
+    shapes = {"head_rows": (sequences, q.shape[1]), key_name: ()}
+    for name, x in (("head_rows", head_rows), (key_name, dropout_key)):
         check_integers(operator, name, x, (torch.int64,))
         check_device(operator, "q", q, name, x)
         check_shape(operator, name, x, shapes[name])

@@ -107,7 +107,7 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
         {"cu_seqlens": DOCUMENTS.view(1, -1)},
         "ring_attention: cu_seqlens has shape (1, 3): expected [S + 1]",
     ),
-    (_draw(), {"cu_seqlens": DOCUMENTS.long()}, "ring_attention: cu_seqlens is torch.int64: expected torch.int32"),
+    (_draw(), {"cu_seqlens": DOCUMENTS.long()}, "ring_attention: cu_seqlens is torch.int64: expected int32"),
 )
 
 

@@ -36,6 +36,7 @@ class Channel:
         """The number of the epoch that `signal` begins."""
         return int(self._said[0]) + 1
 
+    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         """The beginning of every rank's slot of the next epoch, in rank order, as a tensor of this dtype and shape.
 

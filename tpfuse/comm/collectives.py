@@ -196,8 +196,14 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     return out, _All(process_group.start_shift(x, out, group))
 
 
-def agree_on_rows(rows: int, device: torch.device, group: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
-    """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`."""
-    found = all_gather(torch.tensor([rows], device=device), group).tolist()
+def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
+    """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`.
+
+    groups: of which each rank is in one, or several along the dimensions of a mesh: then all ranks of the mesh compare.
+    """
+    gathered = torch.tensor([rows], device=device)
+    for group in groups:
+        gathered = all_gather(gathered, group)
+    found = gathered.tolist()
     if any(other != rows for other in found):
         raise ValueError(f"{op}: the ranks have {found} {unit}: all must have equally many")

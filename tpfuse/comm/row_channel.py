@@ -15,7 +15,8 @@ class RowChannel(Channel):
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int, unit: str = "rows") -> None:
         super().__init__(memory, name, nbytes)
         told = memory.buffer(f"{name}: rows", (2,), torch.int64)
-        self._told, self._unit = [peer.unbind() for peer in told.peers], unit
+        with torch.inference_mode(False):
+            self._told, self._unit = [peer.unbind() for peer in told.peers], unit
 
     def signal_rows(self, rows: int) -> int:
         """`signal`, with this rank's number of rows."""

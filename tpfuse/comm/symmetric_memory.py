@@ -88,6 +88,7 @@ class SymmetricMemory(ABC):
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
 
+    @torch.inference_mode(False)  # what is kept serves calls that need gradients too
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
         """The buffer `key`, made and zeroed when it is first asked for.
 

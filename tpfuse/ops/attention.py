@@ -94,8 +94,8 @@ def attention(
     Under torch.autocast in its dtype. Raises ValueError that names the argument, what was received, what is accepted.
     """
     q, k, v = _autocast(q, k, v)
-    sequences = check_tensors("attention", q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows)
+    sequences = check_tensors("attention", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
     tq, tk = q.shape[2], k.shape[2]
     if q_offset is None:
         q_offset = tk - tq if causal and cu_seqlens_q is None else 0
@@ -225,10 +225,11 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 _forward.register_autograd(_backward, setup_context=_save)
 
 
-def check_tensors(
-    operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> int:
-    """Raises ValueError unless the tensors fit each other; returns the number of sequences."""
+def check_tensors(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: Tensor | None) -> int:
+    """Raises ValueError unless the tensors fit each other; returns the number of sequences.
+
+    cu_seqlens: cumulative lengths by the names of the arguments, all of them or none.
+    """
     if q.dim() != 4 or not q.is_floating_point():
         raise ValueError(f"{operator}: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
     batch, heads, _, size = q.shape
@@ -241,17 +242,20 @@ def check_tensors(
             raise ValueError(f"{operator}: {name} is {x.dtype}, q is {q.dtype}: expected one dtype")
     if heads % k.shape[1] if k.shape[1] else heads:
         raise ValueError(f"{operator}: k has {k.shape[1]} heads, q {heads}: expected a divisor of q's")
-    if cu_seqlens_q is None and cu_seqlens_k is None:
+    given = {name: x for name, x in cu_seqlens.items() if x is not None}
+    if not given:
         return batch
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+    if len(given) < len(cu_seqlens):
+        missing = next(name for name in cu_seqlens if name not in given)
         raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
     if batch != 1:
         raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens, documents one by one")
-    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+    for name, x in given.items():
         check_integers(operator, name, x, (torch.int32,))
         check_device(operator, "q", q, name, x)
         if x.dim() != 1 or not len(x):
             raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected [S + 1]")
-    check_shape(operator, "cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
-    return len(cu_seqlens_q) - 1
+    sequences = len(next(iter(given.values()))) - 1
+    for name, x in given.items():
+        check_shape(operator, name, x, (sequences + 1,))
+    return sequences

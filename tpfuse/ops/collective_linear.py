@@ -32,7 +32,7 @@ class CollectiveLinear:
         """
         rows = x.shape[:-1].numel()
         if x.device.type == "cpu" or rows not in self._agreed:
-            collectives.agree_on_rows(rows, x.device, self._group, op)
+            collectives.agree_on_rows(rows, x.device, self._group, op=op)
             self._agreed.add(rows)
 
     def all_gather(

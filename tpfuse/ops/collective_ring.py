@@ -70,5 +70,5 @@ class CollectiveRing:
         """Raises ValueError where ranks have other numbers of tokens; on GPUs, where that takes time, for new ones."""
         length = k.shape[2]
         if k.device.type == "cpu" or length not in self._agreed:
-            collectives.agree_on_rows(length, k.device, self._group, op, "tokens")
+            collectives.agree_on_rows(length, k.device, self._group, op=op, unit="tokens")
             self._agreed.add(length)

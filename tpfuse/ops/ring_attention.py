@@ -115,10 +115,10 @@ def check_call(
     head_rows: Tensor | None,
 ) -> None:
     """Raises ValueError that names the argument, what was received and what is accepted."""
-    sequences = check_tensors(operator, q, k, v, cu_seqlens, cu_seqlens)
+    sequences = check_tensors(operator, q, k, v, cu_seqlens=cu_seqlens)
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q {q.shape[2]}: expected as many")
-    check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows)
+    check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
 
 
 def dropout_counters(runs: SequenceRuns, head_rows: Tensor, width: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ both together: arXiv:2405.07719. All give the same numbers but for the order of 
 import functools
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack, get_args, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()  # lengths that ranks have compared
 GATHERED_BYTES = 2**30  # keys and values of all ranks, up to which `auto` gathers them: not measured yet
 
 
@@ -127,8 +129,7 @@ def ring_attention(
     if place.ulysses is None:
         out, lse = attend_ring(q, k, v, call, place.ring)
         return (out, lse) if return_lse else out
-    if q.device.type == "cpu":  # elsewhere lengths are compared when they are new, by the ring below
-        collectives.agree_on_rows(q.shape[2], q.device, place.ulysses, name, "tokens")
+    _agree(q, place, name)
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
     out, lse = attend_ring(_to_heads(q, place), _to_heads(k, place), _to_heads(v, place), call, place.ring)
     out = _to_tokens(out, place)
@@ -217,6 +218,16 @@ def _place(
     if ulysses is not None:
         return _Place(schedule, SequenceLayout(length, world, balance, world), None, ulysses, 0, order)
     return _Place(schedule, layout, ring if world > 1 else None, None, ring.rank(), None)
+
+
+def _agree(q: Tensor, place: _Place, name: str) -> None:
+    """Raises ValueError where ranks have other numbers of tokens; on GPUs, where that takes time, for new ones."""
+    assert place.ulysses is not None
+    length, agreed = q.shape[2], _agreed.setdefault(place.ulysses, set())
+    if q.device.type == "cpu" or length not in agreed:
+        groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
+        collectives.agree_on_rows(length, q.device, *groups, op=name, unit="tokens")
+        agreed.add(length)
 
 
 def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
