@@ -273,7 +273,8 @@ def ring_attention_forward(
     batch, heads, tokens, size = q.shape
     out = torch.empty((batch, tokens, heads, size), dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    row = choose(operator, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
+    sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(dropout_p > 0.0), "EXCHANGE": int(exchange is not None)}
+    row = choose(operator, q.device, q.dtype, **sizes)
     programs = tiles = batch * heads * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs)
     if exchange is not None:

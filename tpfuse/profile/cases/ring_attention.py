@@ -1,4 +1,4 @@
-"""ring_attention: launches of one rank, whose blocks are here or brought by its copiers, and such as reach every row."""
+"""ring_attention: launches of one rank, with blocks that are here or that its copiers bring, which reach every row."""
 
 from collections.abc import Callable
 from functools import partial
@@ -99,6 +99,7 @@ def _launches_forward(dtype: torch.dtype) -> None:
         _launch_forward(dtype, size, 4, sources=(3, 2, 1, 0))
     _launch_forward(dtype, 80, 2, ring=False)
     _launch_forward(dtype, 128, 4, sources=(1,), out_dtype=torch.float32)
+    _launch_forward(dtype, 256, 4, sources=(1,), dropout_p=0.1)
 
 
 def _launch_forward(
