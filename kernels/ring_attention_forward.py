@@ -292,6 +292,6 @@ def ring_attention_forward(
         tiles=tiles,
         **strides("q", q),
         **arguments,
-        **row.blocks | copying,
+        **{**row.blocks, **copying},
     )
     return out.transpose(1, 2), lse

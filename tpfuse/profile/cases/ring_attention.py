@@ -23,7 +23,7 @@ def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(positions, dtype=torch.int32), positions.to(torch.int32)
 
 
-def _alone(blocks: Tensor, runs: SequenceRuns) -> BlockExchange:
+def _alone(blocks: Tensor) -> BlockExchange:
     """The channel of a group of one rank."""
     slot_bytes = -(-blocks.nbytes // 64) * 64
     slots = torch.empty(2, slot_bytes, dtype=torch.uint8, device=blocks.device)
@@ -37,7 +37,7 @@ def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Several launches of a ring of one rank, which holds both ends of the sequence."""
     runs = SequenceRuns(q.shape[2], 1, 2, q.shape[2] // 2, q.shape[2] // 2, 1)
     blocks = torch.stack([k, v])
-    exchange = _alone(blocks, runs)
+    exchange = _alone(blocks)
     for _ in range(_EPOCHS):
         out, _ = ring_attention_forward(q, blocks, runs, 0, _causal(runs.positions(0, q.device)), exchange=exchange)
     return out
