@@ -89,10 +89,10 @@ _OTHERS = "slots[source][0], slots[source][1], sums"
 FAULTS = {
     "keys that are staged behind their signal": [(_STAGE + _SIGNAL, _SIGNAL + _STAGE)],
     "partial sums that are written before the half is free": [
-        ("k.new_empty(shape, dtype=wide)", "channel.next_slots(wide, self.memory.world, *shape)[own][own]")
+        ("_empty(k[:, heads], wide)", "_blocks(channel, k[:, heads], wide, self.memory.world)[own][own]")
     ],
     "the first block again in backward": [(_OTHERS, _OTHERS.replace("source", "own"))],
-    "sums of one rank alone": [("_sum(parts, gradients", "_sum(parts[:1], gradients")],
+    "sums of one rank alone": [("_sum(parts, [", "_sum(parts[:1], [")],
     "sums of another's block": [("part[own] for rank", "part[rank] for rank")],
 }
 

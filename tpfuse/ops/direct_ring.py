@@ -5,7 +5,8 @@ the others. Backward: the same, and each rank computes what its queries give to 
 of its own, signals again, and sums what all ranks have for its block in rank order. So nothing travels but what is
 read, and nobody waits for a neighbour's neighbour; `ring` and `all_gather` differ in the order of reading alone.
 
-Blocks that do not fit a slot pass in pieces of heads. `tpfuse.comm.channel` has the protocol.
+Blocks lie in slots as models have them, [B, n, Hk, D]: then all copies are of contiguous memory. Blocks that do not fit
+a slot pass in pieces of heads. `tpfuse.comm.channel` has the protocol.
 """
 
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class DirectRing:
         parts = []
         with self.memory.guard(f"{op} {k.dtype} {list(k.shape)}"):
             for channel, heads, q_heads in self._pieces(q, k, 2 * k.element_size()):
-                slots = channel.next_slots(k.dtype, 2, *k[:, heads].shape)
+                slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
                 epoch = channel.signal_rows(length)
                 block = BlockForward(q[:, q_heads], call.heads(q_heads))
@@ -53,21 +54,20 @@ class DirectRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         op, own, length, wide = "ring_attention backward", self.memory.rank, k.shape[2], computed(k.dtype)
-        dqs, gradients = [], k.new_empty(2, *k.shape)
+        dqs, gradients = [], _empty(k, k.dtype)
         with self.memory.guard(f"{op} {k.dtype} {list(k.shape)}"):
             for channel, heads, q_heads in self._pieces(q, k, 2 * self.memory.world * wide.itemsize):
-                shape = 2, *k[:, heads].shape
-                slots = channel.next_slots(k.dtype, *shape)
+                slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
                 epoch = channel.signal_rows(length)
                 block = BlockBackward(
                     grad_out[:, q_heads], q[:, q_heads], out[:, q_heads], lse[:, q_heads], call.heads(q_heads)
                 )
-                mine = k.new_empty(shape, dtype=wide)
+                mine = _empty(k[:, heads], wide)
                 block.add(own, slots[own][0], slots[own][1], mine)
                 for source in channel.others:  # before the other half of the own slot is written, which they have read
                     channel.wait_for_rows(source, epoch, length, op)
-                sums = channel.next_slots(wide, self.memory.world, *shape)
+                sums = _blocks(channel, k[:, heads], wide, self.memory.world)
                 for source in call.sources:
                     block.add(source, slots[source][0], slots[source][1], sums[own][source])
                 epoch = channel.signal_rows(length)
@@ -89,6 +89,19 @@ class DirectRing:
         most = min(nbytes // max(head_bytes, 1), max(heads, 1))
         for start in range(0, max(heads, 1), most):
             yield channel, slice(start, start + most), slice(start * group, (start + most) * group)
+
+
+def _blocks(channel: RowChannel, k: Tensor, dtype: torch.dtype, *counts: int) -> list[Tensor]:
+    """Every rank's slot of the next epoch as [*counts, 2, B, Hk, n, D] with k's sizes."""
+    batch, heads, length, size = k.shape
+    shape = *counts, 2, batch, length, heads, size
+    return [slot.transpose(-3, -2) for slot in channel.next_slots(dtype, *shape)]
+
+
+def _empty(k: Tensor, dtype: torch.dtype) -> Tensor:
+    """[2, B, Hk, n, D], in memory as slots are."""
+    batch, heads, length, size = k.shape
+    return k.new_empty(2, batch, length, heads, size, dtype=dtype).transpose(2, 3)
 
 
 def _stage(slot: Tensor, k: Tensor, v: Tensor) -> None:
