@@ -24,7 +24,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.sequence import Balance, SequenceLayout
 from tpfuse.ops.autograd import autocast
-from tpfuse.ops.collectives import all_to_all
+from tpfuse.ops.head_exchange import to_heads, to_tokens
 from tpfuse.ops.ring_attention import check_call, dropout_counters
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
 from tpfuse.ops.ring_call import RingCall
@@ -131,9 +131,13 @@ def ring_attention(
         return (out, lse) if return_lse else out
     _agree(q, place, name)
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
-    out, lse = attend_ring(_to_heads(q, place), _to_heads(k, place), _to_heads(v, place), call, place.ring)
-    out = _to_tokens(out, place)
-    return (out, _to_tokens(lse.unsqueeze(-1), place).squeeze(-1)) if return_lse else out
+    assert place.places is not None
+    out, lse = attend_ring(*to_heads((q, k, v), place.places, place.ulysses), call, place.ring)
+    (out,) = to_tokens((out,), place.places, place.ulysses)
+    if not return_lse:
+        return out
+    (lse,) = to_tokens((lse.unsqueeze(-1),), place.places, place.ulysses)
+    return out, lse.squeeze(-1)
 
 
 def choose_schedule(
@@ -171,7 +175,7 @@ class _Place:
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
     ring_rank: int
-    order: tuple[Tensor, Tensor] | None
+    places: Tensor | None
 
     def heads_of(self, heads: int) -> slice:
         """This rank's of that many heads."""
@@ -202,7 +206,7 @@ def _place(
         )
     if schedule == "auto":
         schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
-    order = None
+    places = None
     if schedule == "ulysses":
         ulysses, pieces = ring, world
     if ulysses is not None:
@@ -212,11 +216,11 @@ def _place(
                 " schedules ring and all_gather can"
             )
         ring_rank = ring.rank() if isinstance(group, tuple) else 0
-        order = _order(layout, ring_rank * pieces, pieces, q.device)
+        places = _places(layout, ring_rank * pieces, pieces, q.device)
     if isinstance(group, tuple):
-        return _Place(schedule, layout, ring if ring.size() > 1 else None, ulysses, ring.rank(), order)
+        return _Place(schedule, layout, ring if ring.size() > 1 else None, ulysses, ring.rank(), places)
     if ulysses is not None:
-        return _Place(schedule, SequenceLayout(length, world, balance, world), None, ulysses, 0, order)
+        return _Place(schedule, SequenceLayout(length, world, balance, world), None, ulysses, 0, places)
     return _Place(schedule, layout, ring if world > 1 else None, None, ring.rank(), None)
 
 
@@ -241,22 +245,8 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _order(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[ranks * n] int64: where the tokens of `ranks` ranks behind each other are, by position; and back."""
+def _places(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> Tensor:
+    """[ranks, n] int64: where the tokens of some ranks are among those of all of these, by position."""
     with torch.inference_mode(False):  # what is kept serves calls that need gradients too
         order = torch.cat([layout.positions(first + rank, device) for rank in range(ranks)]).argsort()
-        return order, order.argsort()
-
-
-def _to_heads(x: Tensor, place: _Place) -> Tensor:
-    """[B, H, n, D] -> [B, H / ranks, ranks * n, D]: all their tokens, in order, of some heads."""
-    assert place.ulysses is not None and place.order is not None
-    parts = torch.stack(x.chunk(place.ulysses.size(), 1))
-    return all_to_all(parts, place.ulysses).movedim(0, 2).flatten(2, 3).index_select(2, place.order[0])
-
-
-def _to_tokens(x: Tensor, place: _Place) -> Tensor:
-    """The inverse of `_to_heads`."""
-    assert place.ulysses is not None and place.order is not None
-    parts = torch.stack(x.index_select(2, place.order[1]).chunk(place.ulysses.size(), 2))
-    return all_to_all(parts, place.ulysses).movedim(0, 1).flatten(1, 2)
+        return order.argsort().view(ranks, -1)
