@@ -1,31 +1,62 @@
 """Heads for tokens: ranks that have all heads of some tokens come to have all tokens of some heads, and back.
 
-What Ulysses does before attention and behind it (arXiv:2309.14509). Several tensors go in one all-to-all, and each
-direction is the other's backward pass. In memory tokens are in front of heads, as models have them, so that what goes
-to a rank, and what is put in order, are rows.
+What Ulysses does before attention and behind it (arXiv:2309.14509). Several tensors go at once, and each direction is
+the other's backward pass. In memory tokens are in front of heads, as models have them, so that what is moved is rows.
+
+CPU ranks that share memory put what is for each rank into their slots, and copy from the slots of the others to where
+it belongs, in one round of a channel (`tpfuse.comm.channel`); others make one all-to-all of it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm import collectives
+from tpfuse.comm.channel import Channel
+from tpfuse.comm.choice import choose
+from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.autograd import once_differentiable
 
+_LEAST_SLOT = 2**16  # bytes; slots have the next power of two, so that few sizes serve all shapes
+Places = tuple[tuple[tuple[slice, slice], ...], ...]
+_channels: WeakKeyDictionary[SymmetricMemory, dict[int, Channel]] = WeakKeyDictionary()
 
-def to_heads(tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Each [B, H, n, D], this rank's tokens -> [B, H / world, world * n, D], all ranks' tokens in order.
 
-    H: each tensor's own, a multiple of world. places: [world, n] int64, where each rank's tokens are in that order.
+def places_of(positions: Tensor) -> Places:
+    """For each rank runs of (which of its tokens, where they are among all by position).
+
+    positions: [world, n] int64, of each rank's tokens, all different.
+    """
+    order = positions.flatten().argsort().argsort().view(positions.shape)
+    return tuple(_runs(row) for row in order.tolist())
+
+
+def _runs(row: list[int]) -> tuple[tuple[slice, slice], ...]:
+    found, first = [], 0
+    while first < len(row):
+        step = row[first + 1] - row[first] if first + 1 < len(row) else 1
+        stop = first + 1
+        while stop < len(row) and row[stop] - row[stop - 1] == step:
+            stop += 1
+        found.append((slice(first, stop), slice(row[first], row[stop - 1] + 1, step)))
+        first = stop
+    return tuple(found)
+
+
+def to_heads(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup) -> list[Tensor]:
+    """Each [B, H, n, D], this rank's tokens -> [B, H / world, world * n, D], all ranks' tokens by position.
+
+    H: each tensor's own, a multiple of world; of one dtype.
     """
     return list(_Exchange.apply(places, group, True, *tensors))  # type: ignore[no-untyped-call]
 
 
-def to_tokens(tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+def to_tokens(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup) -> list[Tensor]:
     """The inverse of `to_heads`."""
     return list(_Exchange.apply(places, group, False, *tensors))  # type: ignore[no-untyped-call]
 
@@ -33,54 +64,99 @@ def to_tokens(tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGrou
 class _Exchange(Function):
     @staticmethod
     def forward(
-        ctx: Any, places: Tensor, group: dist.ProcessGroup, for_heads: bool, *tensors: Tensor
+        ctx: Any, places: Places, group: dist.ProcessGroup, for_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(places)
-        ctx.group, ctx.for_heads = group, for_heads
+        ctx.places, ctx.group, ctx.for_heads = places, group, for_heads
         return _exchanged(tensors, places, group, for_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return None, None, None, *_exchanged(grads, places, ctx.group, not ctx.for_heads)
+        return None, None, None, *_exchanged(grads, ctx.places, ctx.group, not ctx.for_heads)
 
 
 def _exchanged(
-    tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGroup, for_heads: bool
+    tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup, for_heads: bool
 ) -> tuple[Tensor, ...]:
-    exchange = _heads_of_tokens if for_heads else _tokens_of_heads
-    return exchange([x.transpose(1, 2) for x in tensors], places, group)
+    world, first = len(places), tensors[0]
+    tensors = [x.transpose(1, 2) for x in tensors]
+    tokens = first.shape[2] * world if for_heads else first.shape[2] // world
+    outs = [x.new_empty(x.shape[0], tokens, _heads(x, world, for_heads), x.shape[3]) for x in tensors]
+    shapes = [(x.shape[0], min(x.shape[1], tokens), min(x.shape[2], out.shape[2]), x.shape[3])
+              for x, out in zip(tensors, outs, strict=True)]  # fmt: skip
+    choice = choose(first.device, first.dtype, group)
+    if choice.implementation == "direct" and choice.memory is not None:
+        _through_slots(choice.memory, tensors, outs, shapes, places, for_heads)
+    else:
+        sent = first.new_empty(world, sum(map(math.prod, shapes)))
+        for rank in range(world):
+            _put(tensors, _parts(sent[rank], shapes), rank, places[rank], for_heads)
+        received = collectives.all_to_all(sent, group)
+        for rank in range(world):
+            _take(_parts(received[rank], shapes), outs, rank, places[rank], for_heads)
+    return tuple(out.transpose(1, 2) for out in outs)
 
 
-def _heads_of_tokens(tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """[B, n, H, D] each -> [B, H / world, world * n, D] each."""
-    world, length = places.shape
-    shares = [x.shape[2] // world for x in tensors]
-    batch, size = tensors[0].shape[0], tensors[0].shape[3]
-    sent = tensors[0].new_empty(world, batch, length, sum(shares), size)
-    for rank in range(world):
-        parts = [x[:, :, rank * share : (rank + 1) * share] for x, share in zip(tensors, shares, strict=True)]
-        torch.cat(parts, 2, out=sent[rank])
-    received = collectives.all_to_all(sent, group)
-    whole = tensors[0].new_empty(batch, world * length, sum(shares), size)
-    for rank in range(world):
-        whole.index_copy_(1, places[rank], received[rank])
-    return tuple(x.transpose(1, 2) for x in whole.split(shares, 2))
+def _heads(x: Tensor, world: int, for_heads: bool) -> int:
+    return x.shape[2] // world if for_heads else x.shape[2] * world
 
 
-def _tokens_of_heads(tensors: Sequence[Tensor], places: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """[B, world * n, h, D] each -> [B, world * h, n, D] each."""
-    world, length = places.shape
-    shares = [x.shape[2] for x in tensors]
-    whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
-    batch, size = whole.shape[0], whole.shape[3]
-    sent = whole.new_empty(world, batch, length, sum(shares), size)
-    for rank in range(world):
-        torch.index_select(whole, 1, places[rank], out=sent[rank])
-    received = collectives.all_to_all(sent, group)
-    found = []
-    for part in received.split(shares, 3):
-        tokens = part.permute(1, 2, 0, 3, 4).reshape(batch, length, world * part.shape[3], size)
-        found.append(tokens.transpose(1, 2))
-    return tuple(found)
+def _through_slots(
+    memory: SymmetricMemory,
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    places: Places,
+    for_heads: bool,
+) -> None:
+    world, own, dtype, op = memory.world, memory.rank, tensors[0].dtype, "exchange of heads"
+    row = sum(map(math.prod, shapes))
+    with memory.guard(f"{op} {dtype} {[list(shape) for shape in shapes]}"):
+        channel = _channel(memory, world * row * dtype.itemsize)
+        slots = channel.next_slots(dtype, world, row)
+        for rank in channel.others:
+            _put(tensors, _parts(slots[own][rank], shapes), rank, places[rank], for_heads)
+        _put(tensors, _parts(slots[own][own], shapes), own, places[own], for_heads)
+        epoch = channel.signal()
+        _take(_parts(slots[own][own], shapes), outs, own, places[own], for_heads)
+        for rank in channel.others:
+            channel.wait_for(rank, epoch, op)
+            _take(_parts(slots[rank][own], shapes), outs, rank, places[rank], for_heads)
+
+
+def _channel(memory: SymmetricMemory, nbytes: int) -> Channel:
+    size = max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
+    made = _channels.setdefault(memory, {})
+    if size not in made:
+        made[size] = Channel(memory, f"exchange of heads, {size} bytes", size)
+    return made[size]
+
+
+def _parts(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """What one rank sends to another, of each tensor: [B, n, h, D]."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
+
+
+def _put(
+    tensors: Sequence[Tensor], parts: Sequence[Tensor], rank: int, runs: tuple[tuple[slice, slice], ...], heads: bool
+) -> None:
+    """What is for `rank`: its heads, or its tokens."""
+    for x, part in zip(tensors, parts, strict=True):
+        if heads:
+            part.copy_(x[:, :, rank * part.shape[2] : (rank + 1) * part.shape[2]])
+        else:
+            for mine, where in runs:
+                part[:, mine].copy_(x[:, where])
+
+
+def _take(
+    parts: Sequence[Tensor], outs: Sequence[Tensor], rank: int, runs: tuple[tuple[slice, slice], ...], heads: bool
+) -> None:
+    """What is from `rank`: its tokens, or its heads."""
+    for part, out in zip(parts, outs, strict=True):
+        if heads:
+            for mine, where in runs:
+                out[:, where].copy_(part[:, mine])
+        else:
+            out[:, :, rank * part.shape[2] : (rank + 1) * part.shape[2]].copy_(part)

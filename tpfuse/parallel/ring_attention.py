@@ -24,7 +24,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.sequence import Balance, SequenceLayout
 from tpfuse.ops.autograd import autocast
-from tpfuse.ops.head_exchange import to_heads, to_tokens
+from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
 from tpfuse.ops.ring_attention import check_call, dropout_counters
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
 from tpfuse.ops.ring_call import RingCall
@@ -175,7 +175,7 @@ class _Place:
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
     ring_rank: int
-    places: Tensor | None
+    places: Places | None
 
     def heads_of(self, heads: int) -> slice:
         """This rank's of that many heads."""
@@ -216,7 +216,7 @@ def _place(
                 " schedules ring and all_gather can"
             )
         ring_rank = ring.rank() if isinstance(group, tuple) else 0
-        places = _places(layout, ring_rank * pieces, pieces, q.device)
+        places = _places(layout, ring_rank * pieces, pieces)
     if isinstance(group, tuple):
         return _Place(schedule, layout, ring if ring.size() > 1 else None, ulysses, ring.rank(), places)
     if ulysses is not None:
@@ -245,8 +245,6 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _places(layout: SequenceLayout, first: int, ranks: int, device: torch.device) -> Tensor:
-    """[ranks, n] int64: where the tokens of some ranks are among those of all of these, by position."""
-    with torch.inference_mode(False):  # what is kept serves calls that need gradients too
-        order = torch.cat([layout.positions(first + rank, device) for rank in range(ranks)]).argsort()
-        return order.argsort().view(ranks, -1)
+def _places(layout: SequenceLayout, first: int, ranks: int) -> Places:
+    """Where the tokens of some ranks are among those of all of these."""
+    return places_of(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
