@@ -102,3 +102,21 @@ def test_the_time_out_of_atomic_poll_passes_where_nobody_can_go_on() -> None:
         assert out.item() == 0
 
     explore(program, 2)
+
+
+# Masks
+
+
+@triton.jit
+def masked_store_kernel(box_ptr, first, stop, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    tl.store(box_ptr + offs, offs + 1, mask=(offs >= first) & (stop > first) & (offs < stop))
+
+
+def test_a_mask_made_of_several_selects_and_does_not_index() -> None:
+    def program(memory):
+        box = memory.buffer("box", (8,), torch.int32)
+        mine = 4 * memory.rank  # ranks write halves of rank 0's box: no element is written by two
+        masked_store_kernel[(1,)](box.peers[0], mine, mine + 4, 8)
+
+    explore(program, 2)

@@ -34,13 +34,18 @@ def _semantics(sem: Any, scope: Any, **more: bool) -> Semantics:
 
 def _addresses(pointers: Any, mask: Any = None) -> Addresses:
     addresses: Addresses = np.asarray(pointers.data).ravel()
-    return addresses if mask is None else addresses[np.asarray(mask.data).ravel()]
+    return addresses if mask is None else addresses[_active(mask).ravel()]
+
+
+def _active(mask: Any) -> NDArray[np.bool_]:
+    """A mask as booleans: what `&` makes of two of them the interpreter holds as int8."""
+    return np.asarray(mask.data).astype(bool)
 
 
 def _values(pointers: Any, mask: Any = None) -> NDArray[Any]:
     """What is in memory at the active lanes."""
     dtype = interpreter._get_np_dtype(pointers.get_element_ty())
-    active = np.ones(pointers.data.shape, bool) if mask is None else np.asarray(mask.data)
+    active = np.ones(pointers.data.shape, bool) if mask is None else _active(mask)
     values = interpreter._interpreter.load(pointers.data, active, np.zeros(pointers.data.shape, dtype), dtype)
     return np.asarray(values).ravel()[active.ravel()]
 
