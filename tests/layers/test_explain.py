@@ -73,7 +73,7 @@ def _spread_plans(name: Implementation) -> list[LayerPlan]:
 
 
 def test_attention_over_context_ranks_says_how() -> None:
-    reason = "ring, contiguous: CPU ranks read keys and values where they are; chosen"
+    reason = "ulysses, contiguous: the heads can be divided, and it moves the least; chosen"
     attention = LayerPlan("transformer.h.0.attn", "Attention", (), (), "ring_attention", "direct", reason)
     found = pool(2).run(_spread_plans, "direct")[1]
     assert found[0] == attention

@@ -23,7 +23,7 @@ from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
-from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.parallel.ring_attention import choose_schedule, ring_attention
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of
@@ -485,3 +485,22 @@ def test_fused_calls_by_turns() -> None:
     assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
     assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (4,)) == [[]] * 2
     pool(2).run(_twice, "fused", BF16, ("zigzag",))
+
+
+def _chosen(name: Implementation) -> list[str]:
+    group, device = dist.group.WORLD, torch.device("cpu")
+    shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
+    with implementation(name):
+        return [choose_schedule(shape, heads, torch.float32, device, group)[0] for shape, heads in shapes]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("direct", ["ulysses", "ring", "ring", "ring"]),
+        ("collective", ["ulysses", "ulysses", "all_gather", "ring"]),
+        ("fused", ["all_gather"] * 4),
+    ],
+)
+def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
+    assert pool(2).run(_chosen, name) == [expected] * 2

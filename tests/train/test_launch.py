@@ -118,7 +118,7 @@ def test_context_parallel_ranks_of_torchrun_train_as_one_rank(start: Callable[..
         status, out, err = command.end()
         assert status == 0, err
     assert "ranks    tp 1 x cp 2 x dp 1 on cpu" in out
-    assert "layers   2 direct (ring, zigzag: CPU ranks read keys and values where they are" in out
+    assert "layers   2 direct (ulysses, zigzag: the heads can be divided" in out
     assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-9)
     assert '"cp": 2' in (tmp_path / "b" / "step-12" / "manifest.json").read_text()
 

@@ -84,6 +84,20 @@ class BlockBackward:
                 now = _accumulate(part, gradient, piece.first_key, piece.stop_key, written)
             written = now
 
+    def gradients(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What `add` writes, in k's dtype, where nobody else has a part of it."""
+        found = self._call.pieces(source)
+        if len(found) == 1 and found[0].keys == slice(0, k.shape[2]):
+            dq, dk, dv = _attend_backward(
+                self._grad, self._q, _rows(k), _rows(v), self._out, self._lse, found[0], source, self._call
+            )
+            self._add_dq(dq, found[0])
+        else:
+            parts = self._q.new_zeros(2, *k.shape)
+            self.add(source, k, v, parts)
+            dk, dv = parts.unbind()
+        return dk.to(k.dtype), dv.to(v.dtype)
+
     def dq(self) -> Tensor:
         """The gradient of q, in its dtype."""
         return (torch.zeros_like(self._q) if self._dq is None else self._dq).to(self._dtype)

@@ -116,9 +116,8 @@ def _through_slots(
         slots = channel.next_slots(dtype, world, row)
         for rank in channel.others:
             _put(tensors, _parts(slots[own][rank], shapes), rank, places[rank], for_heads)
-        _put(tensors, _parts(slots[own][own], shapes), own, places[own], for_heads)
         epoch = channel.signal()
-        _take(_parts(slots[own][own], shapes), outs, own, places[own], for_heads)
+        _keep(tensors, outs, own, places[own], for_heads)
         for rank in channel.others:
             channel.wait_for(rank, epoch, op)
             _take(_parts(slots[rank][own], shapes), outs, rank, places[rank], for_heads)
@@ -148,6 +147,20 @@ def _put(
         else:
             for mine, where in runs:
                 part[:, mine].copy_(x[:, where])
+
+
+def _keep(
+    tensors: Sequence[Tensor], outs: Sequence[Tensor], own: int, runs: tuple[tuple[slice, slice], ...], heads: bool
+) -> None:
+    """What stays on this rank."""
+    for x, out in zip(tensors, outs, strict=True):
+        share = min(x.shape[2], out.shape[2])
+        mine_too = slice(own * share, (own + 1) * share)
+        for mine, where in runs:
+            if heads:
+                out[:, where].copy_(x[:, mine, mine_too])
+            else:
+                out[:, mine, mine_too].copy_(x[:, where])
 
 
 def _take(

@@ -58,6 +58,13 @@ class KernelBackward:
             )
         )  # fmt: skip
 
+    def gradients(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What `add` writes, in k's dtype, where nobody else has a part of it."""
+        parts = k.new_empty(2, *k.shape, dtype=torch.float32)
+        self.add(source, k, v, parts)
+        dk, dv = parts.to(k.dtype).unbind()
+        return dk, dv
+
     def dq(self) -> Tensor:
         """The gradient of q, in its dtype."""
         assert self._dq is not None

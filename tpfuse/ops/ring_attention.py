@@ -21,7 +21,7 @@ from tpfuse.ops.blocks import block_backward, block_forward
 from tpfuse.ops.collective_ring import CollectiveRing
 from tpfuse.ops.direct_ring import DirectRing
 from tpfuse.ops.fused_ring import FusedRing
-from tpfuse.ops.ring_call import RingCall, computed
+from tpfuse.ops.ring_call import RingCall
 
 
 class Ring(Protocol):
@@ -54,9 +54,7 @@ class LocalRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
-        gradients = k.new_zeros(2, *k.shape, dtype=computed(k.dtype))
-        block.add(0, k, v, gradients)
-        dk, dv = gradients.to(k.dtype).unbind()
+        dk, dv = block.gradients(0, k, v)
         return block.dq(), dk, dv
 
 
