@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
@@ -134,7 +135,7 @@ def _channel(memory: SymmetricMemory, nbytes: int) -> Channel:
 def _parts(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """What one rank sends to another, of each tensor: [B, n, h, D]."""
     sizes = [math.prod(shape) for shape in shapes]
-    return [part.view(shape) for part, shape in zip(row.split(sizes), shapes, strict=True)]
+    return [part.view(shape) for part, shape in zip(torch.split(row, sizes), shapes, strict=True)]
 
 
 def _put(

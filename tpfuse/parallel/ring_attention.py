@@ -132,7 +132,8 @@ def ring_attention(
     _agree(q, place, name)
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
     assert place.places is not None
-    out, lse = attend_ring(*to_heads((q, k, v), place.places, place.ulysses), call, place.ring)
+    q, k, v = to_heads((q, k, v), place.places, place.ulysses)
+    out, lse = attend_ring(q, k, v, call, place.ring)
     (out,) = to_tokens((out,), place.places, place.ulysses)
     if not return_lse:
         return out
