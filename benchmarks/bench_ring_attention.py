@@ -32,7 +32,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
-from benchmarks.bench_tensor_parallel import ALONE, _of_others, set_threads
+from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.harness import OURS, Row, aligned, keep, percentiles
 from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.implementation_choice import Implementation, implementation
@@ -248,13 +248,13 @@ def measure(
     where |= dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks)
     repeats = {name: max(1, min(200, int(seconds / max(pool.run(turn, name, 1))))) for name, pool in where.items()}
     found: dict[str, list[float]] = {name: [] for name in where}
-    before, started = _of_others(ranks, alone), time.monotonic()
+    before, started = of_others(ranks, alone), time.monotonic()
     for i in range(rounds):
         first = i % len(where)
         for name in [*list(where)[first:], *list(where)[:first]]:
             found[name].append(max(where[name].run(turn, name, repeats[name])))
     capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return found, (_of_others(ranks, alone) - before) / capacity
+    return found, (of_others(ranks, alone) - before) / capacity
 
 
 def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:

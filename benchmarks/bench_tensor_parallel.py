@@ -216,7 +216,7 @@ def processor_seconds() -> float:
     return time.process_time()
 
 
-def _of_others(ranks: RankPool, alone: RankPool) -> float:
+def of_others(ranks: RankPool, alone: RankPool) -> float:
     """Seconds of processor time since the machine started that neither was idle nor of this benchmark's processes."""
     stat = Path("/proc/stat")
     if not stat.exists():
@@ -247,12 +247,12 @@ def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> 
         pool.run(turn, name, 3)
         repeats[name] = max(1, min(200, int(_SECONDS / pool.run(turn, name, 3)[0])))
     found: dict[str, list[float]] = {name: [] for name in where}
-    before, started = _of_others(ranks, alone), time.monotonic()
+    before, started = of_others(ranks, alone), time.monotonic()
     for _ in range(rounds):
         for name, pool in where.items():
             found[name].append(pool.run(turn, name, repeats[name])[0])
     capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return found, (_of_others(ranks, alone) - before) / capacity
+    return found, (of_others(ranks, alone) - before) / capacity
 
 
 SUBJECTS = (
