@@ -13,7 +13,13 @@ from torch import Tensor
 
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
+_LEAST_SLOT = 2**16  # bytes
 _VIEWS = 256  # views that are kept, since operations of a training step come again
+
+
+def slot_size(nbytes: int) -> int:
+    """Of a slot for this many bytes: a power of two, so that few sizes serve all shapes."""
+    return max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
 
 
 class Channel:

@@ -30,6 +30,7 @@ from tpfuse.kernels.endpoint import SUMMED
 
 _Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
 _Symmetric = DirectCollectives | LaunchedCollectives
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # of `agree_on_rows`
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
 
 
@@ -199,11 +200,19 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
 def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
     """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`.
 
-    groups: of which each rank is in one, or several along the dimensions of a mesh: then all ranks of the mesh compare.
+    Collectives of such would not end, or be wrong.
+
+    On CPUs always; on GPUs, where the host would wait for the result, when a number is new. groups: of which each rank
+    is in one, or several along the dimensions of a mesh: then all ranks of the mesh compare.
     """
+    agreed = _agreed.setdefault(groups[0], set())
+    known = unit, rows, *(group.group_name for group in groups[1:])
+    if device.type != "cpu" and known in agreed:
+        return
     gathered = torch.tensor([rows], device=device)
     for group in groups:
         gathered = all_gather(gathered, group)
     found = gathered.tolist()
     if any(other != rows for other in found):
         raise ValueError(f"{op}: the ranks have {found} {unit}: all must have equally many")
+    agreed.add(known)

@@ -87,6 +87,7 @@ class SymmetricMemory(ABC):
         self.step, self.generation = -1, 0
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
+        self._agreed: set[str] = set()
 
     @torch.inference_mode(False)  # what is kept serves calls that need gradients too
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
@@ -110,6 +111,16 @@ class SymmetricMemory(ABC):
         found = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return found
+
+    def agree(self, op: str) -> None:
+        """Raises Disagreement where ranks are about to run different operations, or one of different shapes (`op` says
+        which): kernels would read past ends, or what is old.
+
+        On CPUs always; on GPUs, where hosts would wait for each other, when an operation is new.
+        """
+        if self.device.type == "cpu" or op not in self._agreed:
+            self.barrier(op)
+            self._agreed.add(op)
 
     def free(self, key: str) -> None:
         """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""

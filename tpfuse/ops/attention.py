@@ -93,7 +93,7 @@ def attention(
 
     Under torch.autocast in its dtype. Raises ValueError that names the argument, what was received, what is accepted.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_heads(q, k, v)
     sequences = check_tensors("attention", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
     tq, tk = q.shape[2], k.shape[2]
@@ -120,7 +120,8 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v under torch.autocast in its dtype."""
     q_, k_, v_ = autocast(q, k, v)
     assert q_ is not None and k_ is not None and v_ is not None
     return q_, k_, v_

@@ -19,21 +19,13 @@ class CollectiveLinear:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._agreed: set[int] = set()
 
     def activates(self, x: Tensor) -> bool:
         """Whether products apply the activation: Triton's do, in their last pass."""
         return use_triton(x)
 
     def _agree(self, x: Tensor, op: str) -> None:
-        """Raises ValueError where ranks have other numbers of rows, of which a collective would not end or be wrong.
-
-        On CPUs always; on GPUs, where the host would wait for the result, when a number is new.
-        """
-        rows = x.shape[:-1].numel()
-        if x.device.type == "cpu" or rows not in self._agreed:
-            collectives.agree_on_rows(rows, x.device, self._group, op=op)
-            self._agreed.add(rows)
+        collectives.agree_on_rows(x.shape[:-1].numel(), x.device, self._group, op=op)
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool

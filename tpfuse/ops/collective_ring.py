@@ -23,11 +23,10 @@ class CollectiveRing:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._agreed: set[int] = set()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        self._agree(k, "ring_attention")
+        collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens")
         block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
             block.add(source, keys, values)
@@ -65,10 +64,3 @@ class CollectiveRing:
             if not last:
                 handle.wait()
                 block = arriving
-
-    def _agree(self, k: Tensor, op: str) -> None:
-        """Raises ValueError where ranks have other numbers of tokens; on GPUs, where that takes time, for new ones."""
-        length = k.shape[2]
-        if k.device.type == "cpu" or length not in self._agreed:
-            collectives.agree_on_rows(length, k.device, self._group, op=op, unit="tokens")
-            self._agreed.add(length)

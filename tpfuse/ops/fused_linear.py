@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpfuse.comm.channel import slot_size
 from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
@@ -23,7 +24,6 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.staging import await_source, deliver, stage
 from tpfuse.ops.gemm import flat
 
-_LEAST_SLOT = 2**16  # bytes; slots have the next power of two, so that few sizes serve all shapes
 ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
 
 
@@ -70,7 +70,6 @@ class FusedLinear:
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
-        self._agreed: set[str] = set()
 
     def activates(self, x: Tensor) -> bool:
         """Activations are part of the products."""
@@ -162,7 +161,7 @@ class FusedLinear:
 
     def _begin(self, op: str, rows: Tensor, *, keep: bool) -> _Gather:
         """Sends copy engines for the others' rows, where they bring them; `_product` or `_finish` must follow."""
-        self._agree(op)
+        self.memory.agree(op)
         world, nbytes = self.memory.world, rows.nbytes
         gathered = rows.new_empty(world, *rows.shape)
         copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
@@ -233,7 +232,7 @@ class FusedLinear:
         preactivation: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        self._agree(op)
+        self.memory.agree(op)
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         with self.memory.guard(op, kernel=True):
@@ -243,17 +242,8 @@ class FusedLinear:
                 bias=bias, residual=residual, preactivation=preactivation, activation=activation,
             )  # fmt: skip
 
-    def _agree(self, op: str) -> None:
-        """Raises Disagreement where ranks bring different shapes: kernels would read past ends, or what is old.
-
-        On CPUs always; on GPUs, where hosts would wait for each other, when a shape is new.
-        """
-        if self.memory.device.type == "cpu" or op not in self._agreed:
-            self.memory.barrier(op)
-            self._agreed.add(op)
-
     def _channel(self, name: str, nbytes: int) -> _Channel:
-        size = max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
+        size = slot_size(nbytes)
         found = self._channels.get((name, size))
         if found is None:
             found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tpfuse.comm.channel import slot_size
 from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
@@ -19,7 +20,6 @@ from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_call import RingCall
 
-_LEAST_SLOT = 2**16  # bytes; slots have the next power of two, so that few sizes serve all shapes
 PIECE_BYTES = 2**28  # of a slot's half; one head that needs more has one of its own size: not measured yet
 _COPIERS = 8  # the most that a launch has
 
@@ -30,11 +30,11 @@ class FusedRing:
     def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
         self.memory, self._piece_bytes = memory, piece_bytes
         self._exchanges: dict[tuple[int, bool], BlockExchange] = {}
-        self._agreed: set[str] = set()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        op, parts = self._agreed_on(f"ring_attention {k.dtype} {list(k.shape)}"), []
+        op, parts = f"ring_attention {k.dtype} {list(k.shape)}", []
+        self.memory.agree(op)
         seen, _ = call.sights(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
@@ -53,15 +53,19 @@ class FusedRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        op, parts = self._agreed_on(f"ring_attention backward {k.dtype} {list(k.shape)}"), []
+        op, parts = f"ring_attention backward {k.dtype} {list(k.shape)}", []
+        self.memory.agree(op)
         seen, seen_by = call.sights(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=True):
+            mine = call.heads(q_heads)
+            found = [mine.counters(rank) for rank in range(call.runs.world)]
+            counters = torch.stack([each for each in found if each is not None]) if call.dropout_p else None
             with self.memory.guard(op, kernel=True):
                 parts.append(
                     ring_attention_backward(
                         grad_out[:, q_heads], q[:, q_heads], k[:, heads], v[:, heads], out[:, q_heads], lse[:, q_heads],
                         call.runs, call.rank, seen, seen_by, exchange=exchange, scale=call.scale,
-                        dropout_p=call.dropout_p, counters_of_all=call.heads(q_heads).counters, dropout_key=call.key,
+                        dropout_p=call.dropout_p, counters_of_all=counters, dropout_key=call.key,
                     )
                 )  # fmt: skip
         dq, dk, dv = (_joined(each) for each in zip(*parts, strict=True))
@@ -80,7 +84,7 @@ class FusedRing:
             yield slice(start, start + most), slice(start * group, (start + most) * group), exchange
 
     def _exchange(self, nbytes: int, ring: bool) -> BlockExchange:
-        size = max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
+        size = slot_size(nbytes)
         found = self._exchanges.get((size, ring))
         if found is None:
             name = f"{'ring' if ring else 'all_gather'} attention, {size} bytes"
@@ -88,16 +92,6 @@ class FusedRing:
             ready = self.memory.signals(f"{name}: ready", 2 * _COPIERS * self.memory.world).local
             found = self._exchanges[size, ring] = BlockExchange(endpoint, ready, ring)
         return found
-
-    def _agreed_on(self, op: str) -> str:
-        """Raises Disagreement where ranks bring different shapes: kernels would read past ends, or what is old.
-
-        On CPUs always; on GPUs, where hosts would wait for each other, when a shape is new.
-        """
-        if self.memory.device.type == "cpu" or op not in self._agreed:
-            self.memory.barrier(op)
-            self._agreed.add(op)
-        return op
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:

@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm import collectives
-from tpfuse.comm.channel import Channel
+from tpfuse.comm.channel import Channel, slot_size
 from tpfuse.comm.choice import choose
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.autograd import once_differentiable
 
-_LEAST_SLOT = 2**16  # bytes; slots have the next power of two, so that few sizes serve all shapes
 Places = tuple[tuple[tuple[slice, slice], ...], ...]
 _channels: WeakKeyDictionary[SymmetricMemory, dict[int, Channel]] = WeakKeyDictionary()
 
@@ -125,7 +124,7 @@ def _through_slots(
 
 
 def _channel(memory: SymmetricMemory, nbytes: int) -> Channel:
-    size = max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
+    size = slot_size(nbytes)
     made = _channels.setdefault(memory, {})
     if size not in made:
         made[size] = Channel(memory, f"exchange of heads, {size} bytes", size)

@@ -7,14 +7,12 @@ Only this rank's q, k and v are kept for backward, with its output and log-sum-e
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
 from tpfuse.comm.choice import choose
 from tpfuse.kernels.attention_scores import check_scores
-from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.attention import check_tensors
 from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.blocks import block_backward, block_forward
@@ -117,18 +115,3 @@ def check_call(
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q {q.shape[2]}: expected as many")
     check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
-
-
-def dropout_counters(runs: SequenceRuns, head_rows: Tensor, width: int, cu_seqlens: Tensor | None) -> Tensor:
-    """`RingCall.counters` [world, B, H, n] for dropout with the mask of `tpfuse.ops.attention` of the whole sequence.
-
-    head_rows: [B, H] int64, or [S, H] with documents; width: `attention`'s dropout_width.
-    """
-    positions = torch.stack([runs.positions(rank, head_rows.device) for rank in range(runs.world)])
-    if cu_seqlens is None:
-        return (head_rows.unsqueeze(-1) * width + positions[:, None, None]) * width
-    bounds = cu_seqlens.to(torch.int64)
-    document = (torch.searchsorted(bounds, positions, right=True) - 1).clamp(max=len(head_rows) - 1)
-    begin = bounds[document]
-    rows = head_rows[document].movedim(-1, 1)  # [world, H, n]
-    return ((rows * width + (positions - begin).unsqueeze(1)) * width - begin.unsqueeze(1)).unsqueeze(1)

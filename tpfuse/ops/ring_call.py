@@ -15,9 +15,8 @@ from tpfuse.ops.sight import Sight, sights
 class RingCall:
     """What one call of ring attention asks for, of all its ranks alike but for `rank`.
 
-    cu_seqlens: [S + 1] int32 or None. counters: int64 [world, B, H, n], with dropout: the number of (query, key 0) of
-    each rank's queries among the elements of dropout's mask; the number of (query, key) is by the key's position more.
-    key: [] int64. ring: whether blocks go from neighbour to neighbour, or from their owners to everybody.
+    cu_seqlens: [S + 1] int32 or None. head_rows, key, dropout_width: with dropout, as in `tpfuse.ops.attention`.
+    ring: whether blocks go from neighbour to neighbour, or from their owners to everybody.
     """
 
     runs: SequenceRuns
@@ -27,8 +26,9 @@ class RingCall:
     scale: float
     cu_seqlens: Tensor | None = None
     dropout_p: float = 0.0
-    counters: Tensor | None = None
+    head_rows: Tensor | None = None
     key: Tensor | None = None
+    dropout_width: int = 0
     ring: bool = True
 
     @property
@@ -37,22 +37,39 @@ class RingCall:
         direction = -1 if self.ring else 1
         return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
 
-    @property
+    @functools.cached_property
     def own_counters(self) -> Tensor | None:
-        """[B, H, n]: of this rank's queries."""
-        return None if self.counters is None else self.counters[self.rank]
+        """`counters` of this rank."""
+        return self.counters(self.rank)
+
+    def counters(self, rank: int) -> Tensor | None:
+        """int64 [B, H, n] with dropout: the number of (query, key 0) of a rank's queries among the mask's elements.
+
+        The number of (query, key) is by the key's position more. The mask is that of the whole sequence on one rank.
+        """
+        if not self.dropout_p:
+            return None
+        assert self.head_rows is not None
+        positions, width = self.runs.positions(rank, self.head_rows.device), self.dropout_width
+        if self.cu_seqlens is None:
+            return (self.head_rows.unsqueeze(-1) * width + positions) * width
+        bounds = self.cu_seqlens.to(torch.int64)
+        document = (torch.searchsorted(bounds, positions, right=True) - 1).clamp(max=len(self.head_rows) - 1)
+        begin = bounds[document]
+        return ((self.head_rows[document].T * width + (positions - begin)) * width - begin).unsqueeze(0)
 
     def heads(self, heads: slice) -> "RingCall":
         """The call for these heads of q alone."""
-        if self.counters is None:
-            return self
-        return replace(self, counters=self.counters[:, :, heads])
+        return self if self.head_rows is None else replace(self, head_rows=self.head_rows[:, heads])
+
+    @functools.cached_property
+    def _documents(self) -> tuple[int, ...] | None:
+        return None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
 
     def pieces(self, source: int, rank: int | None = None) -> tuple[Piece, ...]:
         """What a rank's queries see of the keys of `source`; default: this rank's."""
-        documents = None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
         rank = self.rank if rank is None else rank
-        return pieces(self.runs, rank, source, self.causal, self.window, documents)
+        return pieces(self.runs, rank, source, self.causal, self.window, self._documents)
 
     def span(self, source: int, rank: int) -> tuple[int, int]:
         """The keys [first, stop) of `source` among which all are that queries of `rank` see."""

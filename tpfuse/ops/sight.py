@@ -28,19 +28,20 @@ def sights(
     """
     if cu_seqlens is None:
         begin, end = torch.zeros_like(positions), torch.full_like(positions, length)
+        stop = positions.new_full((), length)
     else:
         bounds = cu_seqlens.to(torch.int64)
-        length = min(length, int(bounds[-1]))
+        stop = bounds[-1].clamp(max=length)  # not asked for: hosts do not wait for a GPU here
         document = torch.searchsorted(bounds, positions, right=True)
         begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
         end = bounds[document.clamp(max=len(bounds) - 1)]
     far = length if window is None else window - 1
     ahead = 0 if causal else far
-    hidden = positions >= length
+    hidden = positions >= stop
 
     def interval(before: int, behind: int) -> Sight:
-        first = torch.maximum(positions - before, begin).masked_fill(hidden, length)
-        last = torch.minimum(positions + behind, end - 1).masked_fill(hidden, length - 1)
+        first = torch.maximum(positions - before, begin).masked_fill(hidden, stop)
+        last = torch.minimum(positions + behind, end - 1).masked_fill(hidden, stop - 1)
         return Sight(first.to(torch.int32), last.to(torch.int32))
 
     return interval(far, ahead), interval(ahead, far)

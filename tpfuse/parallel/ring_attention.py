@@ -14,7 +14,6 @@ both together: arXiv:2405.07719. All give the same numbers but for the order of 
 import functools
 from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack, get_args, overload
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,9 @@ from torch import Tensor
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.sequence import Balance, SequenceLayout
-from tpfuse.ops.autograd import autocast
+from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
-from tpfuse.ops.ring_attention import check_call, dropout_counters
+from tpfuse.ops.ring_attention import check_call
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
 from tpfuse.ops.ring_call import RingCall
 
@@ -33,7 +32,6 @@ Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()  # lengths that ranks have compared
 GATHERED_BYTES = 2**30  # keys and values of all ranks, up to which `auto` gathers them: not measured yet
 
 
@@ -102,18 +100,10 @@ def ring_attention(
     Under torch.autocast in its dtype. Raises ValueError, before ranks communicate, for what cannot be, or not with this
     schedule, and says what can; for unequal n when ranks meet; PeerTimeout where one does not come.
     """
-    q_, k_, v_ = autocast(q, k, v)
-    assert q_ is not None and k_ is not None and v_ is not None
-    q, k, v = q_, k_, v_
+    q, k, v = autocast_heads(q, k, v)
     name = "ring_attention"
     check_call(name, q, k, v, window, scale, cu_seqlens, dropout_p, key, head_rows)
     place = _place(name, q, k, group, schedule, balance, length)
-    heads = place.heads_of(q.shape[1])
-    counters = None
-    if dropout_p:
-        assert head_rows is not None
-        width = place.layout.length if dropout_width is None else dropout_width
-        counters = dropout_counters(place.layout.runs, head_rows[:, heads], width, cu_seqlens)
     call = RingCall(
         place.layout.runs,
         place.ring_rank,
@@ -122,14 +112,16 @@ def ring_attention(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout_p,
-        counters=counters,
+        head_rows=None if head_rows is None else head_rows[:, place.heads_of(q.shape[1])],
         key=key,
+        dropout_width=place.layout.length if dropout_width is None else dropout_width,
         ring=place.schedule != "all_gather",
     )
     if place.ulysses is None:
         out, lse = attend_ring(q, k, v, call, place.ring)
         return (out, lse) if return_lse else out
-    _agree(q, place, name)
+    groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
+    collectives.agree_on_rows(q.shape[2], q.device, *groups, op=name, unit="tokens")
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
     assert place.places is not None
     q, k, v = to_heads((q, k, v), place.places, place.ulysses)
@@ -198,10 +190,10 @@ def _place(
         wanted = "a pair of groups (ring, ulysses)" if schedule == "ulysses_ring" else "one group"
         raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
-    world, heads, n = ring.size() * (1 if ulysses is None else ulysses.size()), q.shape[1], q.shape[2]
+    exchanging = 1 if ulysses is None else ulysses.size()
+    world, heads, n = ring.size() * exchanging, q.shape[1], q.shape[2]
     length = world * n if length is None else length
-    pieces = 1 if ulysses is None else ulysses.size()
-    layout = SequenceLayout(length, world, balance, pieces)
+    layout = SequenceLayout(length, world, balance, exchanging)
     if layout.local_length != n:
         raise ValueError(
             f"{name}: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length} tokens,"
@@ -209,32 +201,19 @@ def _place(
         )
     if schedule == "auto":
         schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
-    places = None
-    if schedule == "ulysses":
-        ulysses, pieces = ring, world
-    if ulysses is not None:
-        if not _divides(pieces, heads, k.shape[1]):
-            raise ValueError(
-                f"{name}: schedule {schedule}: {pieces} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
-                " schedules ring and all_gather can"
-            )
-        ring_rank = ring.rank() if isinstance(group, tuple) else 0
-        places = _places(layout, ring_rank * pieces, pieces)
-    if isinstance(group, tuple):
-        return _Place(schedule, layout, ring if ring.size() > 1 else None, ulysses, ring.rank(), places)
-    if ulysses is not None:
-        return _Place(schedule, SequenceLayout(length, world, balance, world), None, ulysses, 0, places)
-    return _Place(schedule, layout, ring if world > 1 else None, None, ring.rank(), None)
-
-
-def _agree(q: Tensor, place: _Place, name: str) -> None:
-    """Raises ValueError where ranks have other numbers of tokens; on GPUs, where that takes time, for new ones."""
-    assert place.ulysses is not None
-    length, agreed = q.shape[2], _agreed.setdefault(place.ulysses, set())
-    if q.device.type == "cpu" or length not in agreed:
-        groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
-        collectives.agree_on_rows(length, q.device, *groups, op=name, unit="tokens")
-        agreed.add(length)
+    ring_rank, blocks_travel_in = ring.rank(), ring if ring.size() > 1 else None
+    if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
+        ulysses, exchanging, ring_rank, blocks_travel_in = ring, world, 0, None
+        layout = SequenceLayout(length, world, balance, world)
+    if ulysses is None:
+        return _Place(schedule, layout, blocks_travel_in, None, ring_rank, None)
+    if not _divides(exchanging, heads, k.shape[1]):
+        raise ValueError(
+            f"{name}: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
+            " schedules ring and all_gather can"
+        )
+    places = _places(layout, ring_rank * exchanging, exchanging)
+    return _Place(schedule, layout, blocks_travel_in, ulysses, ring_rank, places)
 
 
 def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
