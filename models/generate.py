@@ -13,7 +13,8 @@ Shape suffixes: B sequences, T positions, V vocabulary.
 import torch
 from torch import Tensor
 
-from tpfuse.models.gpt import GPT, KeyValueCache
+from tpfuse.models.gpt import GPT
+from tpfuse.models.key_value_cache import KeyValueCache
 
 
 @torch.no_grad()

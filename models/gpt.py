@@ -19,183 +19,36 @@ rank's tokens, C width, H this rank's heads, D head size, V this rank's slice of
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.dropout import Dropout, DropoutState
-from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.position_embedding import PositionEmbedding
-from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.models.gpt_block import Block
+from tpfuse.models.gpt_config import GPTConfig as GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.context import ONE_RANK, Balance, Context, Schedule, Spread
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Hyperparameters under GPT-2's names. `n_positions` is the context length in tokens."""
-
-    vocab_size: int = 50257
-    n_positions: int = 1024
-    n_embd: int = 768
-    n_layer: int = 12
-    n_head: int = 12
-    bias: bool = True
-    dropout: float = 0.0
-    layer_norm_epsilon: float = 1e-5
-
-    def check(self, tp: int = 1) -> None:
-        """Raises ValueError for a configuration that cannot be built, or not on `tp` ranks."""
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout {self.dropout}: expected 0 <= dropout < 1")
-        if self.n_head % tp:
-            fitting = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
-            raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
-
-
-class KeyValueCache:
-    """Keys and values of the positions seen so far: per layer [B, H, n_positions, D]."""
-
-    def __init__(self, config: GPTConfig, batch: int, tp: int, device: torch.device, dtype: torch.dtype) -> None:
-        heads, size = config.n_head // tp, config.n_embd // config.n_head
-        shape = (config.n_layer, batch, heads, config.n_positions, size)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, H, T, D] behind the `length` positions there are; returns all of them."""
-        stop = self.length + k.shape[2]
-        self.keys[layer, :, :, self.length : stop] = k
-        self.values[layer, :, :, self.length : stop] = v
-        return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
-
-
-def _onto(
-    residual_mC: Tensor, projection: RowParallelLinear, y_MN: Tensor, dropout: Dropout, state: DropoutState | None
-) -> Tensor:
-    """residual + dropout(projection(y)); where nothing is dropped the projection's last pass adds."""
-    if state is None or dropout.p == 0.0:
-        out_mC: Tensor = projection(y_MN, residual_mC)
-        return out_mC
-    dropped_mC: Tensor = dropout(projection(y_MN), state)
-    return residual_mC + dropped_mC
-
-
-class Attention(nn.Module):
-    """Causal self-attention; each rank computes its heads."""
-
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context) -> None:
-        super().__init__()
-        self.layer, self.context, self.length = layer, context, config.n_positions
-        self.heads = config.n_head if mesh is None else config.n_head // mesh.size()
-        self.head_size = config.n_embd // config.n_head
-        self.c_attn = ColumnParallelLinear(
-            config.n_embd, 3 * config.n_embd, config.bias, parts=3, sequence_parallel=True, device_mesh=mesh
-        )
-        self.c_proj = RowParallelLinear(
-            config.n_embd, config.n_embd, config.bias, sequence_parallel=True, device_mesh=mesh
-        )
-        self.dropout = config.dropout
-        self.resid_dropout = Dropout(config.dropout, site=4 * layer + 2)
-
-    def forward(
-        self,
-        x_mC: Tensor,
-        residual_mC: Tensor,
-        spread: Spread,
-        state: DropoutState | None,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        """residual + attention(x)."""
-        qkv_MN = self.c_attn(x_mC)
-        q_BHnD, k_BHnD, v_BHnD = rearrange(
-            qkv_MN[: spread.tokens], "(b n) (part h d) -> part b h n d", b=spread.batch, part=3, d=self.head_size
-        )
-        if cache is not None:
-            k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
-        dropout: dict[str, Any] = {}
-        if state is not None and self.dropout:
-            key = state.keys[4 * self.layer + 1]
-            dropout = {"dropout_p": self.dropout, "head_rows": state.head_rows, "key": key}
-        y_BHnD = spread.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
-        y_MC = rearrange(y_BHnD, "b h n d -> (b n) (h d)")
-        if len(qkv_MN) > spread.tokens:
-            y_MC = F.pad(y_MC, (0, 0, 0, len(qkv_MN) - spread.tokens))
-        return _onto(residual_mC, self.c_proj, y_MC, self.resid_dropout, state)
-
-    def explained(self, name: str) -> LayerPlan | None:
-        """For `tpfuse.explain`: how context ranks attend to each other's tokens; None where there are none."""
-        plan = self.context.plan(self.length, self.heads, self.head_size, self.c_proj.weight)
-        return None if plan is None else LayerPlan(name, "Attention", (), (), "ring_attention", *plan)
-
-
-class MLP(nn.Module):
-    """Two linear layers around a GELU, four times as wide inside."""
-
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None) -> None:
-        super().__init__()
-        width = config.n_embd
-        self.c_fc = ColumnParallelLinear(
-            width, 4 * width, config.bias, activation="gelu_tanh", sequence_parallel=True, device_mesh=mesh
-        )
-        self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
-        self.dropout = Dropout(config.dropout, site=4 * layer + 3)
-
-    def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
-        """residual + MLP(x)."""
-        return _onto(residual_mC, self.c_proj, self.c_fc(x_mC), self.dropout, state)
-
-
-class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual path."""
-
-    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context) -> None:
-        super().__init__()
-        norm = partial(
-            LayerNorm,
-            config.n_embd,
-            config.layer_norm_epsilon,
-            config.bias,
-            sequence_parallel=True,
-            device_mesh=mesh,
-        )
-        self.ln_1 = norm()
-        self.attn = Attention(config, layer, mesh, context)
-        self.ln_2 = norm()
-        self.mlp = MLP(config, layer, mesh)
-
-    def forward(self, x_mC: Tensor, spread: Spread, state: DropoutState | None, cache: KeyValueCache | None) -> Tensor:
-        x_mC = self.attn(self.ln_1(x_mC), x_mC, spread, state, cache)
-        z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
-        return z_mC
+from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
 
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm, under Hugging Face's prefix."""
 
-    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, context: Context) -> None:
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, context: Context, recompute: Recompute) -> None:
         super().__init__()
         width = config.n_embd
         self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
         self.wpe = PositionEmbedding(config.n_positions, width, sequence_parallel=True, device_mesh=mesh)
         self.drop = Dropout(config.dropout, site=0)
-        self.h = nn.ModuleList(Block(config, layer, mesh, context) for layer in range(config.n_layer))
+        self.h = nn.ModuleList(Block(config, layer, mesh, context, recompute) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(width, config.layer_norm_epsilon, config.bias, sequence_parallel=True, device_mesh=mesh)
 
 
@@ -204,8 +57,9 @@ class GPT(nn.Module):
 
     device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: of the ranks that share
     each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring"; context_schedule and
-    context_balance: of `tpfuse.parallel.ring_attention`. device, dtype: of the parameters, which are left
-    uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
+    context_balance: of `tpfuse.parallel.ring_attention`. recompute: what is computed again in the backward pass, of
+    `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
+    `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
 
     Context ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
     as over data-parallel ranks (`tpfuse.parallel.gradient_buckets`). Raises ValueError for a configuration that the
@@ -220,6 +74,7 @@ class GPT(nn.Module):
         context_mesh: DeviceMesh | None = None,
         context_schedule: Schedule = "auto",
         context_balance: Balance = "zigzag",
+        recompute: Recompute = "none",
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -228,10 +83,12 @@ class GPT(nn.Module):
         self.device_mesh = mesh = device_mesh
         self.rank, self.tp = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         config.check(self.tp)
+        check_recompute(recompute)
+        self.recompute = recompute
         self.context = Context(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
         with torch.device("meta"):
-            self.transformer = Transformer(config, mesh, self.context)
+            self.transformer = Transformer(config, mesh, self.context, recompute)
         self.to(dtype).to_empty(device=device)
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
@@ -287,7 +144,8 @@ class GPT(nn.Module):
         x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
         x_mC = self.transformer.drop(x_mC, state)
         for block in self.transformer.h:
-            x_mC = block(x_mC, spread, state, cache)
+            through = partial(recomputed_whole, block) if self.recompute == "full" and cache is None else block
+            x_mC = through(x_mC, spread, state, cache)
         if cache is not None:
             cache.length += length
         x_mC = self.transformer.ln_f(x_mC)

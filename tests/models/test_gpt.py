@@ -11,7 +11,8 @@ from tpfuse.comm.collectives import all_reduce
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh, flat_group
 from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, GPTConfig, KeyValueCache
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.dropout import dropout_key, keep_mask
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize

@@ -1,0 +1,155 @@
+"""A block of GPT-2 on tensor- and sequence-parallel layers: attention and MLP, each behind a norm, beside a residual.
+
+`recompute`: of `tpfuse.parallel.recompute`. With "selective" the GELU is an operator of its own between the MLP's
+layers, which is computed again from its input; otherwise it is part of the first one, in whose last pass Triton's
+kernels apply it before rounding. So on GPUs in a half type the two differ as rounding does, on CPUs in nothing.
+
+Shape suffixes as in `tpfuse.models.gpt`; N: this rank's features.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.dropout import Dropout, DropoutState
+from tpfuse.layers.explain import LayerPlan
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.models.gpt_config import GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.ops.activation import activation
+from tpfuse.parallel.context import Context, Spread
+from tpfuse.parallel.recompute import Recompute, recomputed
+
+ACTIVATION = "gelu_tanh"
+
+
+def _onto(
+    residual_mC: Tensor, project: Callable[[Tensor | None], Tensor], dropout: Dropout, state: DropoutState | None
+) -> Tensor:
+    """residual + dropout(project()); where nothing is dropped the projection's last pass adds."""
+    if state is None or dropout.p == 0.0:
+        return project(residual_mC)
+    dropped_mC: Tensor = dropout(project(None), state)
+    return residual_mC + dropped_mC
+
+
+class Attention(nn.Module):
+    """Causal self-attention; each rank computes its heads."""
+
+    def __init__(
+        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        self.layer, self.context, self.length = layer, context, config.n_positions
+        self.recomputes = recompute == "selective"
+        self.heads = config.n_head if mesh is None else config.n_head // mesh.size()
+        self.head_size = config.n_embd // config.n_head
+        self.c_attn = ColumnParallelLinear(
+            config.n_embd, 3 * config.n_embd, config.bias, parts=3, sequence_parallel=True, device_mesh=mesh
+        )
+        self.c_proj = RowParallelLinear(
+            config.n_embd, config.n_embd, config.bias, sequence_parallel=True, device_mesh=mesh
+        )
+        self.dropout = config.dropout
+        self.resid_dropout = Dropout(config.dropout, site=4 * layer + 2)
+
+    def forward(
+        self,
+        x_mC: Tensor,
+        residual_mC: Tensor,
+        spread: Spread,
+        state: DropoutState | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
+        """residual + attention(x)."""
+        qkv_MN = self.c_attn(x_mC)
+        q_BHnD, k_BHnD, v_BHnD = rearrange(
+            qkv_MN[: spread.tokens], "(b n) (part h d) -> part b h n d", b=spread.batch, part=3, d=self.head_size
+        )
+        if cache is not None:
+            k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
+        dropout: dict[str, Any] = {}
+        if state is not None and self.dropout:
+            key = state.keys[4 * self.layer + 1]
+            dropout = {"dropout_p": self.dropout, "head_rows": state.head_rows, "key": key}
+        padding = len(qkv_MN) - spread.tokens
+
+        def attend(q_BHnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> Tensor:
+            y_BHnD = spread.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
+            y_MC = rearrange(y_BHnD, "b h n d -> (b n) (h d)")
+            return F.pad(y_MC, (0, 0, 0, padding)) if padding else y_MC
+
+        def project(added_mC: Tensor | None) -> Tensor:
+            last = partial(self.c_proj, residual=added_mC)
+            if self.recomputes:
+                return recomputed(attend, (q_BHnD, k_BHnD, v_BHnD), last)
+            out_mC: Tensor = last(attend(q_BHnD, k_BHnD, v_BHnD))
+            return out_mC
+
+        return _onto(residual_mC, project, self.resid_dropout, state)
+
+    def explained(self, name: str) -> LayerPlan | None:
+        """For `tpfuse.explain`: how context ranks attend to each other's tokens; None where there are none."""
+        plan = self.context.plan(self.length, self.heads, self.head_size, self.c_proj.weight)
+        return None if plan is None else LayerPlan(name, "Attention", (), (), "ring_attention", *plan)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, recompute: Recompute) -> None:
+        super().__init__()
+        width = config.n_embd
+        self.recomputes = recompute == "selective"
+        inside = None if self.recomputes else ACTIVATION
+        self.c_fc = ColumnParallelLinear(
+            width, 4 * width, config.bias, activation=inside, sequence_parallel=True, device_mesh=mesh
+        )
+        self.c_proj = RowParallelLinear(4 * width, width, config.bias, sequence_parallel=True, device_mesh=mesh)
+        self.dropout = Dropout(config.dropout, site=4 * layer + 3)
+
+    def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
+        """residual + MLP(x)."""
+        y_MN = self.c_fc(x_mC)
+
+        def project(added_mC: Tensor | None) -> Tensor:
+            last = partial(self.c_proj, residual=added_mC)
+            if self.recomputes:
+                return recomputed(partial(activation, name=ACTIVATION), (y_MN,), last)
+            out_mC: Tensor = last(y_MN)
+            return out_mC
+
+        return _onto(residual_mC, project, self.dropout, state)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and beside a residual path."""
+
+    def __init__(
+        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        norm = partial(
+            LayerNorm,
+            config.n_embd,
+            config.layer_norm_epsilon,
+            config.bias,
+            sequence_parallel=True,
+            device_mesh=mesh,
+        )
+        self.ln_1 = norm()
+        self.attn = Attention(config, layer, mesh, context, recompute)
+        self.ln_2 = norm()
+        self.mlp = MLP(config, layer, mesh, recompute)
+
+    def forward(self, x_mC: Tensor, spread: Spread, state: DropoutState | None, cache: KeyValueCache | None) -> Tensor:
+        x_mC = self.attn(self.ln_1(x_mC), x_mC, spread, state, cache)
+        z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
+        return z_mC

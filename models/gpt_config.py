@@ -1,0 +1,30 @@
+"""The hyperparameters of a GPT-2."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Hyperparameters under GPT-2's names. `n_positions` is the context length in tokens."""
+
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    bias: bool = True
+    dropout: float = 0.0
+    layer_norm_epsilon: float = 1e-5
+
+    def check(self, tp: int = 1) -> None:
+        """Raises ValueError for a configuration that cannot be built, or not on `tp` ranks."""
+        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout {self.dropout}: expected 0 <= dropout < 1")
+        if self.n_head % tp:
+            fitting = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            raise ValueError(f"tp {tp} does not divide n_head {self.n_head}: it can be one of {fitting}")
