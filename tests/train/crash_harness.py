@@ -48,15 +48,17 @@ def whole(name: str, step: int) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) * 7 + step).to(dtype).view(shape)
 
 
-def parts_of(step: int, rank: int, world: int) -> dict[str, Part]:
-    """The weight in rows; the rest by the last rank, so that each rank writes something."""
+def parts_of(step: int, rank: int, world: int) -> dict[str, list[Part]]:
+    """The weight in two columns of rows; the rest by the last rank, so that each rank writes something."""
     parts = {}
     for name, (shape, _) in SHAPES.items():
-        slices = tuple((0, size) for size in shape)
+        cuts = [tuple((0, size) for size in shape)]
         if name == "weight":
-            slices = ((4 * rank // world, 4 * (rank + 1) // world), *slices[1:])
-        tensor = whole(name, step)[tuple(slice(*s) for s in slices)]
-        parts[name] = Part(shape, slices, tensor, name == "weight" or rank == world - 1)
+            rows = 4 * rank // world, 4 * (rank + 1) // world
+            cuts = [(rows, (0, 2)), (rows, (2, 6))]
+        tensors = [whole(name, step)[tuple(slice(*s) for s in slices)] for slices in cuts]
+        writer = name == "weight" or rank == world - 1
+        parts[name] = [Part(shape, slices, x, writer) for slices, x in zip(cuts, tensors, strict=True)]
     return parts
 
 
@@ -81,8 +83,9 @@ def what_loads(run: Path) -> int:
     assert saved is not None and all(map(is_planted, said)), f"damaged checkpoints: {said}"
     parts = parts_of(0, 0, 1)
     saved.load(parts)
-    for name, part in parts.items():
-        assert torch.equal(part.tensor, whole(name, saved.step)), f"{name} is not that of step {saved.step}"
+    for name, held in parts.items():
+        loaded = torch.cat([part.tensor for part in held], -1) if len(held) > 1 else held[0].tensor
+        assert torch.equal(loaded, whole(name, saved.step)), f"{name} is not that of step {saved.step}"
     assert saved.state == state_of(saved.step), f"the state is not that of step {saved.step}"
     return saved.step
 

@@ -1,5 +1,6 @@
 """Checkpoints come back bit by bit, on any layout, and the old ones are kept as promised."""
 
+import itertools
 import json
 import math
 import random
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tpfuse.comm.layout import Slices
+from tpfuse.parallel.pieces import pieces_of, rectangles
 from tpfuse.testing.ranks import pool
-from tpfuse.train import checkpoint, safetensors_file
+from tpfuse.train import checkpoint, manifest, safetensors_file
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Part
 
 SHAPES = {
@@ -46,11 +48,11 @@ def part(whole: Tensor, slices: Slices, writer: bool = True) -> Part:
     return Part(tuple(whole.shape), slices, whole[tuple(slice(*s) for s in slices)], writer)
 
 
-def whole_parts(seed: int) -> dict[str, Part]:
-    return {name: part(whole, tuple((0, n) for n in whole.shape)) for name, whole in wholes(seed).items()}
+def whole_parts(seed: int) -> dict[str, list[Part]]:
+    return {name: [part(whole, tuple((0, n) for n in whole.shape))] for name, whole in wholes(seed).items()}
 
 
-def grid_parts(seed: int, rank: int, world: int) -> dict[str, Part]:
+def grid_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
     """Every tensor cut into a random grid, some cells empty, some held by several ranks of which one writes."""
     choose = random.Random(seed)
     parts = {}
@@ -67,7 +69,7 @@ def grid_parts(seed: int, rank: int, world: int) -> dict[str, Part]:
             slices.append((cuts[cell % count], cuts[cell % count + 1]))
             cell //= count
         writer = rank // math.prod(cells) == choose.randrange(world // math.prod(cells))
-        parts[name] = part(whole, tuple(slices), writer)
+        parts[name] = [part(whole, tuple(slices), writer)]
     return parts
 
 
@@ -88,14 +90,21 @@ def load_grid(folder: Path, seed: int) -> bool:
     return True
 
 
-def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, Part]) -> None:
+def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Part]]) -> None:
     """What is loaded into parts of junk equals the expected parts bit by bit."""
-    parts = {n: Part(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for n, p in expected.items()}
+    parts = {
+        name: [Part(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for p in held]
+        for name, held in expected.items()
+    }
     saved.load(parts)
-    for name, loaded in parts.items():
-        wanted = expected[name].tensor.contiguous()
-        assert loaded.tensor.dtype == wanted.dtype
-        assert torch.equal(loaded.tensor.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)), name
+    for name, held in expected.items():
+        for loaded, wanted in zip(parts[name], held, strict=True):
+            assert loaded.tensor.dtype == wanted.tensor.dtype
+            assert torch.equal(bits(loaded.tensor), bits(wanted.tensor)), name
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def save_whole(run: Path, step: int, *, keep: int = 0, warn=silent) -> Path | None:
@@ -122,18 +131,18 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
     expected = wholes(1)
     parts = whole_parts(1)
     transposed = expected["matrix"].T
-    parts["transposed"] = part(transposed, ((0, 100), (0, 63)))
-    parts["strided"] = part(expected["cube"][:, ::2, 1:4], ((0, 3), (0, 2), (0, 3)))
+    parts["transposed"] = [part(transposed, ((0, 100), (0, 63)))]
+    parts["strided"] = [part(expected["cube"][:, ::2, 1:4], ((0, 3), (0, 2), (0, 3)))]
     folder = checkpoint.save(tmp_path, 1, parts, {}, keep=0, group=None, warn=silent)
     content = (folder / "rank-00000.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
     for name, entry in json.loads(content[8 : 8 + length]).items():
-        assert entry["data_offsets"][0] % parts[name].tensor.element_size() == 0, f"{name} is not aligned"
+        assert entry["data_offsets"][0] % parts[name][0].tensor.element_size() == 0, f"{name} is not aligned"
     loaded = load_file(folder / "rank-00000.safetensors")
     assert loaded.keys() == parts.keys() - {"empty"}
     for name, tensor in loaded.items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), parts[name].tensor.reshape(-1).view(torch.uint8)), name
+        assert torch.equal(bits(tensor), bits(parts[name][0].tensor)), name
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -150,10 +159,10 @@ def test_resharding_from_and_to_random_grids(tmp_path, world):
 
 def test_replicas_are_written_once(tmp_path):
     folder = Path(pool(4).run(save_grid, tmp_path, 3)[0])
-    manifest = json.loads((folder / "manifest.json").read_text())
-    elements = sum(math.prod(b - a for a, b in s["ranges"]) for t in manifest["tensors"].values() for s in t["slices"])
+    table = json.loads((folder / "manifest.json").read_text())
+    elements = sum(math.prod(b - a for a, b in s["ranges"]) for t in table["tensors"].values() for s in t["slices"])
     assert elements == sum(math.prod(shape) for shape, _ in SHAPES.values())
-    in_files = sum(t.nbytes for name in manifest["files"] for t in load_file(folder / name).values())
+    in_files = sum(t.nbytes for name in table["files"] for t in load_file(folder / name).values())
     assert in_files == sum(whole.nbytes for whole in wholes(3).values())
 
 
@@ -165,7 +174,7 @@ def test_only_ranks_that_write_have_a_file(tmp_path):
 
 def save_one_writer(run: Path) -> str:
     parts = whole_parts(1)
-    for each in parts.values():
+    for (each,) in parts.values():
         each.writer = dist.get_rank() == 1
     return str(checkpoint.save(run, 1, parts, {}, keep=0, group=dist.group.WORLD, warn=silent))
 
@@ -175,7 +184,7 @@ def test_loading_writes_into_views_in_place(tmp_path):
     flat = torch.full((63 * 100 + 10,), 7.0)
     view = flat[5 : 5 + 30 * 40].view(40, 30).T.requires_grad_()
     part_of_matrix = Part((63, 100), ((20, 50), (60, 100)), view, False)
-    checkpoint.newest_good(tmp_path, warn=silent).load({"matrix": part_of_matrix})
+    checkpoint.newest_good(tmp_path, warn=silent).load({"matrix": [part_of_matrix]})
     expected = wholes(1)["matrix"][20:50, 60:100]
     assert torch.equal(view.detach().contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
     assert flat[:5].eq(7).all() and flat[5 + 30 * 40 :].eq(7).all()
@@ -185,25 +194,27 @@ def test_loading_writes_into_views_in_place(tmp_path):
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, change):
     save_whole(tmp_path, 1)
     parts = {
-        "one": Part((1,), ((0, 1),), torch.full((1,), 7.0), True),
-        "missing" if change == "name" else "matrix": part(
-            torch.zeros((64 if change == "shape" else 63, 100), dtype=torch.half if change == "dtype" else None),
-            ((0, 64 if change == "shape" else 63), (0, 100)),
-        ),
+        "one": [Part((1,), ((0, 1),), torch.full((1,), 7.0), True)],
+        "missing" if change == "name" else "matrix": [
+            part(
+                torch.zeros((64 if change == "shape" else 63, 100), dtype=torch.half if change == "dtype" else None),
+                ((0, 64 if change == "shape" else 63), (0, 100)),
+            )
+        ],
     }
     with pytest.raises(CheckpointMismatch, match="missing" if change == "name" else "matrix") as caught:
         checkpoint.newest_good(tmp_path, warn=silent).load(parts)
     assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
-    assert parts["one"].tensor.item() == 7.0
+    assert parts["one"][0].tensor.item() == 7.0
 
 
 def test_parts_that_contradict_themselves(tmp_path):
     wrong = Part((4, 4), ((0, 2), (0, 4)), torch.zeros(4, 4), True)
     with pytest.raises(ValueError, match="part of w"):
-        checkpoint.save(tmp_path, 1, {"w": wrong}, {}, keep=0, group=None, warn=silent)
+        checkpoint.save(tmp_path, 1, {"w": [wrong]}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(ValueError, match="complex64"):
         numbers = part(torch.zeros(3, dtype=torch.complex64), ((0, 3),))
-        checkpoint.save(tmp_path, 1, {"w": numbers}, {}, keep=0, group=None, warn=silent)
+        checkpoint.save(tmp_path, 1, {"w": [numbers]}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(TypeError, match="JSON"):
         checkpoint.save(tmp_path, 1, {}, {"path": object()}, keep=0, group=None, warn=silent)
     assert not (tmp_path / "step-1").exists()
@@ -221,7 +232,7 @@ def save_wrong(run: Path, what: str) -> str:
         wrong.tensor = None  # type: ignore[assignment]
     state = {"x": object()} if what == "state" else {}
     try:
-        checkpoint.save(run, 1, {"w": wrong}, state, keep=0, group=group, warn=silent)
+        checkpoint.save(run, 1, {"w": [wrong]}, state, keep=0, group=group, warn=silent)
         message = "saved"
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
@@ -318,7 +329,144 @@ def test_a_file_that_is_not_the_manifests_is_found_while_loading(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected a readable safetensors file"):
         saved.load(whole_parts(1))
     other = tmp_path / "other"
-    checkpoint.save(other, 1, {"one": part(torch.zeros(3), ((0, 3),))}, {}, keep=0, group=None, warn=silent)
+    checkpoint.save(other, 1, {"one": [part(torch.zeros(3), ((0, 3),))]}, {}, keep=0, group=None, warn=silent)
     (other / "step-1" / "rank-00000.safetensors").rename(folder / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match=r"expected one as \('F32', \[1\]\), found \('F32', \[3\]\)"):
-        saved.load({"one": part(torch.zeros(1), ((0, 1),))})
+        saved.load({"one": [part(torch.zeros(1), ((0, 1),))]})
+
+
+def cut_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
+    """Every tensor in two column shards if it can be, and of each flat part a random range for each rank."""
+    choose = random.Random(seed)
+    parts: dict[str, list[Part]] = {}
+    for name, whole in wholes(seed).items():
+        middle = whole.shape[-1] // 2 if whole.ndim else 0
+        columns = [(0, middle), (middle, whole.shape[-1])] if middle else [None]
+        for column in columns:
+            place = tuple((0, size) for size in whole.shape)
+            place = place if column is None else (*place[:-1], column)
+            size = math.prod(b - a for a, b in place)
+            cuts = [0, *sorted(choose.randint(0, size) for _ in range(world - 1)), size]
+            owned = range(cuts[rank], cuts[rank + 1])
+            flat = whole[tuple(slice(*each) for each in place)].flatten()[owned.start : owned.stop]
+            for piece in pieces_of(name, tuple(whole.shape), place, owned, {"model": flat}, True):
+                parts.setdefault(name, []).append(Part(piece.shape, piece.slices, piece.tensor, piece.writer))
+    return parts
+
+
+def save_cut(run: Path, seed: int) -> str:
+    group = dist.group.WORLD
+    parts = cut_parts(seed, dist.get_rank(), dist.get_world_size())
+    return str(checkpoint.save(run, 1, parts, STATE, keep=0, group=group, warn=silent))
+
+
+def load_cut(folder: Path, seed: int) -> bool:
+    assert_loads(checkpoint.open_checkpoint(folder), cut_parts(seed, dist.get_rank(), dist.get_world_size()))
+    return True
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_several_parts_of_a_tensor_on_a_rank(tmp_path, world):
+    for seed in range(5):
+        folder = tmp_path / f"{seed}" / "step-1"
+        assert pool(world).run(save_cut, folder.parent, seed) == [str(folder)] * world
+        saved = checkpoint.newest_good(folder.parent, warn=silent)
+        keys = [(s["file"], s["key"]) for table in saved.manifest["tensors"].values() for s in table["slices"]]
+        assert len(set(keys)) == len(keys) > len(SHAPES)
+        in_files = sum(t.nbytes for name in saved.manifest["files"] for t in load_file(folder / name).values())
+        assert in_files == sum(whole.nbytes for whole in wholes(seed).values())
+        assert pool(2).run(load_cut, folder, seed) == [True] * 2
+        for ranks in (1, 3, 4, 7):
+            for rank in range(ranks):
+                assert_loads(saved, cut_parts(seed, rank, ranks))
+                assert_loads(saved, grid_parts(seed, rank, ranks))
+
+
+def test_keys_are_the_tensors_name_and_then_numbered(tmp_path):
+    whole = torch.arange(12.0).view(3, 4)
+    parts = {"w": [part(whole, ((1, 2), (0, 4)), False), *(part(whole, ((i, i + 1), (0, 4))) for i in range(3))]}
+    folder = checkpoint.save(tmp_path, 1, parts, {}, keep=0, group=None, warn=silent)
+    loaded = load_file(folder / "rank-00000.safetensors")
+    assert {key: tensor.tolist() for key, tensor in loaded.items()} == {
+        "w": [[0, 1, 2, 3]],
+        "w#1": [[4, 5, 6, 7]],
+        "w#2": [[8, 9, 10, 11]],
+    }
+    with pytest.raises(ValueError, match="w#1 cannot be saved"):
+        checkpoint.save(tmp_path, 2, {"w#1": parts["w"]}, {}, keep=0, group=None, warn=silent)
+    with pytest.raises(ValueError, match="w has parts of different tensors on one rank"):
+        other = [parts["w"][0], part(whole.half(), ((0, 1), (0, 4)))]
+        checkpoint.save(tmp_path, 2, {"w": other}, {}, keep=0, group=None, warn=silent)
+    with pytest.raises(ValueError, match="overlaps"):
+        checkpoint.save(tmp_path, 2, {"w": parts["w"] + parts["w"][1:]}, {}, keep=0, group=None, warn=silent)
+
+
+def as_format_1(folder: Path) -> None:
+    """The manifest that the first release would have written."""
+    file = folder / "manifest.json"
+    table = json.loads(file.read_bytes())
+    del table["sha256"]
+    table["format"] = 1
+    for entry in table["tensors"].values():
+        for piece in entry["slices"]:
+            del piece["key"]
+    file.write_bytes(manifest.encode(table))
+
+
+def test_format_1_still_loads(tmp_path):
+    folder = Path(pool(4).run(save_grid, tmp_path, 3)[0])
+    as_format_1(folder)
+    saved = checkpoint.newest_good(tmp_path, warn=silent)
+    for rank in range(3):
+        assert_loads(saved, grid_parts(3, rank, 3))
+        assert_loads(saved, cut_parts(3, rank, 3))
+
+
+def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -> list[Slices]:
+    """Rectangles made by cutting one of them after the other in two."""
+    whole = [tuple((0, size) for size in shape)]
+    for _ in range(cuts):
+        index, dimension = choose.randrange(len(whole)), choose.randrange(len(shape))
+        start, stop = whole[index][dimension]
+        if stop - start > 1:
+            cut, old = choose.randrange(start + 1, stop), whole.pop(index)
+            whole += [(*old[:dimension], half, *old[dimension + 1 :]) for half in ((start, cut), (cut, stop))]
+    choose.shuffle(whole)
+    return whole
+
+
+def test_flaws_of_partitions_are_those_that_counting_every_element_finds():
+    choose = random.Random(0)
+    pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
+    assert manifest.flaw((3, 3), pinwheel) is None
+    assert "holds 1" in str(manifest.flaw((3, 3), pinwheel[:-1]))
+    for _ in range(300):
+        shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(1, 3)))
+        saved = random_partition(choose, shape, choose.randint(0, 8))
+        assert manifest.flaw(shape, saved) is None
+        for _ in range(choose.randint(1, 2)):  # move one edge
+            index, dimension = choose.randrange(len(saved)), choose.randrange(len(shape))
+            start = choose.randrange(shape[dimension])
+            edge = start, choose.randint(start + 1, shape[dimension])
+            saved[index] = (*saved[index][:dimension], edge, *saved[index][dimension + 1 :])
+        count = torch.zeros(shape, dtype=torch.int64)
+        for slices in saved:
+            count[tuple(slice(*each) for each in slices)] += 1
+        found = str(manifest.flaw(shape, saved))
+        assert ("overlaps" in found) == bool(count.gt(1).any())
+        assert ("no slice holds" in found) == bool(count.eq(0).any() and not count.gt(1).any())
+
+
+def test_no_two_slices_of_a_large_run_need_be_compared(monkeypatch):
+    """Those of 64 ranks: 8 column shards, of each of which 8 ranks have a range."""
+    saved: list[Slices] = []
+    for column in range(8):
+        cuts = [0, *(4096 * 128 // 8 * rank + 7 for rank in range(1, 8)), 4096 * 128]
+        for start, stop in itertools.pairwise(cuts):
+            for (rows, (low, high)), _ in rectangles((4096, 128), range(start, stop)):
+                saved.append((rows, (column * 128 + low, column * 128 + high)))
+    assert len(saved) == 64 + 2 * 56
+    compared = []
+    monkeypatch.setattr(manifest, "intersection", lambda *pair: compared.append(pair))
+    assert manifest.flaw((4096, 1024), saved) is None
+    assert not compared, "planes separate them all"

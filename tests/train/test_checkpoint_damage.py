@@ -16,7 +16,7 @@ DATA = "rank-00000.safetensors"
 
 def save(run: Path, step: int) -> Path:
     tensors = {"a": torch.full((3, 5), float(step)), "b": torch.arange(7) + step}
-    parts = {n: Part(tuple(t.shape), tuple((0, s) for s in t.shape), t, True) for n, t in tensors.items()}
+    parts = {n: [Part(tuple(t.shape), tuple((0, s) for s in t.shape), t, True)] for n, t in tensors.items()}
     folder = checkpoint.save(run, step, parts, {"step": step}, keep=0, group=None, warn=pytest.fail)
     assert folder is not None
     return folder
@@ -26,7 +26,7 @@ def loaded_step(saved: checkpoint.Checkpoint | None) -> int:
     """The step whose tensors and state those are, whole."""
     assert saved is not None
     a, b = torch.zeros(3, 5), torch.zeros(7, dtype=torch.int64)
-    saved.load({"a": Part((3, 5), ((0, 3), (0, 5)), a, False), "b": Part((7,), ((0, 7),), b, False)})
+    saved.load({"a": [Part((3, 5), ((0, 3), (0, 5)), a, False)], "b": [Part((7,), ((0, 7),), b, False)]})
     step = saved.state["step"]
     assert torch.equal(a, torch.full((3, 5), float(step))) and torch.equal(b, torch.arange(7) + step)
     return step
@@ -126,7 +126,7 @@ def file_elsewhere(table):
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda table: table.update(format=2), "format 2"),
+        (lambda table: table.update(format=3), "expected format 1 or 2, found format 3"),
         (lambda table: table.pop("state"), "KeyError('state')"),
         (lambda table: table.pop("tensors"), "KeyError('tensors')"),
         (lambda table: table.update(files=[]), "AttributeError"),
@@ -143,6 +143,9 @@ def file_elsewhere(table):
         (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3], [0, 6]]), "not inside"),
         (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3]]), "not inside"),
         (lambda table: table["tensors"]["a"]["slices"][0].update(ranges=[[0, 3], [0]]), "ValueError"),
+        (lambda table: table["tensors"]["a"]["slices"][0].pop("key"), "KeyError('key')"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(key="b"), f"found {DATA} as b"),
+        (lambda table: table["tensors"]["a"]["slices"][0].update(key=["a"]), "TypeError"),
     ],
 )
 def test_manifests_that_are_wrong_in_themselves(run, change, found):

@@ -8,8 +8,8 @@ All is written and synced in `RUN/.staging-step-N`, which one rename turns into 
 renamed to `RUN/.deleting-…`, so no half-deleted folder is ever taken for a checkpoint. Saving is a sequence of
 local phases, each ended by one exchange of how it went (`agree`), so that all ranks see the same outcome.
 
-A tensor is stored as rectangles [start, stop) of its global shape, one for each rank that holds a different
-part. A loading rank reads the intersections of these with its own part, so any layout loads into any other.
+A tensor is stored as rectangles [start, stop) of its global shape, as the ranks hold them: none, one or several each.
+A loading rank reads the intersections of these with its own, so any layout loads into any other.
 """
 
 import os
@@ -38,12 +38,15 @@ from tpfuse.train.manifest import (
     read_manifest,
     slices_of,
     tensor_table,
+    written,
 )
 from tpfuse.train.manifest import CheckpointError as CheckpointError
 from tpfuse.train.manifest import Part as Part
+from tpfuse.train.manifest import Parts as Parts
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
+_Wanted = tuple[str, Slices, Slices, Part]  # key in the file, the slice that is there, what of it the part needs
 
 
 class CheckpointMismatch(ValueError):
@@ -82,27 +85,31 @@ class Checkpoint:
             if found != entry["sha256"]:
                 raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
 
-    def load(self, parts: dict[str, Part]) -> None:
+    def load(self, parts: Parts) -> None:
         """Fills every part; what else the checkpoint holds is left alone.
 
         Raises CheckpointMismatch, before anything is written, for a tensor that the checkpoint does not have or
         has in another shape or dtype; CheckpointError for a file that cannot be read.
         """
-        wanted: dict[str, list[tuple[str, Slices]]] = {}
-        for name, part in parts.items():
+        wanted: dict[str, list[_Wanted]] = {}
+        for name, part in ((name, part) for name, held in parts.items() for part in held):
             check_part(name, part)
-            entry = self._fitting_entry(name, part)
-            for piece in entry["slices"]:
-                wanted.setdefault(piece["file"], []).append((name, slices_of(piece["ranges"])))
+            for piece in self._fitting_entry(name, part)["slices"]:
+                saved = slices_of(piece["ranges"])
+                both = intersection(saved, part.slices)
+                if both is not None:
+                    wanted.setdefault(piece["file"], []).append((piece["key"], saved, both, part))
         for name, pieces in wanted.items():
             file = self.folder / name
             try:
-                self._read(file, pieces, parts)
+                self._read(file, pieces)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, "a readable safetensors file", str(error)) from error
 
     def _fitting_entry(self, name: str, part: Part) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(name)
+        if entry is None and 0 in part.shape:  # of what has no elements, ranks need not hold any part
+            return {"slices": []}
         if entry is None:
             raise CheckpointMismatch(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
         there, here = (tuple(entry["shape"]), entry["dtype"]), (part.shape, DTYPES.get(part.tensor.dtype))
@@ -115,19 +122,16 @@ class Checkpoint:
         return result
 
     @staticmethod
-    def _read(file: Path, pieces: list[tuple[str, Slices]], parts: dict[str, Part]) -> None:
+    def _read(file: Path, pieces: list[_Wanted]) -> None:
         with safe_open(str(file), framework="pt") as reader:
-            for name, saved in pieces:
-                both = intersection(saved, parts[name].slices)
-                if both is None:
-                    continue
-                source, part = reader.get_slice(name), parts[name]
+            for key, saved, both, part in pieces:
+                source = reader.get_slice(key)
                 found, expected = (
                     (source.get_dtype(), source.get_shape()),
                     (DTYPES[part.tensor.dtype], [*extent(saved)]),
                 )
                 if found != expected:
-                    raise CheckpointError(file, f"{name} as {expected}", str(found))
+                    raise CheckpointError(file, f"{key} as {expected}", str(found))
                 part.tensor.detach()[place(both, part.slices)].copy_(source[place(both, saved)])
 
 
@@ -179,7 +183,7 @@ class _Saving:
 
     run: Path
     step: int
-    parts: dict[str, Part]
+    parts: Parts
     rank: int
     warnings: list[str]
 
@@ -211,7 +215,7 @@ class _Saving:
 
     def write(self) -> tuple[str, int, str] | None:
         """This rank's file: name, size, SHA-256."""
-        tensors = {n: part.tensor for n, part in self.parts.items() if part.writer and part.tensor.numel()}
+        tensors = {key: part.tensor for name, held in self.parts.items() for key, part in written(name, held)}
         if not tensors:
             return None
         with DurableFile(self.staging / file_name(self.rank)) as file:
@@ -257,7 +261,7 @@ class _Saving:
 def save(
     run: Path,
     step: int,
-    parts: dict[str, Part],
+    parts: Parts,
     state: dict[str, Any],
     *,
     keep: int,
@@ -266,7 +270,7 @@ def save(
 ) -> Path | None:
     """Collective over `group` (None: one rank): the new checkpoint's folder, or None on all ranks if it failed.
 
-    parts: by name, those of this rank. state: JSON-able, rank 0's is stored. keep: how many of the newest good
+    parts: by name, all that this rank holds. state: JSON-able, rank 0's is stored. keep: how many of the newest good
     checkpoints stay (0: all); the older ones among them are read whole before any is deleted. warn: called on
     rank 0, with one line. A good checkpoint of this step that is there already is returned as it is; a damaged
     one is replaced.

@@ -1,19 +1,24 @@
 """What a checkpoint consists of: parts of tensors in memory, slices of them in files, and the manifest of both.
 
     {"sha256": of everything behind this line,
-     "format": 1, "step": N,
+     "format": 2, "step": N,
      "files":   {file: {"size": bytes, "sha256": …}},
      "tensors": {name: {"shape": global, "dtype": as in safetensors,
-                        "slices": [{"file": …, "ranges": [[start, stop] for every dimension]}]}},
+                        "slices": [{"file": …, "key": name in the file,
+                                    "ranges": [[start, stop] for every dimension]}]}},
      "state":   the caller's}
 
 The slices of a tensor are a partition of its shape: none overlap, none lack. Those without elements are left out.
+A rank may hold several parts of one tensor; in its file they are NAME, NAME#1, NAME#2, …
+
+Format 1, which is still read, had no keys: a file held at most one slice of a tensor, under the tensor's name.
 """
 
 import hashlib
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +28,11 @@ from torch import Tensor
 from tpfuse.comm.layout import Slices
 from tpfuse.train.safetensors_file import DTYPES
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, 2)  # formats
 MANIFEST = "manifest.json"
-# What a rank holds: by tensor, its global shape, its dtype, and the slices that the rank writes, if any.
-Description = dict[str, tuple[tuple[int, ...], str, Slices | None]]
+# What a rank holds: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
+Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
 
 
 class CheckpointError(Exception):
@@ -39,7 +45,7 @@ class CheckpointError(Exception):
 
 @dataclass
 class Part:
-    """The part of a global tensor that this rank holds.
+    """A part of a global tensor that this rank holds.
 
     shape: of the global tensor. slices: [start, stop) of the part in every dimension. tensor: the part itself,
     on any device; loading writes into it in place. writer: whether this rank saves it; of the ranks with the
@@ -50,6 +56,9 @@ class Part:
     slices: Slices
     tensor: Tensor
     writer: bool
+
+
+Parts = Mapping[str, Sequence[Part]]  # by the name of the global tensor, all that a rank holds of it
 
 
 def extent(slices: Slices) -> tuple[int, ...]:
@@ -70,14 +79,48 @@ def place(slices: Slices, inside: Slices) -> tuple[slice, ...]:
 
 def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
     """Why these rectangles are not a partition of the shape; None if they are."""
-    for index, slices in enumerate(saved):
+    for slices in saved:
         inside = len(slices) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(slices, shape, strict=True))
         if not inside:
             return f"the slice {slices} has no elements or is not inside the shape {shape}"
-        if any(intersection(slices, other) is not None for other in saved[:index]):
-            return f"the slice {slices} of the shape {shape} overlaps another one"
+    overlapping = _overlapping(saved, len(shape))
+    if overlapping is not None:
+        return f"the slice {overlapping} of the shape {shape} overlaps another one"
     missing = math.prod(shape) - sum(math.prod(extent(slices)) for slices in saved)
     return f"no slice holds {missing} of the elements of the shape {shape}" if missing else None
+
+
+def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
+    """A rectangle that has elements in common with one before it in the list, if any.
+
+    Rectangles are separated by planes between them, one dimension after the other, until each is alone: n log n steps
+    for those that sharding makes. Only what no plane separates is compared pair by pair.
+    """
+    waiting = [(saved, 0, 0)]  # rectangles, the dimension to try next, how many were tried since the last that split
+    while waiting:
+        together, dimension, tried = waiting.pop()
+        if tried == dimensions:
+            for index, slices in enumerate(together):
+                if any(intersection(slices, other) is not None for other in together[:index]):
+                    return slices
+            continue
+        groups = _separated(together, dimension)
+        tried = tried + 1 if len(groups) == 1 else 0
+        waiting += [(group, (dimension + 1) % dimensions, tried) for group in groups if len(group) > 1]
+    return None
+
+
+def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
+    """The rectangles in groups that have no coordinate of this dimension in common."""
+    groups: list[list[Slices]] = []
+    reached = 0
+    for slices in sorted(saved, key=lambda slices: slices[dimension]):
+        start, stop = slices[dimension]
+        if not groups or start >= reached:
+            groups.append([])
+        groups[-1].append(slices)
+        reached = max(reached, stop)
+    return groups
 
 
 def check_part(name: str, part: Part) -> None:
@@ -98,15 +141,28 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def describe(parts: dict[str, Part]) -> Description:
+def written(name: str, parts: Sequence[Part]) -> Iterator[tuple[str, Part]]:
+    """What this rank writes of a tensor, each part with its key in the rank's file."""
+    writes = (part for part in parts if part.writer and part.tensor.numel())
+    for index, part in enumerate(writes):
+        yield f"{name}#{index}" if index else name, part
+
+
+def describe(parts: Parts) -> Description:
     """What this rank holds and writes. Raises ValueError for what cannot be saved."""
     description: Description = {}
-    for name, part in parts.items():
-        check_part(name, part)
-        if part.tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {part.tensor.dtype}: a checkpoint holds {', '.join(map(str, DTYPES))}")
-        writes = part.slices if part.writer and part.tensor.numel() else None
-        description[name] = (tuple(part.shape), DTYPES[part.tensor.dtype], writes)
+    for name, held in parts.items():
+        if "#" in name:
+            raise ValueError(f"{name} cannot be saved: # stands between a tensor's name and the number of its part")
+        for part in held:
+            check_part(name, part)
+            if part.tensor.dtype not in DTYPES:
+                raise ValueError(f"{name} is {part.tensor.dtype}: a checkpoint holds {', '.join(map(str, DTYPES))}")
+        kinds = {(tuple(part.shape), DTYPES[part.tensor.dtype]) for part in held}
+        if len(kinds) > 1:
+            raise ValueError(f"{name} has parts of different tensors on one rank: {sorted(kinds)}")
+        for shape, dtype in kinds:
+            description[name] = shape, dtype, {key: part.slices for key, part in written(name, held)}
     return description
 
 
@@ -118,8 +174,8 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
             entry = table.setdefault(name, {"shape": list(shape), "dtype": dtype, "slices": []})
             if (entry["shape"], entry["dtype"]) != (list(shape), dtype):
                 raise ValueError(f"{name} is {dtype} {shape} on rank {rank}, {entry['dtype']} {entry['shape']} before")
-            if slices is not None:
-                entry["slices"].append({"file": file_name(rank), "ranges": slices})
+            file = file_name(rank)
+            entry["slices"] += [{"file": file, "key": key, "ranges": ranges} for key, ranges in slices.items()]
     for name, entry in table.items():
         problem = flaw(tuple(entry["shape"]), [piece["ranges"] for piece in entry["slices"]])
         if problem is not None:
@@ -148,14 +204,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(file, f"SHA-256 {stated}", found)
     try:
         manifest: dict[str, Any] = json.loads(raw)
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(file, f"format {FORMAT}", f"format {manifest['format']}")
+        if manifest["format"] not in READ:
+            raise CheckpointError(file, f"format {' or '.join(map(str, READ))}", f"format {manifest['format']}")
         if folder.name != f"step-{manifest['step']}":
             raise CheckpointError(file, f"the step of {folder.name}", f"step {manifest['step']}")
+        if manifest["format"] == 1:
+            _add_keys(manifest)
         _check_tables(file, manifest)
         return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(file, f"a manifest of format {FORMAT}", repr(error)) from error
+
+
+def _add_keys(manifest: dict[str, Any]) -> None:
+    """Format 1 becomes format 2."""
+    for name, entry in manifest["tensors"].items():
+        for piece in entry["slices"]:
+            piece["key"] = name
 
 
 def _check_tables(file: Path, manifest: dict[str, Any]) -> None:
@@ -164,8 +229,13 @@ def _check_tables(file: Path, manifest: dict[str, Any]) -> None:
         # A name with a folder in it could lead out of the checkpoint.
         if not re.fullmatch(r"rank-\d+\.safetensors", name) or not {"size", "sha256"} <= entry.keys():
             raise CheckpointError(file, "files rank-….safetensors with size and sha256", f"{name!r}: {entry}")
+    places: set[tuple[str, str]] = set()
     for name, entry in manifest["tensors"].items():
         problem = flaw(tuple(entry["shape"]), [slices_of(piece["ranges"]) for piece in entry["slices"]])
         unknown = {piece["file"] for piece in entry["slices"]} - manifest["files"].keys()
         if problem is not None or unknown or entry["dtype"] not in DTYPES.values():
             raise CheckpointError(file, f"slices that make up {name}", problem or f"{entry['dtype']} in {unknown}")
+        for place in ((piece["file"], piece["key"]) for piece in entry["slices"]):
+            if place in places:
+                raise CheckpointError(file, f"slices of {name} that nothing else shares", " as ".join(place))
+            places.add(place)

@@ -28,7 +28,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     model = GPT(GPTConfig(**state["model"]), device=device, dtype=dtype)
     saved.load(
         {
-            f"model.{name}": Part(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)
+            f"model.{name}": [Part(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
             for name, parameter in model.named_parameters()
         }
     )

@@ -181,7 +181,7 @@ class Trainer:
         tokens = batches * self.options.train.batch * self.config.n_positions
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, list[Part]]:
         """Masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, for checkpoints.
 
         Ranks with the same part take turns at writing, parameter by parameter.
@@ -198,7 +198,7 @@ class Trainer:
                 tensors = {"model": bucket.view(bucket.master, segment)}
                 tensors |= {name: self.optimizer.moment(bucket, segment, name) for name in MOMENTS}
                 for kind, tensor in tensors.items():
-                    parts[f"{kind}.{segment.name}"] = Part(shape, slices, tensor, writer)
+                    parts[f"{kind}.{segment.name}"] = [Part(shape, slices, tensor, writer)]
         return parts
 
     def state(self) -> dict[str, Any]:
