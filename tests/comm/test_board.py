@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tpfuse.comm import board as boards
+from tpfuse.comm import host
 from tpfuse.comm.board import Board, Mapping
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
@@ -228,14 +229,14 @@ def test_a_rank_is_gone_only_before_it_is_through() -> None:
 
 def _elsewhere() -> str:
     if dist.get_rank() == 1:
-        real, boards._host = boards._host, lambda: "boot pid:[1] elsewhere"
+        real, host.node_identity = host.node_identity, lambda: "boot pid:[1] net:[1] elsewhere"
     try:
         _board()
     except Unavailable as error:
         return str(error)
     finally:
         if dist.get_rank() == 1:
-            boards._host = real
+            host.node_identity = real
     return "made"
 
 

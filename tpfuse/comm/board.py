@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
+from tpfuse.comm import host
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.meeting import say
 from tpfuse.comm.words import Pace, load_acquire, store_release
@@ -126,7 +127,7 @@ class Board:
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
-        hellos = say(group, (_host(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
+        hellos = say(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
         reason = _why_not(hellos)
         if not reason and mapping is None:
             try:
@@ -307,16 +308,11 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _host() -> str:
-    """The same for processes that see each other's memory: one boot of one kernel, one namespace of processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()} {os.uname().nodename}"
-
-
 def _why_not(hellos: Sequence[tuple[str, int, int | None, str]]) -> str:
     """Why these ranks cannot share memory; empty where they can."""
-    names = [host.split()[-1] for host, *_ in hellos]
-    other = next((rank for rank, (host, *_) in enumerate(hellos) if host != hellos[0][0]), None)
+    nodes = [node for node, *_ in hellos]
+    other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     if other is not None:
-        return f"the group spans hosts or containers: rank 0 is on {names[0]}, rank {other} on {names[other]}"
+        places = host.places(nodes[0], nodes[other])
+        return f"the group spans hosts or containers: rank 0 is on {places[0]}, rank {other} on {places[1]}"
     return hellos[0][3]

@@ -1,0 +1,26 @@
+"""Where a process runs: what tells ranks that reach each other's memory from ranks that only have a network."""
+
+import os
+from pathlib import Path
+
+
+def node_identity() -> str:
+    """The same for the processes of one node: one boot of one kernel, one namespace of processes and one of networks.
+
+    Namespaces as well, because a container is a node of its own: its memory cannot be opened from another one. So are
+    the network namespaces of one machine, which makes two nodes of it for tests. Last comes the name that the node
+    gives itself, for messages; no other part has a blank.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = " ".join(str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net"))
+    return f"{boot} {namespaces} {os.uname().nodename}"
+
+
+def places(one: str, other: str) -> tuple[str, str]:
+    """Two identities that differ, in words: their names, with the namespaces that differ where the names are alike."""
+    words, others = one.split(), other.split()
+    if words[-1] != others[-1]:
+        return words[-1], others[-1]
+    apart = [(a, b) for a, b in zip(words, others, strict=True) if a != b]
+    ours, theirs = (" ".join(column) for column in zip(*apart, strict=True))
+    return f"{words[-1]} ({ours})", f"{others[-1]} ({theirs})"

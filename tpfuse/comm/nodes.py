@@ -1,0 +1,113 @@
+"""Which ranks of a group are on the same node: for sums that cross the network between nodes only once.
+
+On N nodes of R ranks a sum over all of them is three: a reduce-scatter over the ranks of each node, which gives every
+rank a shard of 1/R; a sum over the ranks with the same number on all nodes, of their shard alone; and an all-gather over
+the ranks of each node. So with two nodes each sends every element once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from tpfuse.comm import host
+from tpfuse.comm.meeting import say
+from tpfuse.comm.settings import settings
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A group split by node. Ranks are in the order of the default group, as torch has them in every new group.
+
+    within: the ranks of this rank's node; across: those with this rank's number in `within`, one of each node.
+    """
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return self.across.size()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of each node, at least two."""
+        return self.within.size()
+
+
+_found: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
+
+
+def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
+    """The nodes of `group`; None where there is nothing to gain (`why_not_split` says why). The same on every rank.
+
+    Collective when first asked for, over this group alone; kept as long as the group. The new groups have the deadline
+    of the settings. Under NCCL with a device bound to the default group, all groups of a mesh dimension are to be split
+    at the same time: NCCL splits its communicators among all ranks. Raises PeerTimeout where a rank does not come.
+    """
+    found = _split(group)
+    return found if isinstance(found, Nodes) else None
+
+
+def why_not_split(group: dist.ProcessGroup) -> str:
+    """Why `split_by_node` gives None; empty where it does not. Collective when first asked for."""
+    found = _split(group)
+    return found if isinstance(found, str) else ""
+
+
+def _split(group: dist.ProcessGroup) -> Nodes | str:
+    found = _found.get(group)
+    if found is None:
+        found = _found[group] = _make(group)
+    return found
+
+
+def _make(group: dist.ProcessGroup) -> Nodes | str:
+    # New groups of some ranks are named after the number of groups that each of these has.
+    groups = len(dist.distributed_c10d._world.pg_names)
+    said = say(group, (host.node_identity(), groups), "split by node", settings().timeout)
+    ranks = dist.get_process_group_ranks(group)
+    nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, said, strict=True)})
+    reason = _why_not(nodes)
+    if not reason and any(other != groups for _, other in said):
+        reason = f"the ranks have {[other for _, other in said]} process groups: torch cannot name new ones alike"
+    if reason:
+        return reason
+    own = next(node for node in nodes if dist.get_rank() in node)
+    number = own.index(dist.get_rank())
+    return Nodes(_new_group(own, group), _new_group([node[number] for node in nodes], group))
+
+
+def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
+    """The ranks that say the same, in ascending order; nodes in the order of their first ranks."""
+    nodes: dict[str, list[int]] = {}
+    for rank in sorted(identities):
+        nodes.setdefault(identities[rank], []).append(rank)
+    return list(nodes.values())
+
+
+def _why_not(nodes: Sequence[Sequence[int]]) -> str:
+    """Why there is nothing to gain; empty where there is."""
+    sizes = [len(node) for node in nodes]
+    if len(nodes) == 1:
+        return "all ranks are on one node"
+    if max(sizes) == 1:
+        return f"each of the {len(nodes)} nodes has one rank"
+    if min(sizes) != max(sizes):
+        return f"the {len(nodes)} nodes have unequal numbers of ranks: {', '.join(map(str, sizes))}"
+    return ""
+
+
+def _new_group(ranks: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of these ranks of the default group, made by its members alone."""
+    made = dist.new_group(
+        ranks,
+        timeout=timedelta(seconds=settings().timeout),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
