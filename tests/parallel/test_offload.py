@@ -41,7 +41,7 @@ def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tens
         for part in store.walk(state[:1]):
             state[0][part] = normal(index, size, dtype=state_dtype)[part]
         shards.append((*state, torch.zeros(size, dtype=dtype) if half else None))
-    staging = Staging(torch.device("cpu"))
+    staging = Staging()
     for step in range(steps):
         number = torch.tensor(step + 1.0)
         for index, (master, exp_avg, exp_avg_sq, parameter) in enumerate(shards):
@@ -250,9 +250,10 @@ def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         return target
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(offload, "_on_host", lambda x: False)
     monkeypatch.setattr(offload, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(Tensor, "copy_", late)
-    staging = Staging(torch.device("cuda", 0))
+    staging = Staging()
     gradients, parameters = torch.arange(100.0), torch.arange(100.0, 200.0, dtype=torch.float64)
     expected = parameters + gradients
     for start in range(0, 100, 30):  # the last block is shorter

@@ -223,18 +223,21 @@ class _Buffers:
         return self._memory[name][: block.nbytes].view(block.dtype)
 
 
+def _on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def _pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 class Staging:
-    """Takes blocks of gradients from `device` to the host, and new parameters back. On the CPU they just stay.
+    """Takes blocks of gradients from a device to the host, and new parameters back. On the CPU they just stay.
 
     Two buffers take turns, so that parameters are still copied to the device while the next block is updated.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._buffers = [_Buffers(), _Buffers()]
 
     @contextlib.contextmanager
@@ -244,10 +247,10 @@ class Staging:
         read: whether the parameter's present values are wanted too, as where it is the master. What was written is in
         the device's parameter for whoever comes next on the current stream.
         """
-        if self._device.type == "cpu":
+        if _on_host(gradient):
             yield gradient, parameter
             return
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(gradient.device)
         buffers = self._buffers[0]
         self._buffers.reverse()
         if buffers.copied is not None:
