@@ -59,27 +59,33 @@ def recomputed(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], use:
     result = _checkpoint(partial(_held, function), *inputs)
     if result.grad_fn is None:
         return use(result)
-    node, storage = result.grad_fn, result.untyped_storage().data_ptr()
+    regained, storage = _Regained(result.grad_fn), result.untyped_storage().data_ptr()
 
-    def pack(x: Tensor) -> Tensor | _Place:
+    def pack(x: Tensor) -> Tensor | Callable[[], Tensor]:
         if not x.numel() or x.untyped_storage().data_ptr() != storage:
             return x
-        return node, x.shape, x.stride(), int(x.storage_offset())
+        regained.views += 1
+        return partial(regained.view, x.shape, x.stride(), int(x.storage_offset()))
 
-    with saved_tensors_hooks(pack, _unpack):
+    with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
         return use(result)
 
 
-_Place = tuple[Node, torch.Size, tuple[int, ...], int]
+class _Regained:
+    """The result once more, from the recomputation that the node of `_Hold` asks for; let go when all have had it."""
 
+    def __init__(self, node: Node) -> None:
+        self._node, self._held, self._given = node, torch.empty(0), 0
+        self.views = 0  # that will be asked for in a backward pass
 
-def _unpack(place: Tensor | _Place) -> Tensor:
-    """A tensor that was kept, or a view of what the recomputation gives to the `_Hold` that is named."""
-    if isinstance(place, Tensor):
-        return place
-    node, shape, stride, offset = place
-    held: Tensor = node.saved_tensors[0]  # type: ignore[attr-defined]
-    return held.detach().as_strided(shape, stride, offset)
+    def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        if not self._given:
+            (self._held,) = self._node.saved_tensors  # type: ignore[attr-defined]
+        self._given = (self._given + 1) % self.views
+        held = self._held.detach()
+        if not self._given:
+            self._held = torch.empty(0)
+        return held.as_strided(shape, stride, offset)
 
 
 class _Hold(Function):

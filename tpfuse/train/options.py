@@ -7,6 +7,7 @@ from typing import Literal
 from tpfuse.comm.sequence import Balance
 from tpfuse.implementation_choice import Implementation
 from tpfuse.kernel_choice import Kernels
+from tpfuse.parallel.recompute import Recompute
 from tpfuse.parallel.ring_attention import Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
@@ -59,6 +60,9 @@ class TrainOptions:
     """Of initial weights, batches and dropout."""
     dtype: Dtype = "float32"
     """Of parameters and activations; the half types keep float32 master weights."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward pass instead of being kept: none, selective (attention and the MLP's
+    activation), or full (all but the input of each block)."""
     eval_every: int = 250
     """Steps between evaluations; 0: never."""
     eval_batches: int = 20

@@ -1,0 +1,249 @@
+"""Activation checkpointing of the GPT: the same gradients to the bit, and exactly so many bytes kept.
+
+What a block keeps for each token on one rank without dropout, in float32 numbers; C: features, H: heads. Its input,
+mean and deviation of the first norm, the norm's output; q, k, v; attention's output and log-sum-exp; the same again of
+the second norm; what is before the GELU, and behind it:
+
+    none       C + 2 + C + 3 C + C + H + C + 2 + C + 4 C + 4 C = 16 C + 4 + H
+    selective  C + 2 + C + 3 C         + C + 2 + C + 4 C       = 11 C + 4
+    full       C
+
+Tensor-parallel ranks keep these of m = M / tp tokens where nothing is gathered, which is in the norms and in the inputs
+of first layers, and of all M tokens their share of the features elsewhere. Context-parallel ranks have fewer tokens.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.long_context import SavedBytes
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import context_mesh
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernel_choice import kernels
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.key_value_cache import KeyValueCache
+from tpfuse.parallel.context import Schedule
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+
+CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+B, T, C, H = 3, 12, 32, 4
+M = B * T
+
+
+def _step(model: GPT, at: tuple[int, int] | None = None, length: int = T) -> tuple[int, Tensor, list[Tensor]]:
+    """(bytes saved for the backward pass, loss, gradients)."""
+    ids = integers(1, B, length, low=0, high=60, dtype=torch.int64)
+    model.zero_grad()
+    saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
+    with saved.hooks:
+        loss = model(ids, ids.roll(-1, 1), loss_weight=0.1, dropout_at=at)
+    loss.backward()
+    return saved.total, loss.detach(), [local_tensor(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def _built(config: GPTConfig, recompute: Recompute, **options: Any) -> GPT:
+    model = GPT(config, recompute=recompute, **options)
+    initialize(model, 1)
+    return model
+
+
+def _equal(found: tuple[int, Tensor, list[Tensor]], expected: tuple[int, Tensor, list[Tensor]]) -> bool:
+    return torch.equal(found[1], expected[1]) and all(map(torch.equal, found[2], expected[2]))
+
+
+def _per_layer(recompute: Recompute, **options: Any) -> int:
+    """Bytes that a block more keeps."""
+    one, two = (GPTConfig(61, 16, C, layers, H) for layers in (1, 2))
+    return _step(_built(two, recompute, **options))[0] - _step(_built(one, recompute, **options))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_gradients_are_the_same_to_the_bit(dropout: float, dtype: torch.dtype) -> None:
+    config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
+    plain, *others = (_step(_built(config, name, dtype=dtype), (3, 4)) for name in RECOMPUTE)
+    for found, least in zip(others, (1, 2), strict=True):
+        assert _equal(found, plain)
+        assert found[0] * (1 + least / 8) < plain[0]
+
+
+def test_two_steps_of_accumulation_and_a_graph_that_is_kept() -> None:
+    ids = integers(1, B, T, low=0, high=60, dtype=torch.int64)
+    found = []
+    for name in RECOMPUTE:
+        model = _built(CONFIG, name)
+        for _ in range(2):
+            loss = model(ids, ids, loss_weight=0.1)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+def test_what_a_block_keeps_on_one_rank() -> None:
+    assert _per_layer("none") == 4 * M * (16 * C + 4 + H)
+    assert _per_layer("selective") == 4 * M * (11 * C + 4)
+    assert _per_layer("full") == 4 * M * C
+
+
+def _kept_by_tensor_ranks(world: int) -> None:
+    """m tokens of: x, first norm's output, x between, second norm's output, twice mean and deviation."""
+    mesh = mesh_of(1, world)["tp"]
+    m, share = M // world, C // world
+    for impl in ("direct", "collective"):
+        with implementation(impl):
+            assert _per_layer("none", device_mesh=mesh) == 4 * (m * (4 * C + 4) + M * (12 * share + H // world))
+            assert _per_layer("selective", device_mesh=mesh) == 4 * (m * (4 * C + 4) + M * 7 * share)
+            assert _per_layer("full", device_mesh=mesh) == 4 * m * C
+
+
+def test_what_a_block_keeps_on_two_tensor_ranks() -> None:
+    pool(2).run(_kept_by_tensor_ranks, 2)
+
+
+def _kept_by_context_ranks(world: int) -> None:
+    """A ring keeps q, k, v, out and lse of this rank's tokens, as one rank does of all."""
+    context = context_mesh(mesh_of(1, 1, world))
+    n = M // world
+    options = {"context_mesh": context, "context_schedule": "ring"}
+    assert _per_layer("none", **options) == 4 * n * (16 * C + 4 + H)
+    assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
+    assert _per_layer("full", **options) == 4 * n * C
+    options["context_schedule"] = "ulysses"  # keeps what was exchanged besides, which is q, k, v, out and lse anew
+    assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
+
+
+def test_what_a_block_keeps_on_two_context_ranks() -> None:
+    pool(2).run(_kept_by_context_ranks, 2)
+
+
+def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, length: int, dropout: float) -> None:
+    mesh = mesh_of(1, tp, cp)
+    config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
+    options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
+    with implementation(impl):
+        plain, *others = (
+            _step(_built(config, name, context_schedule=schedule, **options), (3, 4), length) for name in RECOMPUTE
+        )
+        for found in others:
+            assert _equal(found, plain)
+            assert found[0] < plain[0]
+
+
+@pytest.mark.parametrize("impl", ["direct", "collective"])
+@pytest.mark.parametrize(
+    ("tp", "cp", "schedule"),
+    [(2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses"), (1, 2, "all_gather"), (2, 2, "ring")],
+)
+def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: Schedule, impl: Implementation) -> None:
+    for length, dropout in ((T, 0.0), (11, 0.2)):  # 33 tokens: padded
+        pool(tp * cp).run(_same_on_ranks, tp, cp, schedule, impl, length, dropout)
+
+
+def _with_buckets() -> None:
+    """Hooks that take gradients as they come, and leaves of their own beside the parameters."""
+    found = []
+    for name in RECOMPUTE:
+        mesh = mesh_of(1, 2)
+        model = _built(CONFIG, name, device_mesh=mesh["tp"])
+        buckets = GradientBuckets(model, world_group=mesh["tp"].get_group())
+        ids = integers(1, B, T, low=0, high=60, dtype=torch.int64)
+        for last in (False, True):
+            buckets.start(last=last)
+            model(ids, ids.roll(-1, 1), loss_weight=0.1).backward()
+        buckets.finish()
+        found.append([bucket.sums.clone() for bucket in buckets.buckets])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+def test_under_gradient_buckets() -> None:
+    pool(2).run(_with_buckets)
+
+
+def _fully_sharded() -> None:
+    found = []
+    for name in RECOMPUTE:
+        model, mesh = _built(CONFIG, name), mesh_of(2, 1)
+        for block in model.transformer.h:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+        ids = integers(1, B, T, low=0, high=60, dtype=torch.int64)
+        model(ids, ids.roll(-1, 1)).mean().backward()
+        found.append([local_tensor(parameter.grad).clone() for parameter in model.parameters()])
+    for gradients in found[1:]:
+        assert all(map(torch.equal, gradients, found[0]))
+
+
+def test_under_fully_shard() -> None:
+    pool(2).run(_fully_sharded)
+
+
+def test_interpreted_kernels() -> None:
+    """float32, where the activation's rounding is the same inside the product and behind it, up to its last bit."""
+    config = GPTConfig(61, 16, C, 1, 2)
+    with kernels("triton"):
+        plain, selective, full = (_step(_built(config, name), (3, 4)) for name in RECOMPUTE)
+    assert _equal(full, plain)
+    for found, expected in zip(selective[2], plain[2], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert full[0] < selective[0] < plain[0]
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_one_graph(name: Recompute) -> None:
+    model = _built(GPTConfig(61, 16, C, 1, 2), name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    expected, found = _step(model), _step(compiled)
+    assert _equal(found, expected)
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_without_gradients_and_with_a_cache_nothing_changes(name: Recompute) -> None:
+    model, plain = _built(CONFIG, name), _built(CONFIG, "none")
+    ids = integers(1, 2, T, low=0, high=60, dtype=torch.int64)
+    with torch.no_grad():
+        expected = plain(ids)
+        assert torch.equal(model(ids), expected)
+        cache = KeyValueCache(CONFIG, 2, 1, torch.device("cpu"), torch.float32)
+        pieces = [model(ids[:, start:stop], cache=cache) for start, stop in itertools.pairwise((0, 5, T))]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)
+
+
+def test_the_function_runs_twice_and_its_user_once() -> None:
+    runs = []
+
+    def function(x: Tensor) -> Tensor:
+        runs.append("function")
+        return x.exp()
+
+    def use(y: Tensor) -> Tensor:
+        runs.append("use")
+        return y.t() @ y  # keeps y, and a view of it
+
+    x = normal(1, 4, 5, dtype=torch.float64).requires_grad_()
+    (expected,) = torch.autograd.grad((x.exp().t() @ x.exp()).sum(), x)
+    saved = SavedBytes([])
+    with saved.hooks:
+        out = recomputed(function, (x,), use)
+    assert saved.total == x.nbytes and runs == ["function", "use"]
+    out.sum().backward()
+    assert runs == ["function", "use", "function"]
+    torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=0)
+
+
+def test_names_that_are_not_known() -> None:
+    with pytest.raises(ValueError, match="recompute 'some': expected one of none, selective, full"):
+        GPT(CONFIG, recompute="some")
