@@ -1,11 +1,12 @@
 """Which ranks of a group are on the same node: for sums that cross the network between nodes only once.
 
 On N nodes of R ranks a sum over all of them is three: a reduce-scatter over the ranks of each node, which gives every
-rank a shard of 1/R; a sum over the ranks with the same number on all nodes, of their shard alone; and an all-gather over
-the ranks of each node. So with two nodes each sends every element once.
+rank a shard of 1/R; a sum over the ranks with the same number on all nodes, of their shard alone; and an all-gather
+over the ranks of each node. So of two nodes each sends every element once.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -66,19 +67,50 @@ def _split(group: dist.ProcessGroup) -> Nodes | str:
 
 
 def _make(group: dist.ProcessGroup) -> Nodes | str:
-    # New groups of some ranks are named after the number of groups that each of these has.
-    groups = len(dist.distributed_c10d._world.pg_names)
-    said = say(group, (host.node_identity(), groups), "split by node", settings().timeout)
+    said = say(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
     ranks = dist.get_process_group_ranks(group)
     nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, said, strict=True)})
     reason = _why_not(nodes)
-    if not reason and any(other != groups for _, other in said):
-        reason = f"the ranks have {[other for _, other in said]} process groups: torch cannot name new ones alike"
     if reason:
         return reason
     own = next(node for node in nodes if dist.get_rank() in node)
     number = own.index(dist.get_rank())
-    return Nodes(_new_group(own, group), _new_group([node[number] for node in nodes], group))
+    with _numbers.agreed(max(number for _, number in said)):
+        return Nodes(_new_group(own, group), _new_group([node[number] for node in nodes], group))
+
+
+class _Numbers:
+    """torch names a group that its members alone have made after them and after the number of groups that the process
+    has: unlike on ranks that are in other numbers of groups, which then wait for each other in vain. So ranks agree.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def free(self) -> int:
+        """The first number that this rank has not used."""
+        return max(self._next, len(_names()))
+
+    @contextlib.contextmanager
+    def agreed(self, number: int) -> Iterator[None]:
+        """Fills up the names of groups to `number`."""
+        fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
+        _names().update(fillers)
+        try:
+            yield
+        finally:
+            self._next = len(_names())
+            for filler in fillers:
+                del _names()[filler]
+
+
+def _names() -> dict[object, str]:
+    """Of this process's groups."""
+    names: dict[object, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
+    return names
+
+
+_numbers = _Numbers()
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:

@@ -48,13 +48,14 @@ def _find(file: str, name: str) -> Callable[..., Any]:
     return _functions[file, name]
 
 
-def _serve(rank: int, world: int, store: str, timeout: float, deterministic: bool, connection: Connection) -> None:
+def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bool, connection: Connection) -> None:
+    """What a rank does until its pool goes away. meeting: where the ranks meet, a URL as torch.distributed has them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(deterministic)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{store}",
+        init_method=meeting,
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout),
@@ -90,8 +91,8 @@ class RankPool:
         deterministic = torch.are_deterministic_algorithms_enabled()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, f"{self._folder}/store", self.timeout, deterministic, theirs)
-            process = context.Process(target=_serve, args=args, daemon=True)
+            args = (rank, self.world, f"file://{self._folder}/store", self.timeout, deterministic, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)

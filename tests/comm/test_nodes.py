@@ -1,0 +1,240 @@
+"""Ranks by node: pretended ones everywhere, and two network namespaces where this machine lets us make them."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import collectives, host
+from tpfuse.comm.choice import choose
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import PeerTimeout, Unavailable
+from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
+from tpfuse.comm.settings import set_settings
+from tpfuse.testing.nodes import bytes_sent, pretended_nodes, run_on_nodes, why_not_permitted
+from tpfuse.testing.ranks import RankError, pool
+
+on_two_nodes = pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
+CPU = torch.device("cpu")
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    """Global ranks, in the group's order, as the ranks themselves say."""
+    said = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(said, torch.tensor([dist.get_rank()]), group=group)
+    return [int(rank) for rank in said]
+
+
+def _split(*sizes: int) -> tuple[int, int, list[int], list[int]] | str:
+    with pretended_nodes(*sizes) as group:
+        found = split_by_node(group)
+        if found is None:
+            return why_not_split(group)
+        assert why_not_split(group) == "" and split_by_node(group) is found
+        return found.count, found.ranks_per_node, _members(found.within), _members(found.across)
+
+
+def test_four_ranks_of_two_nodes() -> None:
+    assert pool(4).run(_split, 2, 2) == [
+        (2, 2, [0, 1], [0, 2]),
+        (2, 2, [0, 1], [1, 3]),
+        (2, 2, [2, 3], [0, 2]),
+        (2, 2, [2, 3], [1, 3]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((4,), "all ranks are on one node"),
+        ((1, 1), "each of the 2 nodes has one rank"),
+        ((2, 1), "the 2 nodes have unequal numbers of ranks: 2, 1"),
+        ((1, 3), "the 2 nodes have unequal numbers of ranks: 1, 3"),
+        ((2,), "all ranks are on one node"),
+    ],
+)
+def test_where_there_is_nothing_to_gain_every_rank_hears_why(sizes: tuple[int, ...], reason: str) -> None:
+    assert pool(sum(sizes)).run(_split, *sizes) == [reason] * sum(sizes)
+
+
+def test_ranks_of_a_node_keep_their_order_wherever_they_are() -> None:
+    assert ranks_by_node({7: "b", 2: "a", 5: "a", 3: "b", 4: "c"}) == [[2, 5], [3, 7], [4]]
+
+
+def _part_of_the_world() -> Any:
+    """Ranks 1, 2, 3 with rank 0 elsewhere, then those and rank 0: the first split has made no group on rank 0."""
+    rank = dist.get_rank()
+    with pretended_nodes(1, 1, 1, 1) as whole:
+        small = dist.new_group([1, 2, 3])
+        host.node_identity = lambda: "ab"[rank % 2]
+        first = why_not_split(small) if rank else ""
+        other = split_by_node(whole)
+        assert other is not None
+        return first, _members(other.within), _members(other.across)
+
+
+def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
+    unequal = "the 2 nodes have unequal numbers of ranks: 2, 1"
+    assert pool(4).run(_part_of_the_world) == [
+        ("", [0, 2], [0, 1]),
+        (unequal, [1, 3], [0, 1]),
+        (unequal, [0, 2], [2, 3]),
+        (unequal, [1, 3], [2, 3]),
+    ]
+
+
+def _other_numbers_of_groups() -> list[tuple[list[int], list[int]]]:
+    """Twice the same groups, the second time when those of the first are not the newest on all ranks."""
+    members = []
+    with pretended_nodes(2, 2) as group:
+        own = [dist.new_group([3], use_local_synchronization=True) for _ in range(3) if dist.get_rank() == 3]
+        for each in (group, dist.new_group()):
+            found = split_by_node(each)
+            assert found is not None
+            members.append((_members(found.within), _members(found.across)))
+            for made in own:
+                dist.destroy_process_group(made)
+            own = []
+    return members
+
+
+def test_ranks_with_other_numbers_of_groups_do_not_miss_each_other() -> None:
+    for first, second in pool(4).run(_other_numbers_of_groups):
+        assert first == second and len(first[0]) == len(first[1]) == 2
+
+
+def _deadline() -> list[float]:
+    set_settings(timeout=7.0)
+    try:
+        with pretended_nodes(2, 2) as group:
+            found = split_by_node(group)
+            assert found is not None
+            backends = [each._get_backend(CPU) for each in (found.within, found.across)]
+            return [backend.options._timeout.total_seconds() for backend in backends]
+    finally:
+        set_settings(timeout=60.0)
+
+
+def test_the_groups_have_the_deadline_of_the_settings() -> None:
+    assert pool(4).run(_deadline) == [[7.0, 7.0]] * 4
+
+
+def _late() -> str:
+    set_settings(timeout=0.5)
+    try:
+        with pretended_nodes(2, 2) as group:
+            if dist.get_rank() == 2:
+                time.sleep(1.0)
+                return "late"
+            split_by_node(group)
+    except PeerTimeout as error:
+        return f"{error.op} {error.peer}"
+    finally:
+        set_settings(timeout=60.0)
+    return "split"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert pool(4).run(_late) == ["split by node 2"] * 2 + ["late"] + ["split by node 2"]
+
+
+def _reach() -> tuple[str, str, str]:
+    """Of whole group, within and across: which memory, or why none."""
+    found = split_by_node(dist.group.WORLD)
+    assert found is not None
+
+    def memory(group: dist.ProcessGroup) -> str:
+        try:
+            return connect(group, CPU).backend
+        except Unavailable as error:
+            return str(error)
+
+    return memory(dist.group.WORLD), memory(found.within), memory(found.across)
+
+
+@on_two_nodes
+def test_memory_reaches_the_ranks_of_a_network_namespace_and_no_others() -> None:
+    for whole, within, across in run_on_nodes(_reach):
+        assert whole.startswith("the group spans hosts or containers: rank 0 is on ")
+        assert "net:[" in whole and "rank 2 on " in whole
+        assert within == "shm"
+        assert across.startswith("the group spans hosts or containers") and "rank 1 on " in across
+
+
+def _real_members() -> tuple[int, int, list[int], list[int], bool]:
+    found = split_by_node(dist.group.WORLD)
+    assert found is not None
+    choice = choose(CPU, torch.float32, dist.group.WORLD)
+    apart = choice.implementation == "collective" and choice.fallback
+    return found.count, found.ranks_per_node, _members(found.within), _members(found.across), apart
+
+
+@on_two_nodes
+def test_network_namespaces_are_nodes() -> None:
+    assert run_on_nodes(_real_members) == [
+        (2, 2, [0, 1], [0, 2], True),
+        (2, 2, [0, 1], [1, 3], True),
+        (2, 2, [2, 3], [0, 2], True),
+        (2, 2, [2, 3], [1, 3], True),
+    ]
+
+
+def hierarchical_sum(x: torch.Tensor, found: Nodes) -> torch.Tensor:
+    part = collectives.reduce_scatter(x, found.within)
+    return collectives.all_gather(collectives.all_reduce(part, found.across), found.within)
+
+
+ELEMENTS = 2**18
+
+
+def _sums() -> tuple[bool, int, int]:
+    """Whether both sums are right, and what this node sent for each."""
+    found = split_by_node(dist.group.WORLD)
+    assert found is not None
+    own = torch.arange(ELEMENTS, dtype=torch.float32) % 1000 + dist.get_rank()
+    expected = 4 * (torch.arange(ELEMENTS, dtype=torch.float32) % 1000) + 6
+    right, sent = True, []
+    for total in (lambda x: hierarchical_sum(x, found), lambda x: collectives.all_reduce(x, dist.group.WORLD)):
+        total(own)  # connects
+        dist.barrier()
+        before = bytes_sent()
+        right &= torch.equal(total(own), expected)
+        dist.barrier()
+        sent.append(bytes_sent() - before)
+    return right, sent[0], sent[1]
+
+
+@on_two_nodes
+def test_a_sum_by_nodes_sends_each_element_once() -> None:
+    for right, by_nodes, plain in run_on_nodes(_sums):
+        assert right
+        assert 4 * ELEMENTS < by_nodes < 1.05 * 4 * ELEMENTS
+        assert plain > 1.4 * by_nodes  # a ring: 3/2 of it
+
+
+def _fail() -> None:
+    if dist.get_rank() == 2:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def _processes() -> tuple[int, str]:
+    return os.getpid(), str(Path("/proc/self/ns/net").readlink())
+
+
+@on_two_nodes
+def test_nothing_is_left_of_nodes_whose_rank_has_failed() -> None:
+    before = run_on_nodes(_processes)
+    with pytest.raises(RankError, match="on purpose"):
+        run_on_nodes(_fail)
+    assert not [number for number, _ in before if Path(f"/proc/{number}").exists()]
+    networks = {network for _, network in before}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and (folder / "ns" / "net").exists():
+            assert str((folder / "ns" / "net").readlink()) not in networks
+    assert len({network for _, network in before}) == 2
+    assert run_on_nodes(_processes) != before

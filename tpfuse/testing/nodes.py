@@ -1,0 +1,231 @@
+"""Nodes on one machine: two network namespaces with two ranks each, and ranks that only say that they are apart.
+
+`run_on_nodes(function, *args)` is `pool(4).run` with ranks 0 and 1 in one namespace, 2 and 3 in another, joined by a
+virtual cable (a veth pair). All that passes between the two passes through it and is counted by the kernel, and what
+does not reach another host does not reach the other namespace. The namespaces have no names: they are gone with the
+last process in them, however that ends.
+
+Needs util-linux, iproute2 and root, or leave to make namespaces of users; NotPermitted says what is missing.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import host
+from tpfuse.testing.ranks import RankPool, serve
+
+NODES, RANKS_PER_NODE = 2, 2
+CABLE = "tpfuse0"  # the network interface of either node
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+_PORT = 29500  # nobody else is there to take it
+_HOLD = "echo ready; exec cat"  # until its standard input is closed, as when the process that wrote there is gone
+
+
+class NotPermitted(RuntimeError):
+    """This machine does not let us make network namespaces; the message says why."""
+
+
+class NetworkNodes:
+    """Two network namespaces joined by a cable. Raises NotPermitted."""
+
+    def __init__(self) -> None:
+        self._holders: list[subprocess.Popen[str]] = []
+        self._as_user: tuple[str, ...] = ()
+        try:
+            try:
+                self._hold("unshare", "--net")
+            except NotPermitted:
+                self._hold("unshare", "--user", "--map-root-user", "--net")
+                self._as_user = ("--user", "--preserve-credentials")
+            self._hold(*self.command(0), "unshare", "--net")
+            peer = str(self._holders[1].pid)
+            self._do(0, f"ip link add {CABLE} type veth peer name {CABLE} netns {peer}")
+            for node, address in enumerate(ADDRESSES):
+                self._do(node, f"ip address add {address}/24 dev {CABLE}")
+                self._do(node, f"ip link set {CABLE} up")
+                self._do(node, "ip link set lo up")
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self, *command: str) -> None:
+        """Keeps the namespaces that `command` makes."""
+        try:
+            holder = subprocess.Popen(
+                [*command, "sh", "-c", _HOLD],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise NotPermitted(f"{command[0]}: {error.strerror}") from None
+        assert holder.stdout is not None
+        if holder.stdout.readline().strip() != "ready":
+            raise NotPermitted(holder.communicate()[1].strip())
+        self._holders.append(holder)
+
+    def _do(self, node: int, command: str) -> None:
+        done = subprocess.run([*self.command(node), *command.split()], capture_output=True, text=True)
+        if done.returncode:
+            raise NotPermitted(f"{command}: {done.stderr.strip()}")
+
+    def command(self, node: int) -> list[str]:
+        """What, put before a command, runs it on `node`."""
+        return ["nsenter", "--target", str(self._holders[node].pid), "--net", *self._as_user]
+
+    def processes(self) -> list[int]:
+        """The processes that run on the nodes."""
+        nodes = [_network(holder.pid) for holder in self._holders]
+        numbers = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+        return [number for number in numbers if _network(number) in nodes]
+
+    def close(self) -> None:
+        """Ends every process on the nodes, and with them the nodes."""
+        with contextlib.suppress(OSError):
+            for number in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGKILL)
+        for holder in self._holders:
+            holder.communicate()
+        self._holders = []
+
+
+@functools.cache
+def why_not_permitted() -> str:
+    """Why this machine has no network namespaces for us; empty where it has."""
+    try:
+        NetworkNodes().close()
+    except NotPermitted as error:
+        return f"no network namespaces: {error}"
+    return ""
+
+
+def _network(process: int) -> str:
+    """Of which network a process is; its number where it is gone."""
+    try:
+        return str(Path(f"/proc/{process}/ns/net").readlink())
+    except OSError:
+        return str(process)
+
+
+def bytes_sent() -> int:
+    """What this rank's node has sent through the cable so far, headers included."""
+    # Not /sys/class/net, which shows the interfaces of who has mounted it.
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith(CABLE + ":"))
+    return int(line.partition(":")[2].split()[8])
+
+
+class _Process(subprocess.Popen[bytes]):
+    """With the names of multiprocessing's processes."""
+
+    def join(self, timeout: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.poll()
+
+
+class NodePool(RankPool):
+    """A pool of four ranks on two nodes, with namespaces of its own; they meet through rank 0's TCP store."""
+
+    def __init__(self, timeout: float = 120.0, grace: float = 5.0) -> None:
+        super().__init__(NODES * RANKS_PER_NODE, timeout, grace)
+        self._nodes: NetworkNodes | None = None
+
+    def _start(self) -> None:
+        self._nodes = NetworkNodes()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        for rank in range(self.world):
+            ours, theirs = multiprocessing.Pipe()
+            program = [sys.executable, "-m", "tpfuse.testing.nodes", str(theirs.fileno())]
+            process = _Process(
+                [*self._nodes.command(rank // RANKS_PER_NODE), *program],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": CABLE},
+                pass_fds=[theirs.fileno()],
+            )
+            theirs.close()
+            ours.send((rank, self.world, f"tcp://{ADDRESSES[0]}:{_PORT}", self.timeout, deterministic))
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def close(self) -> None:
+        """Ends the ranks and the nodes at once."""
+        super().close()
+        if self._nodes is not None:
+            self._nodes.close()
+            self._nodes = None
+
+
+@functools.cache
+def _pool() -> NodePool:
+    pool = NodePool()
+    atexit.register(pool.close)
+    return pool
+
+
+def run_on_nodes(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """`function(*args)` on four ranks, two on each node, as `RankPool.run`. Raises RankError and NotPermitted."""
+    return _pool().run(function, *args)
+
+
+def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
+    """Starts a module and its arguments by torchrun on both nodes, four ranks in all; how it went on each.
+
+    Nothing of it is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds.
+    """
+    nodes = NetworkNodes()
+
+    def start(node: int) -> subprocess.CompletedProcess[str]:
+        torchrun = (
+            f"-m torch.distributed.run --nnodes {NODES} --node-rank {node} --nproc-per-node {RANKS_PER_NODE}"
+            f" --master-addr {ADDRESSES[0]} --master-port {_PORT} --local-addr {ADDRESSES[node]} -m"
+        )
+        return subprocess.run(
+            [*nodes.command(node), sys.executable, *torchrun.split(), *arguments],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": CABLE},
+            capture_output=True, text=True, timeout=timeout,
+        )  # fmt: skip
+
+    try:
+        with ThreadPoolExecutor(NODES) as executor:
+            return list(executor.map(start, range(NODES)))
+    finally:
+        nodes.close()
+
+
+@contextlib.contextmanager
+def pretended_nodes(*sizes: int) -> Iterator[dist.ProcessGroup]:
+    """The ranks of a pool say that they are on nodes with so many ranks each. Yields a new group of all of them, since
+    what is known of an older one is kept."""
+    node = next(node for node in range(len(sizes)) if dist.get_rank() < sum(sizes[: node + 1]))
+    real = host.node_identity
+    host.node_identity = lambda: f"{real()}-{node}"
+    try:
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        yield group
+    finally:
+        host.node_identity = real
+
+
+if __name__ == "__main__":
+    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # when its parent ends
+    _connection = Connection(int(sys.argv[1]))
+    _rank, _world, _meeting, _timeout, _deterministic = _connection.recv()
+    serve(_rank, _world, _meeting, _timeout, _deterministic, _connection)
