@@ -1,8 +1,6 @@
 """Ranks by node: pretended ones everywhere, and two network namespaces where this machine lets us make them."""
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
-from tpfuse.testing.nodes import bytes_sent, pretended_nodes, run_on_nodes, why_not_permitted
+from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.testing.ranks import RankError, pool
 
 on_two_nodes = pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
@@ -200,11 +198,9 @@ def _sums() -> tuple[bool, int, int]:
     right, sent = True, []
     for total in (lambda x: hierarchical_sum(x, found), lambda x: collectives.all_reduce(x, dist.group.WORLD)):
         total(own)  # connects
-        dist.barrier()
-        before = bytes_sent()
-        right &= torch.equal(total(own), expected)
-        dist.barrier()
-        sent.append(bytes_sent() - before)
+        with counted() as count:
+            right &= torch.equal(total(own), expected)
+        sent.append(count[0])
     return right, sent[0], sent[1]
 
 
@@ -219,22 +215,12 @@ def test_a_sum_by_nodes_sends_each_element_once() -> None:
 def _fail() -> None:
     if dist.get_rank() == 2:
         raise ValueError("on purpose")
-    dist.barrier()
-
-
-def _processes() -> tuple[int, str]:
-    return os.getpid(), str(Path("/proc/self/ns/net").readlink())
 
 
 @on_two_nodes
 def test_nothing_is_left_of_nodes_whose_rank_has_failed() -> None:
-    before = run_on_nodes(_processes)
+    networks = set(run_on_nodes(network_of, "self"))
+    assert len(networks) == 2 and len(processes_in(networks)) == 4 + 2
     with pytest.raises(RankError, match="on purpose"):
         run_on_nodes(_fail)
-    assert not [number for number, _ in before if Path(f"/proc/{number}").exists()]
-    networks = {network for _, network in before}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and (folder / "ns" / "net").exists():
-            assert str((folder / "ns" / "net").readlink()) not in networks
-    assert len({network for _, network in before}) == 2
-    assert run_on_nodes(_processes) != before
+    assert processes_in(networks) == []

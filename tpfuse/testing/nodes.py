@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,18 +86,15 @@ class NetworkNodes:
         """What, put before a command, runs it on `node`."""
         return ["nsenter", "--target", str(self._holders[node].pid), "--net", *self._as_user]
 
-    def processes(self) -> list[int]:
-        """The processes that run on the nodes."""
-        nodes = [_network(holder.pid) for holder in self._holders]
-        numbers = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
-        return [number for number in numbers if _network(number) in nodes]
+    def networks(self) -> set[str]:
+        """What the nodes' networks are called in /proc."""
+        return {network_of(holder.pid) for holder in self._holders}
 
     def close(self) -> None:
         """Ends every process on the nodes, and with them the nodes."""
-        with contextlib.suppress(OSError):
-            for number in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, signal.SIGKILL)
+        for process in processes_in(self.networks()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         for holder in self._holders:
             holder.communicate()
         self._holders = []
@@ -113,12 +110,18 @@ def why_not_permitted() -> str:
     return ""
 
 
-def _network(process: int) -> str:
-    """Of which network a process is; its number where it is gone."""
+def network_of(process: int | str) -> str:
+    """What a process's network is called in /proc; empty where that is not to be seen."""
     try:
         return str(Path(f"/proc/{process}/ns/net").readlink())
     except OSError:
-        return str(process)
+        return ""
+
+
+def processes_in(networks: Collection[str]) -> list[int]:
+    """The processes in some networks."""
+    numbers = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
+    return [number for number in numbers if network_of(number) in set(networks) - {""}]
 
 
 def bytes_sent() -> int:
@@ -127,6 +130,19 @@ def bytes_sent() -> int:
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(CABLE + ":"))
     return int(line.partition(":")[2].split()[8])
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Afterwards the list holds how many bytes this rank's node has sent meanwhile. Of all ranks together."""
+    count: list[int] = []
+    dist.barrier()
+    before = bytes_sent()
+    dist.barrier()  # no rank of the node has begun before
+    yield count
+    dist.barrier()
+    count.append(bytes_sent() - before)
+    dist.barrier()
 
 
 class _Process(subprocess.Popen[bytes]):
