@@ -1,0 +1,99 @@
+"""The formula against what autograd saves."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.long_context import SavedBytes
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import context_mesh
+from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.kernel_choice import kernels
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.saved_activations import MicroBatch, saved_bytes
+from tpfuse.parallel.context import Schedule
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.recompute import RECOMPUTE, Recompute
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+
+SIZES = [GPTConfig(61, 12, 32, 1, 2), GPTConfig(100, 7, 48, 3, 12, bias=False), GPTConfig(5, 16, 64, 2, 4)]
+
+
+def _counted(
+    config: GPTConfig, sequences: int, dtype: torch.dtype, recompute: Recompute, *, tp: int, cp: int, schedule: Schedule
+) -> int:
+    mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
+    model = GPT(
+        config,
+        dtype=dtype,
+        recompute=recompute,
+        device_mesh=None if mesh is None or tp == 1 else mesh["tp"],
+        context_mesh=context_mesh(mesh),
+        context_schedule=schedule,
+    )
+    initialize(model, 1)
+    ids = integers(1, sequences, config.n_positions, low=0, high=config.vocab_size - 1, dtype=torch.int64)
+    saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
+    with saved.hooks:
+        loss = model(ids, ids, loss_weight=0.1, dropout_at=(1, 2) if config.dropout else None)
+    counted = saved.total
+    loss.backward()
+    return counted
+
+
+def _all_modes(tp: int, cp: int, schedule: Schedule) -> None:
+    cases = [(config, 1, "none") for config in SIZES] + [
+        (config, 3, name) for config in SIZES[:2] for name in RECOMPUTE
+    ]
+    for config, sequences, recompute in cases:
+        counted = _counted(config, sequences, torch.float32, recompute, tp=tp, cp=cp, schedule=schedule)
+        tokens = SequenceLayout(config.n_positions, cp).local_length if cp > 1 else config.n_positions
+        batch = MicroBatch(config, sequences, tokens, torch.float32, tp, schedule == "ulysses", triton=False)
+        first = tp == 1 or mesh_of(1, tp, cp)["tp"].get_local_rank() == 0
+        if first:  # others may have fewer rows of the vocabulary
+            assert counted == saved_bytes(batch, recompute), (config, sequences, recompute)
+        else:
+            assert counted <= saved_bytes(batch, recompute)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_rank(dtype: torch.dtype, recompute: Recompute) -> None:
+    for config, sequences in itertools.product(SIZES, (1, 3)):
+        counted = _counted(config, sequences, dtype, recompute, tp=1, cp=1, schedule="auto")
+        assert counted == saved_bytes(MicroBatch(config, sequences, config.n_positions, dtype, triton=False), recompute)
+
+
+def test_a_loss_in_several_chunks() -> None:
+    config = GPTConfig(61, 400, 16, 1, 2)
+    for dtype in (torch.float32, torch.bfloat16):
+        counted = _counted(config, 3, dtype, "none", tp=1, cp=1, schedule="auto")
+        assert counted == saved_bytes(MicroBatch(config, 3, 400, dtype, triton=False))
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "schedule"),
+    [(2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses"), (1, 2, "all_gather"), (2, 2, "ring")],
+)
+def test_ranks(tp: int, cp: int, schedule: Schedule) -> None:
+    pool(tp * cp).run(_all_modes, tp, cp, schedule)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_interpreted_kernels(dropout: float, recompute: Recompute) -> None:
+    config = GPTConfig(61, 12, 32, 1, 2, dropout=dropout)
+    for dtype in (torch.float32, torch.bfloat16):
+        with kernels("triton"):
+            counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto")
+        assert counted == saved_bytes(MicroBatch(config, 3, 12, dtype), recompute)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_masks_that_torch_keeps(recompute: Recompute) -> None:
+    config = GPTConfig(61, 12, 32, 2, 2, dropout=0.2)
+    batch = MicroBatch(config, 3, 12, torch.float32, triton=False)
+    assert _counted(config, 3, torch.float32, recompute, tp=1, cp=1, schedule="auto") == saved_bytes(batch, recompute)
