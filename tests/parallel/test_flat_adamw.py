@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.flat_adamw import MOMENTS, FlatAdamW
-from tpfuse.parallel.gradient_buckets import GradientBuckets, decays
+from tpfuse.parallel.bucket_layout import decays
+from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
@@ -53,7 +54,7 @@ def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
     model = _model(torch.bfloat16)
     buckets = GradientBuckets(model)
     optimizer = FlatAdamW(buckets)
-    before = [bucket.master.clone() for bucket in buckets.buckets]
+    before = [optimizer.state(bucket)["model"].clone() for bucket in buckets.buckets]
     for _ in range(3):
         buckets.start(last=True)
         model(torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(0)).sum().backward()
@@ -61,9 +62,10 @@ def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
         with kernels(name):
             optimizer.step(1e-6)  # far below what bfloat16 can add to a weight
     for bucket, old in zip(buckets.buckets, before, strict=True):
-        assert bucket.master.dtype is torch.float32
-        assert not torch.equal(bucket.master, old)
-        assert torch.equal(bucket.values, bucket.master.bfloat16())
+        master = optimizer.state(bucket)["model"]
+        assert master.dtype is torch.float32
+        assert not torch.equal(master, old)
+        assert torch.equal(bucket.values, master.bfloat16())
 
 
 def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatAdamW]:
@@ -73,22 +75,24 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
     """
     buckets = GradientBuckets(model, bucket_bytes=8000)
     optimizer = FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
-    places = sorted(((s.name, b, s) for b in buckets.buckets for s in b.segments), key=lambda place: place[0])
+    places = sorted(((s.name, b, s) for b in buckets.buckets for s in b.layout.segments), key=lambda place: place[0])
     for step, name in enumerate(names):
         if step and name != names[step - 1]:
             old, optimizer = optimizer, FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
             optimizer.updates = old.updates
-            for _, bucket, segment in places:
-                for moment in MOMENTS:
-                    optimizer.moment(bucket, segment, moment).copy_(old.moment(bucket, segment, moment))
+            for bucket in buckets.buckets:
+                for kind, x in optimizer.state(bucket).items():
+                    x.copy_(old.state(bucket)[kind])
         for index, (_, bucket, segment) in enumerate(places):
             gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
-            bucket.view(bucket.gradients, segment).copy_(gradient)
+            bucket.layout.view(bucket.sums, segment).copy_(gradient)
         with kernels(name):
-            optimizer.step(1e-2 / (step + 1))
-    state = {n: bucket.view(bucket.master, segment).clone() for n, bucket, segment in places}
-    for moment in MOMENTS:
-        state |= {f"{moment} of {n}": optimizer.moment(b, s, moment).clone() for n, b, s in places}
+            optimizer.step(1e-2 / (step + 1), 0.5 if step % 2 else 1.0)
+    state = {}
+    for n, bucket, segment in places:
+        state |= {
+            f"{kind} of {n}": bucket.layout.view(x, segment).clone() for kind, x in optimizer.state(bucket).items()
+        }
     return state, optimizer
 
 

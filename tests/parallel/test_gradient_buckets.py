@@ -4,11 +4,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfuse.comm import collectives
-from tpfuse.comm.handle import Handle
 from tpfuse.comm.layout import local_slices
 from tpfuse.comm.mesh import group_of
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.gradient_buckets import GradientBuckets, decays
+from tpfuse.ops.bucket_exchange import Alone
+from tpfuse.parallel.bucket_layout import decays
+from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
@@ -19,10 +21,11 @@ LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
 
 
 def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
+    """Where all ranks have whole sums, at stage 0."""
     return {
-        segment.name: bucket.view(bucket.gradients, segment)
+        segment.name: bucket.layout.view(bucket.sums, segment)
         for bucket in buckets.buckets
-        for segment in bucket.segments
+        for segment in bucket.layout.segments
     }
 
 
@@ -58,8 +61,7 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
         for name, gradient in actual.items():
             part = tuple(slice(*bounds) for bounds in local_slices(model.get_parameter(name)))
             torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-13)
-        sharded, whole = buckets.squared_norms()
-        norm = (collectives.all_reduce(sharded, group_of(mesh["tp"])) + whole).sqrt()
+        norm = collectives.all_reduce(buckets.squared_norm(), world).sqrt()
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
 
 
@@ -147,28 +149,42 @@ def test_tied_weights_are_one_parameter() -> None:
 
 def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    start = collectives.start_all_reduce
+    send = Alone.send
 
-    def record(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
-        events.append("reduce")
-        return start(x, group)
+    def record(exchange: Alone, index: int) -> None:
+        events.append(f"send {index}")
+        send(exchange, index)
 
-    monkeypatch.setattr(collectives, "start_all_reduce", record)
+    monkeypatch.setattr(Alone, "send", record)
     model = _Toy()
     del model.unused
     model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
     buckets = GradientBuckets(model, bucket_bytes=1)
     x = integers(1, 4, 9, dtype=torch.float64).requires_grad_()
+    sent = [f"send {index}" for index in range(len(buckets.buckets))]
     _run(model, buckets, [x])
-    assert events[0] == "reduce" and events.count("reduce") == len(buckets.buckets) == 6
+    assert len(sent) == 6 and [event for event in events if event in sent] == sent
     assert events.index("first layer's backward") >= 4
     events.clear()
-    buckets.start(last=False)
-    model(x).sum().backward()
-    assert "reduce" not in events, "only the last micro-batch communicates"
+    with buckets.no_sync():
+        model(x).sum().backward()
+    assert not set(events) & set(sent), "only the last micro-batch communicates"
     buckets.start(last=True)
     model(x).sum().backward()
-    assert events.count("reduce") == 6
+    assert [event for event in events if event in sent] == sent
+
+
+def test_buckets_are_sent_in_one_order_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose gradients come in another order, or not at all, would otherwise reduce different buckets."""
+    sent: list[int] = []
+    monkeypatch.setattr(Alone, "send", lambda _, index: sent.append(index))
+    model = _Toy()
+    buckets = GradientBuckets(model, bucket_bytes=1)
+    buckets.start(last=True)
+    model.first(torch.ones(4, 9, dtype=torch.float64)).sum().backward()
+    assert sent == [], "the buckets of what lies behind it have not come"
+    buckets.finish()
+    assert sent == list(range(len(buckets.buckets)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -177,20 +193,16 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     before = model.weight.detach().clone()
     buckets = GradientBuckets(model)
     (bucket,) = buckets.buckets
-    assert bucket.values.dtype == dtype and bucket.master.dtype == bucket.gradients.dtype == torch.float32
+    assert bucket.values.dtype == dtype and bucket.layout.state_dtype == torch.float32
     assert torch.equal(model.weight, before)
     # 1 + 2^-10 needs more bits than bfloat16 has: the sum must be taken in float32.
     batches = [torch.ones(1, 63, dtype=dtype), torch.full((1, 63), 2.0**-10, dtype=dtype)]
     _run(model, buckets, batches)
     assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
-    small = torch.finfo(dtype).eps / 64
-    for _ in range(64):
-        bucket.master.mul_(1 + small)
-    buckets.publish()
-    info = torch.finfo(dtype)
-    step = info.smallest_normal * info.eps  # of the numbers next to 0
-    torch.testing.assert_close(model.weight, before * (1 + 64 * small), rtol=info.eps, atol=step)
-    assert not torch.equal(model.weight, before), "updates smaller than the half type's step add up in the master"
+    master = FlatAdamW(buckets).state(bucket)["model"]
+    assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
+    half = GradientBuckets(nn.Linear(63, 100, dtype=dtype), gradient_dtype="parameter")
+    assert half.buckets[0].sums.dtype == dtype, "half as much memory where that is asked for"
 
 
 def test_buckets_hold_one_dtype_each() -> None:
@@ -209,21 +221,19 @@ def test_what_decays_stands_before_what_does_not() -> None:
     buckets = GradientBuckets(model, bucket_bytes=2**30)
     decayed = 0
     for bucket in buckets.buckets:
-        for segment in bucket.segments:
-            bucket.view(bucket.gradients, segment).fill_(1.0 if segment.decay else 2.0)
-        for decay, part in bucket.halves(bucket.gradients):
-            assert set(part.tolist()) <= ({0.0, 1.0} if decay else {0.0, 2.0})
-            decayed += int(part.sum()) if decay else 0
+        layout = bucket.layout
+        flat = torch.zeros(layout.size)
+        for segment in layout.segments:
+            layout.view(flat, segment).fill_(1.0 if segment.decay else 2.0)
+        assert set(flat[: layout.border].tolist()) <= {0.0, 1.0} and set(flat[layout.border :].tolist()) <= {0.0, 2.0}
+        decayed += int(flat[: layout.border].sum())
     assert decayed == sum(model.get_parameter(name).numel() for name in names)
 
 
-def test_scaling_and_non_finite_gradients() -> None:
+def test_non_finite_gradients_are_named() -> None:
     model = _Toy()
     buckets = GradientBuckets(model)
     _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
-    before = {name: gradient.clone() for name, gradient in _gradients(buckets).items()}
-    buckets.scale_gradients(0.5)
-    assert all(torch.equal(gradient, before[name] * 0.5) for name, gradient in _gradients(buckets).items())
     assert buckets.nonfinite() == []
     _gradients(buckets)["second.bias"][3] = float("nan")
     _gradients(buckets)["first.weight"][0, 0] = float("inf")
@@ -241,9 +251,16 @@ def test_bad_input_is_refused() -> None:
     pool(2).run(_missing_group)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         GradientBuckets(nn.Linear(2, 2).requires_grad_(False))
-    buckets = GradientBuckets(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="stage 3: expected 0, 1 or 2"):
+        GradientBuckets(nn.Linear(2, 2), stage=3)
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model)
     buckets.start(last=True)
     with pytest.raises(ValueError, match="finish"):
+        buckets.start(last=True)
+    buckets.finish()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make new buckets"):
         buckets.start(last=True)
 
 

@@ -1,31 +1,27 @@
-"""AdamW on the flat buffers of the gradient buckets, by one pass over each (`tpfuse.ops.adamw`)."""
+"""AdamW on this rank's shards of the gradient buckets (`tpfuse.ops.bucket_exchange` has the order of work)."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from tpfuse.ops.adamw import adamw_
-from tpfuse.parallel.gradient_buckets import Bucket, GradientBuckets, Segment
+from tpfuse.comm.layout import local_slices
+from tpfuse.ops.bucket_exchange import Exchange
+from tpfuse.ops.shard_update import Rates, ShardUpdate
+from tpfuse.parallel.bucket_layout import HALF
+from tpfuse.parallel.gradient_buckets import Bucket, GradientBuckets
+from tpfuse.parallel.offload import DeviceStore, Staging, StateStore
+from tpfuse.parallel.pieces import Kept, Piece, pieces_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass
-class _Shards:
-    """Parts of the buckets' flat buffers; a parameter is None where the master is it."""
-
-    masters: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    exp_avgs: list[Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[Tensor] = field(default_factory=list)
-    parameters: list[Tensor | None] = field(default_factory=list)
+MOMENTS: tuple[Kept, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
-    """AdamW with two shards for each bucket: what is decayed and what is not.
+    """AdamW whose state is that of this rank's shards: all of the buckets at stage 0.
 
-    betas, eps, weight_decay: as torch.optim.AdamW has them; the learning rate is given with each step.
+    betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
+    (`tpfuse.parallel.bucket_layout.decays`). store: where moments and float32 masters live, by default on the device of
+    the parameters (`tpfuse.parallel.offload`).
     """
 
     def __init__(
@@ -35,46 +31,83 @@ class FlatAdamW:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        store: StateStore | None = None,
     ) -> None:
-        self._betas, self._eps, self._weight_decay = betas, eps, weight_decay
-        self._moments: dict[int, dict[str, Tensor]] = {}
-        self._step = torch.zeros((), dtype=torch.float32, device=buckets.buckets[0].master.device)
-        self._shards: dict[tuple[bool, torch.dtype], _Shards] = {}  # by whether they are decayed, and by dtype
-        for bucket in buckets.buckets:
-            whole = {name: torch.zeros_like(bucket.master) for name in MOMENTS}
-            self._moments[id(bucket)] = whole
-            flats = (bucket.master, bucket.gradients, whole["exp_avg"], whole["exp_avg_sq"], bucket.values)
-            for parts in zip(*map(bucket.halves, flats), strict=True):
-                shards = self._shards.setdefault((parts[0][0], bucket.master.dtype), _Shards())
-                master, gradient, exp_avg, exp_avg_sq, parameter = (part for _, part in parts)
-                shards.masters.append(master)
-                shards.gradients.append(gradient)
-                shards.exp_avgs.append(exp_avg)
-                shards.exp_avg_sqs.append(exp_avg_sq)
-                shards.parameters.append(None if bucket.master is bucket.values else parameter)
+        self._buckets, self._betas, self._eps, self._weight_decay = buckets, betas, eps, weight_decay
+        device = buckets.buckets[0].values.device
+        self._store = DeviceStore(device) if store is None else store
+        self._state = [self._made(bucket) for bucket in buckets.buckets]
+        state_device = self._state[0]["exp_avg"].device
+        self._staging = None if state_device == device else Staging(device)
+        self._step = torch.zeros((), dtype=torch.float32, device=state_device)
+        for bucket, state in zip(buckets.buckets, self._state, strict=True):
+            if "model" in state:
+                own = bucket.values[bucket.shard.start : bucket.shard.stop]
+                for part in self._store.walk([state["model"]]):
+                    state["model"][part].copy_(own[part])
 
-    def step(self, lr: float | Tensor) -> None:
-        """One update of the masters with the buckets' gradients, and of the parameters from the masters."""
+    def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
+        layout, size = bucket.layout, len(bucket.shard)
+        kept: tuple[Kept, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
+        return {name: self._store.tensor(name, size, layout.state_dtype) for name in kept}
+
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """One update with the buckets' gradients times `factor`; afterwards every rank has all new parameters.
+
+        Raises PeerTimeout; some parameters may then be new and others old: go on from a checkpoint.
+        """
         self._step += 1
-        beta1, beta2 = self._betas
-        for (decay, _), shards in self._shards.items():
-            adamw_(
-                shards.masters,
-                shards.gradients,
-                shards.exp_avgs,
-                shards.exp_avg_sqs,
-                shards.parameters,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=self._eps,
-                weight_decay=self._weight_decay if decay else 0.0,
-                step=self._step,
+        rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
+        updates: dict[Exchange, list[ShardUpdate]] = {}
+        following: tuple[Tensor, ...] = ()
+        for bucket, state in zip(reversed(self._buckets.buckets), reversed(self._state), strict=True):
+            update = ShardUpdate(
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state.get("model"),
+                bucket.layout.border - bucket.shard.start,
+                rates,
+                self._store,
+                self._staging,
+                following,
             )
+            following = update.state
+            updates.setdefault(bucket.exchange, []).insert(0, update)
+        for exchange in self._buckets.exchanges:
+            exchange.update(updates[exchange])
 
-    def moment(self, bucket: Bucket, segment: Segment, name: str) -> Tensor:
-        """A parameter's first or second moment, in its local shape."""
-        return bucket.view(self._moments[id(bucket)][name], segment)
+    def state(self, bucket: Bucket) -> dict[Kept, Tensor]:
+        """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
+        shard of a bucket, flat."""
+        own = bucket.values[bucket.shard.start : bucket.shard.stop]
+        return {"model": own, **self._state[self._buckets.buckets.index(bucket)]}
+
+    def publish(self) -> None:
+        """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
+        for bucket, state in zip(self._buckets.buckets, self._state, strict=True):
+            if "model" in state:
+                own = bucket.values[bucket.shard.start : bucket.shard.stop]
+                for part in self._store.walk([state["model"]]):
+                    own[part].copy_(state["model"][part])
+        for exchange in self._buckets.exchanges:
+            exchange.publish()
+        self._store.release()
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of masters and moments, for checkpoints; which of several equal ranks is to write it."""
+        for bucket in self._buckets.buckets:
+            state = self.state(bucket)
+            for number, (segment, part) in enumerate(bucket.layout.inside(bucket.shard)):
+                parameter = self._buckets.model.get_parameter(segment.name)
+                inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                yield from pieces_of(
+                    segment.name,
+                    tuple(parameter.shape),
+                    local_slices(parameter),
+                    range(part.start - segment.start, part.stop - segment.start),
+                    {kind: flat[inside] for kind, flat in state.items()},
+                    self._buckets.writes(bucket, number),
+                )
 
     @property
     def updates(self) -> int:

@@ -1,28 +1,28 @@
-"""Flat buckets of parameters and gradients, reduced over the data-parallel ranks during the backward pass.
+"""Flat buckets of parameters and gradients, exchanged between the data-parallel ranks during the backward pass.
 
 Data-parallel are all ranks with the same parameters and other tokens, whether of other sequences or, with context
-parallelism, of the same ones.
+parallelism, of the same ones. One engine serves ZeRO's stages 0, 1 and 2 (arXiv:1910.02054):
 
-Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order
-in which their gradients arrive. A hook copies each gradient into its bucket; when the last one of a bucket is
-there in the last micro-batch, the bucket's all-reduce starts while backward goes on (the scheme of PyTorch's
-DDP, arXiv:2006.15704). Gradients are summed, not averaged: the loss is already divided by the number of
-tokens of the whole batch.
+| stage | gradients                                     | AdamW's state and float32 masters |
+|-------|-----------------------------------------------|-----------------------------------|
+| 0     | whole sums on every rank                      | whole on every rank               |
+| 1     | whole until the update, sums of a shard       | of a shard                        |
+| 2     | freed bucket by bucket, sums of a shard       | of a shard                        |
 
-Three kinds of parameters must not share a bucket:
+Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order in which
+their gradients arrive (the scheme of PyTorch's DDP, arXiv:2006.15704). A hook takes each gradient; when the last one of
+a bucket is there in the last micro-batch, its reduction starts while backward goes on. Buckets are sent in one order on
+all ranks, even where ranks get their gradients in different ones, or some do not get a gradient at all. Gradients are
+summed, not averaged: the loss is already divided by the number of tokens of the whole batch.
 
-| kind       | example                     | gradients summed over | in the norm            |
-|------------|-----------------------------|-----------------------|------------------------|
-| sharded    | linear weights, embeddings  | dp                    | each rank's part       |
-| replicated | row-parallel biases         | dp                    | once                   |
-| partial    | norms, positions on shards  | dp and tp             | once                   |
-
-Parameters in a half type have a float32 master copy here and their gradients are accumulated and reduced in
-float32.
+Parameters in a half type have float32 masters in the optimizer (`tpfuse.parallel.flat_adamw`), and their gradients are
+accumulated and summed in float32 unless less is asked for. What is exchanged how: `tpfuse.ops.bucket_exchange`.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -30,49 +30,49 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tpfuse.comm import collectives
-from tpfuse.comm.handle import Handle
-from tpfuse.comm.layout import from_local, is_sharded, local_tensor
+from tpfuse.comm.layout import from_local, local_tensor
+from tpfuse.comm.mesh import rank_and_size
+from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf
+from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
+from tpfuse.ops.node_hop import Compression
+from tpfuse.ops.open_exchange import open_exchange
+from tpfuse.parallel.bucket_layout import KINDS, BucketLayout, Kind, plan_buckets
 
-_ALIGNMENT = 16  # elements: every parameter starts on a cache line
-
-
-@dataclass
-class Segment:
-    """One parameter's place in its bucket."""
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
-    decay: bool
+GradientDtype = Literal["float32", "parameter"]
 
 
 @dataclass
 class Bucket:
-    """Flat buffers of one kind of parameters; `master` is `values` itself unless those are a half type."""
+    """A bucket on this rank: bucket `index` of its exchange.
 
-    sharded: bool
-    group: dist.ProcessGroup | None
-    segments: list[Segment]
-    values: Tensor
-    master: Tensor
-    gradients: Tensor
+    kept: where gradients are accumulated, [size]; None at stage 2 as long as nothing is. held: those of the last
+    micro-batch that wait, at stage 2, for the bucket's turn. missing, untouched: segments, by number, whose gradient of
+    this micro-batch has not come, or that had none in this step.
+    """
+
+    layout: BucketLayout
+    exchange: Exchange
+    index: int
+    kept: Tensor | None = None
+    held: dict[int, Tensor] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     untouched: set[int] = field(default_factory=set)
-    handle: Handle | None = None
 
-    def view(self, flat: Tensor, segment: Segment) -> Tensor:
-        """The segment of a flat buffer in its parameter's (local) shape."""
-        return flat[segment.start : segment.stop].view(segment.shape)
+    @property
+    def values(self) -> Tensor:
+        """The parameters, [size], of their dtype."""
+        return self.exchange.values(self.index)
 
-    def halves(self, flat: Tensor) -> Iterator[tuple[bool, Tensor]]:
-        """(decay, part of a flat buffer): what is decayed stands before what is not."""
-        border = next((s.start for s in self.segments if not s.decay), flat.numel())
-        for decay, part in ((True, flat[:border]), (False, flat[border:])):
-            if part.numel():
-                yield decay, part
+    @property
+    def shard(self) -> range:
+        """The elements that this rank updates."""
+        return self.exchange.shard(self.index)
+
+    @property
+    def sums(self) -> Tensor:
+        """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
+        return self.exchange.sums(self.index)
 
 
 @dataclass
@@ -84,162 +84,285 @@ class _Member:
     owners: list[tuple[nn.Module, str]]
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay is for matrices: not for norms, nor for biases (which may be packed in two dimensions)."""
-    return parameter.ndim >= 2 and not name.endswith("bias")
-
-
 class GradientBuckets:
     """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
     model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
-    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. data_group: ranks
-    with the same parameters and other tokens; world_group: all ranks of data × tensor parallelism. bucket_bytes:
-    of gradients; torch DDP's default.
+    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0, 1 or 2.
+    data_group: ranks with the same parameters and other tokens; world_group: all ranks of data × tensor parallelism.
+    bucket_bytes: of float32 gradients; torch DDP's default. gradient_dtype: in which gradients are accumulated and
+    kept; reduce_dtype: in which they travel, by default the same. "float32" means float64 for float64, "parameter" is
+    half as much where parameters are a half type; sums are float32 in any case, but for the whole ones of stage 0,
+    which are of the dtype that travels. compression: of what passes between nodes (`tpfuse.parallel.compression`).
 
-    Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `gradients` are the
-    sums over all ranks. A parameter that took no part has gradient zero; one that is frozen (requires_grad
-    False) stays out of the buckets, and so out of the optimizer. Buckets hold one dtype each.
+    Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.sums` are there. A
+    parameter that took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets,
+    and so out of the optimizer. Every rank makes and uses its buckets in the same order.
 
-    Raises ValueError where nothing requires a gradient, or `world_group` is missing but needed.
+    Raises ValueError for another stage, where nothing requires a gradient, or `world_group` is missing but needed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        stage: int = 0,
         data_group: dist.ProcessGroup | None = None,
         world_group: dist.ProcessGroup | None = None,
         bucket_bytes: int = 25 * 2**20,
+        gradient_dtype: GradientDtype = "float32",
+        reduce_dtype: GradientDtype | None = None,
+        compression: Compression | None = None,
     ) -> None:
-        self.model = model
-        self.buckets: list[Bucket] = []
+        if stage not in (0, 1, 2):
+            raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.parallel.fully_sharded.FullySharded)")
+        self.model, self.stage = model, stage
+        self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self._last = self._accumulating = False
-        partial = self._take_partial_gradients(model)
+        self._next = 0
+        partial = take_partial_gradients(model)
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
-        pending: dict[tuple[str, torch.dtype], list[_Member]] = {}
-        for member in reversed(_trained_parameters(model)):
-            parameter = member.parameter
-            kind = "partial" if member.name in partial else "sharded" if is_sharded(parameter) else "replicated"
-            waiting = pending.setdefault((kind, parameter.dtype), [])
-            waiting.append(member)
-            if sum(local_tensor(m.parameter).numel() for m in waiting) * 4 >= bucket_bytes:
-                self._add_bucket(kind, world_group if kind == "partial" else data_group, waiting)
-                del pending[kind, parameter.dtype]
-        for (kind, _), waiting in pending.items():
-            self._add_bucket(kind, world_group if kind == "partial" else data_group, waiting)
-        if not self.buckets:
+        members = {member.name: member for member in reversed(_trained_parameters(model))}
+        if not members:
             raise ValueError("the model has no parameter that requires a gradient")
+        groups = _groups(data_group, world_group)
+        layouts = plan_buckets(
+            [(member.name, member.parameter) for member in members.values()],
+            partial,
+            {kind: rank_and_size(group)[1] for kind, group in groups.items()},
+            bucket_bytes,
+        )
+        device = local_tensor(next(iter(members.values())).parameter).device
+        self.reasons: list[str] = []
+        self.buckets = self._open(layouts, groups, device, compression)
+        self._model_rank = min((_mesh_rank(member.parameter) for member in members.values()), default=0)
+        for bucket in self.buckets:
+            self._move_in(bucket, members)
+        self._watched = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+
+    def _open(
+        self,
+        layouts: list[BucketLayout],
+        groups: dict[Kind, dist.ProcessGroup | None],
+        device: torch.device,
+        compression: Compression | None,
+    ) -> list[Bucket]:
+        """One exchange for the buckets of one group and dtype; the buckets in the order of `layouts`."""
+        families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
+        for layout in layouts:
+            sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
+            families.setdefault((groups[layout.kind], sent), []).append(layout)
+        places: dict[int, tuple[Exchange, int]] = {}
+        self.exchanges: list[Exchange] = []
+        for (group, sent), family in families.items():
+            specs = [_spec(layout, sent) for layout in family]
+            exchange, reason = open_exchange(specs, self.stage, group, device, compression=compression)
+            self.exchanges.append(exchange)
+            self.reasons.append(reason)
+            places |= {id(layout): (exchange, index) for index, layout in enumerate(family)}
+        return [Bucket(layout, *places[id(layout)]) for layout in layouts]
 
     @staticmethod
-    def _take_partial_gradients(model: nn.Module) -> set[str]:
-        names = set()
-        for prefix, module in model.named_modules():
-            if getattr(module, "sum_gradients", False):
-                setattr(module, "sum_gradients", False)  # noqa: B010 (nn.Module's __setattr__ is typed for modules)
-                names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
-        return names
+    def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
+        return layout.dtype if choice == "parameter" else layout.state_dtype
 
-    def _add_bucket(self, kind: str, group: dist.ProcessGroup | None, members: list[_Member]) -> None:
-        members = sorted(members, key=lambda member: not decays(member.name, member.parameter))
-        segments, end = [], 0
-        for member in members:
-            shape = local_tensor(member.parameter).shape
-            stop = end + shape.numel()
-            segments.append(Segment(member.name, shape, end, stop, decays(member.name, member.parameter)))
-            end = -(-stop // _ALIGNMENT) * _ALIGNMENT
-        values = local_tensor(members[0].parameter).new_zeros(end)
-        half = values.dtype in (torch.bfloat16, torch.float16)
-        master = values.float() if half else values
-        bucket = Bucket(kind == "sharded", group, segments, values, master, torch.zeros_like(master))
-        for index, (segment, member) in enumerate(zip(segments, members, strict=True)):
-            bucket.view(values, segment).copy_(local_tensor(member.parameter))
-            bucket.view(master, segment).copy_(local_tensor(member.parameter))
-            replacement = _rebuilt(member.parameter, bucket.view(values, segment))
+    def _move_in(self, bucket: Bucket, members: dict[str, _Member]) -> None:
+        """The parameters move into the bucket, and a hook of each takes its gradients there."""
+        layout, kept = bucket.layout, self._dtype(bucket.layout, self._gradient_dtype)
+        if bucket.exchange.keeps_gradients:
+            room = bucket.exchange.room(bucket.index)
+            bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
+        for number, segment in enumerate(layout.segments):
+            member = members[segment.name]
+            storage = layout.view(bucket.values, segment)
+            storage.copy_(local_tensor(member.parameter))
+            replacement = _rebuilt(member.parameter, storage)
             for module, attribute in member.owners:
                 module.register_parameter(attribute, replacement)
             leaves: list[Tensor] = [replacement]
             if isinstance(replacement, DTensor):
                 leaves.append(offer_leaf(replacement))
             for leaf in leaves:
-                leaf.register_post_accumulate_grad_hook(self._hook(bucket, index))  # type: ignore[no-untyped-call]
-        self.buckets.append(bucket)
+                leaf.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        place = bucket.view(bucket.gradients, bucket.segments[index])
+    def _hook(self, bucket: Bucket, number: int) -> Callable[[Tensor], None]:
+        segment = bucket.layout.segments[number]
 
         def take(parameter: Tensor) -> None:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
             parameter.grad = None
-            if index in bucket.untouched:
-                place.copy_(gradient)
-                bucket.untouched.discard(index)
+            if bucket.kept is None and self._last:
+                bucket.held[number] = gradient
             else:
-                place.add_(gradient)
-            bucket.missing.discard(index)
+                place = bucket.layout.view(self._kept(bucket), segment)
+                if number in bucket.untouched:
+                    place.copy_(gradient)
+                else:
+                    place.add_(gradient)
+            bucket.untouched.discard(number)
+            bucket.missing.discard(number)
             if self._last and not bucket.missing:
-                self._reduce(bucket)
+                self._send(complete=True)
 
         return take
 
-    def _reduce(self, bucket: Bucket) -> None:
-        for index in bucket.untouched:
-            bucket.view(bucket.gradients, bucket.segments[index]).zero_()
-        bucket.handle = collectives.start_all_reduce(bucket.gradients, bucket.group)
+    def _kept(self, bucket: Bucket) -> Tensor:
+        if bucket.kept is None:
+            dtype = self._dtype(bucket.layout, self._gradient_dtype)
+            bucket.kept = torch.zeros(bucket.layout.size, dtype=dtype, device=bucket.values.device)
+        return bucket.kept
+
+    def _send(self, *, complete: bool) -> None:
+        """Sends the buckets whose turn it is; all that are left, or those that are complete."""
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if complete and bucket.missing:
+                return
+            self._fill(bucket)
+            bucket.exchange.send(bucket.index)
+            self._next += 1
+
+    def _fill(self, bucket: Bucket) -> None:
+        layout, room, kept = bucket.layout, bucket.exchange.room(bucket.index), bucket.kept
+        if kept is not None:
+            for number in bucket.untouched:
+                layout.view(kept, layout.segments[number]).zero_()
+            if kept is not room:
+                room.copy_(kept)
+            if not bucket.exchange.keeps_gradients:
+                bucket.kept = None
+            return
+        end = 0
+        for number, segment in enumerate(layout.segments):
+            room[end : segment.start].zero_()
+            place, gradient = layout.view(room, segment), bucket.held.pop(number, None)
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient)
+            end = segment.stop
+        room[end:].zero_()
 
     def start(self, *, last: bool) -> None:
         """Before each micro-batch; `last`: the one in whose backward the buckets are reduced.
 
-        Raises ValueError after a last one that was not followed by `finish()`: its sums would be summed again.
+        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
+        where a parameter was frozen or released since the buckets were made. Raises PeerTimeout.
         """
         if self._last:
             raise ValueError("start() after the last micro-batch: call finish() first")
+        for name, parameter, required in self._watched:
+            if parameter.requires_grad != required:
+                raise ValueError(
+                    f"{name}.requires_grad is {not required} now: make new buckets, which take it in or out"
+                )
+        if not self._accumulating:
+            for exchange in self.exchanges:
+                exchange.begin()
+            self._next = 0
         for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.segments)))
+            bucket.missing = set(range(len(bucket.layout.segments)))
             if not self._accumulating:
                 bucket.untouched = set(bucket.missing)
-                bucket.handle = None
         self._accumulating, self._last = True, last
 
-    def finish(self) -> None:
-        """After the last micro-batch: waits until every bucket holds the sum over all ranks."""
-        for bucket in self.buckets:
-            if bucket.handle is None:
-                self._reduce(bucket)
-        for bucket in self.buckets:
-            assert bucket.handle is not None
-            bucket.handle.wait()
-        self._accumulating = self._last = False
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
+        self.start(last=False)
+        yield
 
-    def squared_norms(self) -> tuple[Tensor, Tensor]:
-        """Σ g² over this rank's sharded gradients and over those that every tensor-parallel rank has whole."""
-        sums: dict[bool, list[Tensor]] = {True: [], False: []}
-        for bucket in self.buckets:
-            sums[bucket.sharded].append(torch.linalg.vector_norm(bucket.gradients).square())
-        zero = self.buckets[0].gradients.new_zeros(())
-        return sum(sums[True], zero), sum(sums[False], zero)
+    def finish(self, *, sums: bool = True) -> None:
+        """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies every gradient, for clipping."""
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
+        sums: False where nobody asks for them, or for their norm, before the update; it then takes them on its way
+        where it can, and memory is passed over once less.
+        """
+        try:
+            self._send(complete=False)
+            for exchange in self.exchanges:
+                exchange.end_backward()
+            if sums:
+                for bucket in self.buckets:
+                    bucket.exchange.sums(bucket.index)
+        finally:
+            self._accumulating = self._last = False
+            for bucket in self.buckets:
+                bucket.held.clear()
 
-    def publish(self) -> None:
-        """After the masters have been changed (by the optimizer or a checkpoint): rounds them into the parameters."""
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that all exchanges have passed since the buckets were made."""
+        total = Traffic()
+        for exchange in self.exchanges:
+            total.add(exchange.traffic.sent, exchange.traffic.received)
+        return total
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the squared norm of the whole gradient: the sum over `world_group` is it.
+
+        float64 []. What several ranks have counts on one of them.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
-            if bucket.master is not bucket.values:
-                bucket.values.copy_(bucket.master)
+            whole = self.stage == 0 and bucket.exchange.place > 0
+            twice = bucket.layout.kind == "replicated" and self._model_rank > 0
+            if not (whole or twice):
+                total += bucket.exchange.squared_norm(bucket.index)
+        return total
+
+    def writes(self, bucket: Bucket, number: int) -> bool:
+        """Whether this rank saves what it holds of segment `number`: of the ranks with the same exactly one does."""
+        if bucket.layout.kind == "replicated" and self._model_rank > 0:
+            return False
+        exchange = bucket.exchange
+        return self.stage > 0 or number % exchange.world == exchange.place
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradient (on this rank) is not finite, in the order of the buckets."""
+        """Names of the parameters with a gradient that is not finite in this rank's shards, in the order of buckets."""
         return [
             segment.name
             for bucket in self.buckets
-            for segment in bucket.segments
-            if not bool(torch.isfinite(bucket.view(bucket.gradients, segment)).all())
+            for segment, part in bucket.layout.inside(bucket.shard)
+            if not bool(torch.isfinite(_within(bucket.sums, bucket.shard, part)).all())
         ]
+
+    def close(self) -> None:
+        """Gives symmetric memory back, parameters included: the model is of no use afterwards. Collective."""
+        for exchange in self.exchanges:
+            exchange.free()
+
+
+def _within(shard: Tensor, whole: range, part: range) -> Tensor:
+    """The elements `part` of a bucket out of those that a shard of it holds."""
+    return shard[part.start - whole.start : part.stop - whole.start]
+
+
+def take_partial_gradients(model: nn.Module) -> set[str]:
+    """Names of the parameters whose gradients their modules sum over tensor-parallel ranks, which they do no more."""
+    names = set()
+    for prefix, module in model.named_modules():
+        if getattr(module, "sum_gradients", False):
+            setattr(module, "sum_gradients", False)  # noqa: B010 (nn.Module's __setattr__ is typed for modules)
+            names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
+    return names
+
+
+def _groups(
+    data_group: dist.ProcessGroup | None, world_group: dist.ProcessGroup | None
+) -> dict[Kind, dist.ProcessGroup | None]:
+    return {kind: world_group if kind == "partial" else data_group for kind in KINDS}
+
+
+def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
+    matrices = [(s.start, s.shape[:-1].numel(), s.shape[-1]) for s in layout.segments if len(s.shape) > 1]
+    return BucketSpec(layout.size, layout.dtype, sent, tuple(matrices))
+
+
+def _mesh_rank(parameter: Tensor) -> int:
+    return parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0
 
 
 def _trained_parameters(model: nn.Module) -> list[_Member]:

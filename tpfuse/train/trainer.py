@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
 from tpfuse.comm.connect import connected
-from tpfuse.comm.layout import is_sharded, local_slices
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.flat_adamw import MOMENTS, FlatAdamW
+from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.batches import Windows
@@ -68,6 +67,7 @@ class Trainer:
             context_mesh=context_mesh(mesh),
             context_schedule=options.parallel.cp_schedule,
             context_balance=options.parallel.cp_balance,
+            recompute=options.train.recompute,
             device=device,
             dtype=self.dtype,
         )
@@ -128,26 +128,20 @@ class Trainer:
         factor = 1.0 / self.loss_scale
         if options.optim.clip and norm > options.optim.clip:
             factor *= options.optim.clip / (norm + 1e-6)
-        if factor != 1.0:
-            self.buckets.scale_gradients(factor)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, factor)
         self._grow_scale()
         self.step += 1
         return result
 
     def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
         """Global squared norm of the gradient, global sum of the loss, whether any rank wants to stop."""
-        sharded, whole = self.buckets.squared_norms()
-        vector = torch.zeros(4, dtype=torch.float64, device=self.device)
-        if self.replica_rank == 0:
-            vector[0] = sharded
-            if self.tp_rank == 0:
-                vector[1] = whole
+        vector = torch.zeros(3, dtype=torch.float64, device=self.device)
+        vector[0] = self.buckets.squared_norm()
         if self.tp_rank == 0:
-            vector[2] = total
-        vector[3] = float(stop)
-        sums = collectives.all_reduce(vector, self.world_group).tolist()
-        return sums[0] + sums[1], sums[2], sums[3] > 0
+            vector[1] = total
+        vector[2] = float(stop)
+        squared, loss, stopping = collectives.all_reduce(vector, self.world_group).tolist()
+        return squared, loss, stopping > 0
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """In float16 a smaller loss scale and no update; otherwise the end."""
@@ -182,23 +176,11 @@ class Trainer:
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
     def parts(self) -> dict[str, list[Part]]:
-        """Masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, for checkpoints.
-
-        Ranks with the same part take turns at writing, parameter by parameter.
-        """
-        parts = {}
-        for bucket in self.buckets.buckets:
-            for index, segment in enumerate(bucket.segments):
-                parameter = self.model.get_parameter(segment.name)
-                shape, slices = tuple(parameter.shape), local_slices(parameter)
-                if is_sharded(parameter):
-                    writer = index % self.replicas == self.replica_rank
-                else:
-                    writer = index % (self.replicas * self.tp) == self.replica_rank * self.tp + self.tp_rank
-                tensors = {"model": bucket.view(bucket.master, segment)}
-                tensors |= {name: self.optimizer.moment(bucket, segment, name) for name in MOMENTS}
-                for kind, tensor in tensors.items():
-                    parts[f"{kind}.{segment.name}"] = [Part(shape, slices, tensor, writer)]
+        """Masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, for checkpoints."""
+        parts: dict[str, list[Part]] = {}
+        for piece in self.optimizer.pieces():
+            part = Part(piece.shape, piece.slices, piece.tensor, piece.writer)
+            parts.setdefault(f"{piece.kind}.{piece.name}", []).append(part)
         return parts
 
     def state(self) -> dict[str, Any]:
@@ -215,7 +197,7 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """After the parts have been loaded: everything that hangs on them."""
-        self.buckets.publish()
+        self.optimizer.publish()
         self.step = int(state["step"])
         self.loss_scale = float(state["loss_scale"]) if self.dtype is torch.float16 else 1.0
         self.steps_since_overflow = int(state["steps_since_overflow"])

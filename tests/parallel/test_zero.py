@@ -1,0 +1,223 @@
+"""ZeRO's stages 0, 1 and 2 train as one rank with AdamW does, by whatever exchanges the buckets."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpfuse.comm import collectives
+from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.bucket_layout import decays
+from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+
+CONFIG = GPTConfig(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=4, dropout=0.1)
+STEPS, BATCH, LR, CLIP = 10, 12, 1e-2, 0.5
+Weights = dict[str, Tensor]
+Loss = Callable[[nn.Module, int, Tensor], Tensor]  # of a model, a step and the rows of its batch; summed over them
+
+
+class Toy(nn.Module):
+    """Tied and frozen weights, sizes that nothing divides, and a branch that only odd rows of even steps take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7, dtype=torch.float64)
+        self.head = nn.Linear(7, 13, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(7, 7, dtype=torch.float64).requires_grad_(False)
+        self.middle = nn.Linear(7, 7, dtype=torch.float64)
+        self.sometimes = nn.Linear(7, 7, dtype=torch.float64)
+        self.one = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.never = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(normal(seed, *parameter.shape, dtype=torch.float64))
+
+    def forward(self, ids: Tensor, rows: Tensor, step: int) -> Tensor:
+        x = self.middle(self.frozen(self.embed(ids))) * self.one
+        odd = rows % 2 == 1
+        if step % 2 == 0 and odd.any():
+            x = x + torch.where(odd[:, None, None], self.sometimes(x), 0.0)
+        out: Tensor = self.head(x)
+        return out
+
+
+def toy_loss(model: nn.Module, step: int, rows: Tensor) -> Tensor:
+    ids = integers(step, BATCH, 5, low=0, high=12, dtype=torch.int64)[rows]
+    logits = model(ids, rows, step)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum") / BATCH
+
+
+def gpt_loss(model: nn.Module, step: int, rows: Tensor) -> Tensor:
+    ids = integers(step, BATCH, CONFIG.n_positions, low=0, high=60, dtype=torch.int64)[rows]
+    loss: Tensor = model(
+        ids, ids.roll(-1, 1), loss_weight=1 / BATCH / CONFIG.n_positions, dropout_at=(3, step), sequences_B=rows
+    )
+    return loss
+
+
+def plainly(model: nn.Module, loss: Loss, clip: bool) -> Weights:
+    """torch's AdamW on one rank; who got no gradient has gradient zero."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if decays(n, p)], "weight_decay": 0.1},
+            {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+        ],
+        lr=LR,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    for step in range(STEPS):
+        for _, parameter in named:
+            parameter.grad = torch.zeros_like(parameter)
+        loss(model, step, torch.arange(BATCH)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_([p for _, p in named], CLIP)
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def reference(kind: str, clip: bool) -> Weights:
+    if kind == "toy":
+        return plainly(Toy(), toy_loss, clip)
+    model = GPT(CONFIG, dtype=torch.float64)
+    initialize(model, 1)
+    return plainly(model, gpt_loss, clip)
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str = "gpt"
+    stage: int = 1
+    dp: int = 2
+    tp: int = 1
+    cp: int = 1
+    accumulation: int = 1
+    clip: bool = True
+    name: Implementation = "auto"
+    bucket_bytes: int = 10_000
+    sums: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.cp
+
+
+def train(case: Case) -> tuple[Weights, int]:
+    """The weights after STEPS, and how many bytes this rank received in the last of them."""
+    mesh = mesh_of(case.dp, case.tp, case.cp) if case.world > 1 else None
+    replicas, world = flat_group(mesh, "dp", "cp"), flat_group(mesh, "dp", "cp", "tp")
+    dp_rank, _ = rank_and_size(flat_group(mesh, "dp"))
+    if case.kind == "toy":
+        model, loss = Toy(), toy_loss
+    else:
+        tensor = mesh["tp"] if mesh is not None and case.tp > 1 else None
+        model, loss = GPT(CONFIG, device_mesh=tensor, context_mesh=context_mesh(mesh), dtype=torch.float64), gpt_loss
+        initialize(model, 1)
+    with implementation(case.name):
+        buckets = GradientBuckets(
+            model, stage=case.stage, data_group=replicas, world_group=world, bucket_bytes=case.bucket_bytes
+        )
+        optimizer = FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
+        before = 0
+        for step in range(STEPS):
+            before = buckets.traffic.received
+            micro = torch.arange(BATCH).chunk(case.dp)[dp_rank].chunk(case.accumulation)
+            for index, rows in enumerate(micro):
+                buckets.start(last=index == len(micro) - 1)
+                loss(model, step, rows).backward()
+            buckets.finish(sums=case.sums)
+            factor = 1.0
+            if case.clip:
+                norm = collectives.all_reduce(buckets.squared_norm(), world).item() ** 0.5
+                factor = min(1.0, CLIP / (norm + 1e-6))
+            optimizer.step(LR, factor)
+    weights = {name: gather_whole(p).clone() for name, p in model.named_parameters()}
+    received = buckets.traffic.received - before
+    buckets.close()
+    return weights, received
+
+
+def check(case: Case) -> list[int]:
+    expected = reference(case.kind, case.clip)
+    results = pool(case.world).run(train, case)
+    for weights, _ in results:
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            error = (weight - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1.0)
+            assert error <= 1e-12, f"{name}: {error:.1e}"
+            assert torch.equal(weight, results[0][0][name]), f"{name} differs between ranks"
+    return [received for _, received in results]
+
+
+STAGES = [0, 1, 2]
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 1), (2, 1, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("dp", "tp", "cp"), LAYOUTS)
+def test_weights_are_those_of_one_rank(stage: int, dp: int, tp: int, cp: int, accumulation: int) -> None:
+    check(Case("gpt", stage, dp, tp, cp, accumulation))
+
+
+@pytest.mark.parametrize("name", ["auto", "collective"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_tied_frozen_odd_and_missing(stage: int, world: int, accumulation: int, name: Implementation) -> None:
+    check(Case("toy", stage, world, accumulation=accumulation, name=name, bucket_bytes=300))
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_over_messages(stage: int, dp: int, tp: int) -> None:
+    check(Case("gpt", stage, dp, tp, name="collective"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["auto", "collective"])
+def test_sums_on_the_way_of_the_update(world: int, name: Implementation) -> None:
+    """Nobody asks for the norm: at stage 1 gradients are summed, used and forgotten in one sweep."""
+    check(Case("gpt", 1, world, clip=False, sums=False, name=name))
+    check(Case("toy", 1, world, accumulation=3, clip=False, sums=False, name=name, bucket_bytes=300))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stages_are_equal_to_the_bit_where_nothing_is_clipped(world: int) -> None:
+    results = [pool(world).run(train, Case("gpt", stage, world, clip=False))[0][0] for stage in STAGES]
+    for weights in results[1:]:
+        assert all(torch.equal(weight, results[0][name]) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("name", ["auto", "collective"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bytes_are_those_of_theory(world: int, accumulation: int, name: Implementation) -> None:
+    """Each step a rank receives the others' gradients of a shard and the parameters of the others' shards: twice
+    (world - 1) / world of the model at every stage (arXiv:1910.02054, section 7)."""
+    for stage in STAGES:
+        layouts = pool(1).run(sizes, world)[0]
+        expected = 2 * (world - 1) * sum(size // world * 8 for size in layouts)
+        assert check(Case("gpt", stage, world, accumulation=accumulation, name=name)) == [expected] * world
+
+
+def sizes(world: int) -> list[int]:
+    """Elements of the buckets for this many ranks."""
+    from tpfuse.parallel.bucket_layout import plan_buckets
+
+    named = reversed(list(GPT(CONFIG, dtype=torch.float64, device="meta").named_parameters()))
+    worlds = dict.fromkeys(("sharded", "replicated", "partial"), world)
+    return [layout.size for layout in plan_buckets(named, (), worlds, 10_000)]

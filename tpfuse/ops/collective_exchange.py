@@ -1,0 +1,91 @@
+"""Buckets that pass through torch.distributed: a reduce-scatter of each in backward, an all-gather after the update.
+
+Gradients lie in memory of this rank alone; at stage 2 those of a bucket from its filling until they are sent.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import process_group
+from tpfuse.comm.handle import DONE, Handle
+from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
+from tpfuse.ops.shard_update import ShardUpdate
+
+
+class CollectiveExchange(Exchange):
+    """Ranks that share no memory: NCCL, or Gloo."""
+
+    def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(specs, stage, group.rank(), group.size())
+        self._group, self._device = group, device
+        self._values = [torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in self.specs]
+        self._rooms: list[Tensor | None] = [None] * len(self.specs)
+        self._reduced: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
+
+    def values(self, index: int) -> Tensor:
+        return self._values[index]
+
+    def begin(self) -> None:
+        self._reduced = [None] * len(self.specs)
+
+    def room(self, index: int) -> Tensor:
+        room = self._rooms[index]
+        if room is None:
+            spec = self.specs[index]
+            room = self._rooms[index] = torch.zeros(spec.size, dtype=spec.sent, device=self._device)
+        return room
+
+    def send(self, index: int) -> None:
+        room = self.room(index)
+        part = room.nbytes // self.world
+        if self.stage == 0:
+            self._reduced[index] = room, process_group.start_all_reduce(room, self._group), room
+            self._count(2 * (self.world - 1) * part)
+            return
+        out = room.new_empty(len(self.shard(index)))
+        handle = process_group.start_reduce_scatter(room.view(self.world, -1), out, self._group)
+        self._reduced[index] = out, handle, room  # which is held until it has been sent
+        self._count((self.world - 1) * part)
+        if self.stage == 2:
+            self._rooms[index] = None
+
+    def end_backward(self) -> None:
+        pass
+
+    def sums(self, index: int) -> Tensor:
+        reduced = self._reduced[index]
+        assert reduced is not None
+        out, handle, _ = reduced
+        handle.wait()
+        self._reduced[index] = out, DONE, out
+        return out
+
+    def update(self, updates: Sequence[ShardUpdate]) -> None:
+        gathered = []
+        for index, update in enumerate(updates):
+            sums, shard = self.sums(index), self.shard(index)
+            own = self._values[index][shard.start : shard.stop]
+            for a, b in update.blocks():
+                update.block(a, b, sums[a:b], own[a:b])
+            self._reduced[index] = None
+            gathered += self._gather(index)
+        for handle in gathered:
+            handle.wait()
+
+    def publish(self) -> None:
+        for handle in [handle for index in range(len(self.specs)) for handle in self._gather(index)]:
+            handle.wait()
+
+    def _gather(self, index: int) -> list[Handle]:
+        if self.stage == 0:
+            return []
+        shard, values = self.shard(index), self._values[index]
+        own = values[shard.start : shard.stop].clone()
+        self._count((self.world - 1) * own.nbytes)
+        return [process_group.start_all_gather(own, values.view(self.world, -1), self._group)]
+
+    def _count(self, nbytes: int) -> None:
+        self.traffic.add(nbytes, nbytes)

@@ -1,0 +1,61 @@
+"""The hop between nodes: what a node's ranks have summed passes to the ranks in the same place on the other nodes.
+
+Only the shard of a rank crosses, once each way: its sums by a reduce-scatter, its new parameters by an all-gather.
+"""
+
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import process_group
+from tpfuse.comm.traffic import Traffic
+
+
+class Compression(Protocol):
+    """Sums that travel in fewer bytes (`tpfuse.parallel.compression`)."""
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        index: int,
+        pieces: tuple[tuple[int, int, int], ...],
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+    ) -> None:
+        """x [m] float32 becomes its sum over the group, of bucket `index`; pieces: (first, rows, columns) of the
+        matrices that lie in x whole, or at least in whole rows."""
+
+
+class NodeHop:
+    """group: the ranks in this rank's place on all nodes; its numbers are the nodes'."""
+
+    def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
+        self.group, self.compression = group, compression
+        self.node, self.nodes = group.rank(), group.size()
+
+    def all_reduce(self, x: Tensor, index: int, pieces: tuple[tuple[int, int, int], ...], traffic: Traffic) -> None:
+        """x [n] becomes its sum over the nodes, node 0 first."""
+        if self.compression is not None:
+            self.compression.all_reduce(x, index, pieces, self.group, traffic)
+            return
+        part = self.reduce_scatter(x, index, pieces, traffic)
+        self.all_gather(part, x, traffic)
+
+    def reduce_scatter(
+        self, x: Tensor, index: int, pieces: tuple[tuple[int, int, int], ...], traffic: Traffic
+    ) -> Tensor:
+        """This node's part of the sum of x [n] over the nodes, a view of x where nothing was sent but compressed."""
+        rows = x.view(self.nodes, -1)
+        if self.compression is not None:
+            self.compression.all_reduce(x, index, pieces, self.group, traffic)
+            return rows[self.node]
+        out = rows[0].new_empty(rows.shape[1])
+        process_group.start_reduce_scatter(rows, out, self.group).wait()
+        traffic.add(*2 * [(self.nodes - 1) * out.nbytes])
+        return out
+
+    def all_gather(self, part: Tensor, out: Tensor, traffic: Traffic) -> None:
+        """out [n] becomes all nodes' parts, [n / nodes] each."""
+        process_group.start_all_gather(part.clone(), out.view(self.nodes, -1), self.group).wait()
+        traffic.add(*2 * [(self.nodes - 1) * part.nbytes])

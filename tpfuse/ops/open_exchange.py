@@ -1,0 +1,50 @@
+"""Which exchange serves the buckets of a group, and why: one function that chooses and explains."""
+
+from collections.abc import Sequence
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.choice import choose
+from tpfuse.comm.nodes import split_by_node
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.ops.bucket_exchange import Alone, BucketSpec, Exchange
+from tpfuse.ops.collective_exchange import CollectiveExchange
+from tpfuse.ops.direct_exchange import DirectExchange
+from tpfuse.ops.node_hop import Compression, NodeHop
+
+_numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
+
+
+def open_exchange(
+    specs: Sequence[BucketSpec],
+    stage: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    compression: Compression | None = None,
+) -> tuple[Exchange, str]:
+    """The exchange for these buckets, and the reason for its kind. Collective.
+
+    compression: of what passes between nodes; nothing is compressed within one.
+    """
+    if group is None or group.size() == 1:
+        return Alone(specs, stage, device), "one rank"
+    choice = choose(device, specs[0].sent, group)
+    if choice.memory is not None:
+        return DirectExchange(specs, stage, choice.memory, _name(choice.memory)), choice.reason
+    nodes = split_by_node(group) if choice.fallback else None
+    if nodes is not None:
+        within = choose(device, specs[0].sent, nodes.within)
+        if within.memory is not None:
+            hop = NodeHop(nodes.across, compression)
+            exchange = DirectExchange(specs, stage, within.memory, _name(within.memory), hop)
+            return exchange, f"{nodes.count} nodes of {nodes.within.size()} ranks: {within.reason}"
+    return CollectiveExchange(specs, stage, group, device), choice.reason
+
+
+def _name(memory: SymmetricMemory) -> str:
+    """Of an exchange in its memory, the same on every rank: they are opened in one order."""
+    return f"exchange {next(_numbers.setdefault(memory, count()))}"
