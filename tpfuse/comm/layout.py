@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tpfuse.comm.mesh import shard_range
 
@@ -19,25 +20,45 @@ def local_tensor(x: Tensor) -> Tensor:
 def local_slices(x: Tensor) -> Slices:
     """[start, stop) of the local part in each global dimension.
 
-    Raises ValueError for placements other than Shard and Replicate.
+    Raises ValueError for placements other than Replicate, Shard and what `fully_shard` makes of a shard.
     """
     ranges = [(0, size) for size in x.shape]
     if isinstance(x, DTensor):
-        for axis, placement in enumerate(x.placements):
-            if isinstance(placement, Replicate):
-                continue
-            if type(placement) is not Shard:
-                raise ValueError(f"placement {placement} of a tensor {tuple(x.shape)}: expected Shard or Replicate")
-            start, stop = ranges[placement.dim]
+        for axis, dim in _order_of_cuts(x):
+            start, stop = ranges[dim]
             rank, world = x.device_mesh.get_local_rank(axis), x.device_mesh.size(axis)
             lower, upper = shard_range(stop - start, rank, world)
-            ranges[placement.dim] = (start + lower, start + upper)
+            ranges[dim] = (start + lower, start + upper)
     return tuple(ranges)
+
+
+def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
+    """(axis of the mesh, dimension of the tensor) of one cut after the other.
+
+    An axis with Shard cuts what the axes before it leave. One with _StridedShard cuts what the axes behind it leave: so
+    `fully_shard` describes shards of what tensor parallelism has sharded along the same dimension, `split_factor` ways.
+    """
+    first: list[tuple[int, int]] = []
+    then: list[tuple[int, int]] = []
+    behind = dict.fromkeys(range(x.ndim), 1)  # shards that the axes behind this one make of each dimension
+    for axis, placement in reversed(list(enumerate(x.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        strided = isinstance(placement, _StridedShard) and placement.split_factor == behind[placement.dim]
+        if not strided and type(placement) is not Shard:
+            raise ValueError(f"placement {placement} of a tensor {tuple(x.shape)}: expected Shard or Replicate")
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        behind[dim] *= x.device_mesh.size(axis)
+        if strided:
+            then.append((axis, dim))
+        else:
+            first.insert(0, (axis, dim))
+    return first + then
 
 
 def is_sharded(x: Tensor) -> bool:
     """Whether ranks hold different parts of `x`."""
-    return isinstance(x, DTensor) and any(isinstance(p, Shard) for p in x.placements)
+    return isinstance(x, DTensor) and any(not isinstance(p, Replicate) for p in x.placements)
 
 
 def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, shape: torch.Size) -> Tensor:

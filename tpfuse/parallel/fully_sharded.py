@@ -1,0 +1,300 @@
+"""ZeRO's stage 3 (arXiv:1910.02054): a rank keeps a shard of the parameters, of their gradients and of AdamW's state.
+
+PyTorch's `fully_shard` does the work: it cuts the first dimension of each parameter, gathers the parameters of a unit
+(a transformer's block) shortly before they are needed, the next unit's while this one computes, frees them afterwards,
+and reduces the gradients of a unit when its backward pass is over. On top of tensor parallelism it cuts what each rank
+has.
+Here is what makes it an engine like the buckets of the other stages (`tpfuse.parallel.gradient_buckets`):
+
+- Gradients are summed, not averaged, and accumulated over micro-batches without communication.
+- Parameters in a half type have float32 masters: the shards are float32, and what is gathered of them is rounded. So
+  initial weights, drawn in the half type and then widened, are those of the other stages.
+- Communication between CPU ranks goes through `tpfuse.comm.collectives`: sums in rank order, a deadline, the name of a
+  rank that is lost. All of it is counted.
+- Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are reduced
+  across. Neighbouring ranks form a group, so that parameters are gathered within a node.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn import Parameter
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.traffic import Traffic
+from tpfuse.parallel.bucket_layout import HALF, decays
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trained parameter: `sharded` is the DTensor of its shards, float32 for half types.
+
+    counted: whether this rank's shard enters the norm here; writer: whether this rank saves it. Of the ranks with the
+    same shard one does each.
+    """
+
+    name: str
+    sharded: Parameter
+    decay: bool
+    counted: bool
+    writer: bool
+
+    @property
+    def gradient(self) -> Tensor:
+        """Σ of this rank's shard, in its shape; zeros where the parameter took no part."""
+        if self.sharded.grad is None:
+            return torch.zeros_like(local_tensor(self.sharded))
+        return local_tensor(self.sharded.grad)
+
+
+class FullySharded:
+    """Takes over the parameters of `model`: shards them, and sums their gradients into `members`.
+
+    model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype. mesh:
+    `tpfuse.comm.mesh.build_mesh`'s, of which all dimensions but "tp" are data-parallel (one rank alone has no mesh, and
+    nothing to shard: `GradientBuckets` serve it). units: modules of the model, in the order of its forward pass, whose
+    parameters are gathered together and for as long as the module computes; the model is the unit of all others.
+    replicas: how many copies of the model there are; 1: its shards are on all data-parallel ranks. reduce_dtype: in
+    which gradients travel, and are accumulated before: float32 (float64 for float64) or the parameters' own.
+
+    Use: for each micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
+    parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
+    none). Between `start` and `finish` a micro-batch that is not the last leaves its gradients unsharded.
+
+    Collective. Raises ValueError, which names the parameter, for one that cannot be sharded, where nothing requires a
+    gradient, and where the replicas do not divide the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        units: Iterable[nn.Module] = (),
+        replicas: int = 1,
+        reduce_dtype: Literal["float32", "parameter"] = "float32",
+    ) -> None:
+        self.model, self.traffic = model, Traffic()
+        self._last = self._accumulating = False
+        units = list(units)
+        dtype = _checked(model, units)
+        shards, across = data_mesh(mesh, replicas)
+        self._across = across.get_group() if across.size() > 1 else None
+        copies, copy = across.size(), across.get_local_rank()
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        spread = {name for name, p in model.named_parameters() if is_sharded(p)}
+        tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
+        self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
+        self.members: list[Member] = []
+        for index, name in enumerate(names):
+            parameter = model.get_parameter(name)
+            same, place = (copies, copy) if name in spread else (copies * tp, copy * tp + tp_rank)
+            decay = decays(name, parameter)
+            self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
+        self._watched = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+
+    def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
+        """Units first, the model last, which is left what they have not taken."""
+        half = dtype in HALF
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
+        )
+        gather, reduce = _AllGather(self.traffic), _ReduceScatter(self.traffic)
+        self._units: list[FSDPModule] = []
+        for unit in (*units, self.model):
+            _widen(unit)
+            # Backward begins with the model and its last unit: what they free would be gathered again at once.
+            frees = all(unit is not later for later in (*units[-1:], self.model))
+            wrapped = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+            wrapped.set_custom_all_gather(cast(Any, gather))
+            wrapped.set_custom_reduce_scatter(cast(Any, reduce))
+            if self._across is not None:
+                wrapped.set_all_reduce_hook(self._sum_across)
+            self._units.append(wrapped)
+        *blocks, root = self._units
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
+            root.set_reduce_scatter_unused_params(True)
+        for first, second in zip([root, *blocks], blocks, strict=False):
+            first.set_modules_to_forward_prefetch([second])
+        for first, second in zip([root, *blocks[::-1]], blocks[::-1], strict=False):
+            first.set_modules_to_backward_prefetch([second])
+
+    def _sum_across(self, sums: Tensor) -> None:
+        """Of a unit's shards, over the replicas."""
+        assert self._across is not None
+        world = self._across.size()
+        nbytes = 2 * (world - 1) * sums.nbytes // world
+        self.traffic.add(nbytes, nbytes)
+        collectives.start_all_reduce(sums, self._across).wait()
+
+    def start(self, *, last: bool) -> None:
+        """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
+
+        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
+        where a parameter was frozen or released since the model was sharded.
+        """
+        if self._last:
+            raise ValueError("start() after the last micro-batch: call finish() first")
+        for name, parameter, required in self._watched:
+            if parameter.requires_grad != required:
+                raise ValueError(f"{name}.requires_grad is {not required} now: shard a new model, with or without it")
+        if not self._accumulating:
+            self.clear()
+        self._units[-1].set_requires_gradient_sync(last)
+        self._accumulating, self._last = True, last
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
+        self.start(last=False)
+        yield
+
+    def finish(self, *, sums: bool = True) -> None:
+        """After the last micro-batch: this rank's shards of the sums are there, whether they are asked for or not."""
+        self._accumulating = self._last = False
+
+    def clear(self) -> None:
+        """Lets the gradients go."""
+        for member in self.members:
+            member.sharded.grad = None
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the squared norm of the whole gradient: the sum over all ranks is it.
+
+        float64 []. What several ranks have counts on one of them.
+        """
+        parts = [member.gradient for member in self.members if member.counted]
+        norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
+        if norms:
+            return torch.stack(norms).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters with a gradient that is not finite in this rank's shards."""
+        return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
+
+    def forget(self) -> None:
+        """After the shards have been changed: lets go of parameters that are still gathered from what they were."""
+        for unit in self._units:
+            unit.reshard()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the shards."""
+        return local_tensor(self.members[0].sharded).device
+
+
+def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """One-dimensional meshes: of the ranks that share a copy of the model, and of those with the same shard of it.
+
+    mesh: all its dimensions but "tp" are data-parallel; together they are `replicas` × shards. Collective: all ranks of
+    the mesh call it. Raises ValueError where the replicas do not divide the data-parallel ranks.
+    """
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
+    data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
+    if replicas < 1 or data.size() % replicas:
+        raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
+    both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
+    return both["shard"], both["replicate"]
+
+
+def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
+    """The dtype of the parameters. Raises ValueError where they cannot be sharded."""
+    unit_of = dict.fromkeys(model.modules(), model)
+    for module in model.modules():  # from the outside in
+        if any(module is unit for unit in units):
+            unit_of |= dict.fromkeys(module.modules(), module)
+    seen: dict[Parameter, tuple[str, nn.Module]] = {}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_of[model.get_submodule(name.rpartition(".")[0])]
+        first, its_unit = seen.setdefault(parameter, (name, unit))
+        if its_unit is not unit:
+            raise ValueError(f"{first} and {name} are one parameter in two units of stage 3: put both in one unit")
+        if not parameter.ndim:
+            raise ValueError(f"{name} is a scalar, and stage 3 shards first dimensions: give it the shape (1,)")
+        if not local_tensor(parameter).is_contiguous():
+            raise ValueError(f"{name} is not contiguous, and stage 3 cannot shard it: make it so")
+        if parameter.is_floating_point():
+            dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
+    if not any(parameter.requires_grad for parameter in seen):
+        raise ValueError("the model has no parameter that requires a gradient")
+    return next(iter(dtypes))
+
+
+def _widen(unit: nn.Module) -> None:
+    """Makes the parameters of a half type that the unit itself is left with float32; those that are tied stay so."""
+    widened: dict[Parameter, Parameter] = {}
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in HALF:
+                if parameter not in widened:
+                    wide = parameter.detach().float()
+                    widened[parameter] = Parameter(wide, requires_grad=parameter.requires_grad)
+                module.register_parameter(name, widened[parameter])
+
+
+class _Counted:
+    """What `fully_shard` wants of a collective of its own: memory, and the call (in a subclass)."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def count(self, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Every rank sends a part to each of the others."""
+        nbytes = (group.size() - 1) * part.nbytes
+        self._traffic.add(nbytes, nbytes)
+
+
+# torch 2.13 renamed the two; older releases know only the second name.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+
+class _AllGather(_Counted):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """On CUDA the streams are `fully_shard`'s to order, and NCCL's work is what it knows."""
+        self.count(input_tensor, group)
+        if input_tensor.device.type != "cpu":
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        output_tensor.copy_(collectives.all_gather(input_tensor, group))
+        return None
+
+
+class _ReduceScatter(_Counted):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """`op` is the sum, which was asked for."""
+        self.count(output_tensor, group)
+        if input_tensor.device.type != "cpu":
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        output_tensor.copy_(collectives.reduce_scatter(input_tensor, group))
+        return None
