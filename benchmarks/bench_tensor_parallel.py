@@ -38,7 +38,7 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.parallel.gradient_buckets import decays
+from tpfuse.parallel.bucket_layout import decays
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.batches import Windows
@@ -216,14 +216,14 @@ def processor_seconds() -> float:
     return time.process_time()
 
 
-def of_others(ranks: RankPool, alone: RankPool) -> float:
+def of_others(*pools: RankPool) -> float:
     """Seconds of processor time since the machine started that neither was idle nor of this benchmark's processes."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return float("nan")
     user, nice, system, _, _, *interrupts = (int(x) for x in stat.read_text().split("\n", 1)[0].split()[1:9])
     busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
-    return busy - time.process_time() - sum(ranks.run(processor_seconds) + alone.run(processor_seconds))
+    return busy - time.process_time() - sum(sum(pool.run(processor_seconds)) for pool in pools)
 
 
 def turn(name: str, repeats: int) -> float:

@@ -1,0 +1,151 @@
+"""ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and with no communication, by turns.
+
+    python -m benchmarks.bench_zero [--worlds 2 4] [--rounds 9] [--quick] [training update]
+
+training: a step of a GPT of 6 layers x 768 (12 heads, 43M parameters, float32) on bytes, 4 sequences of 64 tokens on
+every rank, one thread each, AdamW, gradients clipped (`benchmarks.zero_training`):
+
+    alone          our engine with no group: each rank trains on its own batch and updates everything. The same products
+                   as with a group, no communication, and an optimizer that is not sharded
+    stage 0, 1, 2  our buckets
+    stage 3        torch's fully_shard with our collectives and our optimizer; blocks are gathered again for backward
+    DDP            DistributedDataParallel and AdamW
+    DDP + ZeRO     DistributedDataParallel and ZeroRedundancyOptimizer of AdamW
+    fully_shard    by blocks, with reshard_after_forward=False, and AdamW
+
+update: of 50M float32 parameters, from whole gradients on every rank to new parameters on every rank
+(`benchmarks.zero_update`).
+
+Every contender's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients. They
+take turns, and who begins rotates; a turn is as long as its slowest rank. See `bench_tensor_parallel` for how those who
+have no turn sleep, and for the part of the cores that other programs took.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.bench_tensor_parallel import of_others
+from benchmarks.figures import Figure, cost, figures_table, speedup
+from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Call, Training
+from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
+from tpfuse.testing.ranks import RankPool
+from tpfuse.train.hardware import keep_freed_memory
+
+SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # the second one for --quick
+    "training": (Training(), Training(2, 48, 4, 16, 2)),
+    "update": (Update(), Update(2, 48)),
+}
+_SETTLING = 0.02  # seconds before a turn
+
+_calls: dict[str, Call] = {}  # of this rank: what takes turns
+
+
+def prepare(subject: Training | Update) -> list[str]:
+    """Fills `_calls`; returns the contenders. On every rank."""
+    torch.use_deterministic_algorithms(False)
+    keep_freed_memory()
+    _calls.clear()
+    _calls.update(subject.calls())
+    return list(_calls)
+
+
+def turn(name: str, repeats: int) -> float:
+    """Seconds of a call. On every rank."""
+    call = _calls[name]
+    time.sleep(_SETTLING)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats
+
+
+def measure(
+    subject: Training | Update, ranks: RankPool, rounds: int, seconds: float = 1.0
+) -> tuple[dict[str, list[float]], float]:
+    """Seconds of a call, of each round, by contender; what part of the cores others took.
+
+    seconds: what a turn takes, about.
+    """
+    names = ranks.run(prepare, subject)[0]
+    repeats = {name: max(1, min(200, int(seconds / max(ranks.run(turn, name, 1))))) for name in names}
+    found: dict[str, list[float]] = {name: [] for name in names}
+    before, started = of_others(ranks), time.monotonic()
+    for i in range(rounds):
+        first = i % len(names)
+        for name in [*names[first:], *names[:first]]:
+            found[name].append(max(ranks.run(turn, name, repeats[name])))
+    capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
+    return found, (of_others(ranks) - before) / capacity
+
+
+def _figures() -> Iterator[Figure]:
+    for name in STAGES[1:3]:
+        yield Figure(f"step, {name} / no communication", name, "training", 1.0, ALONE, cost, at_most=True)
+        yield Figure(f"step, {name} / {ZERO}", name, "training", 1.2, ZERO, speedup)
+        yield Figure(f"step, {name} / {SHARD}", name, "training", 1.5, SHARD, speedup)
+    for name in (SWEEP, NORM_FIRST):
+        for peer in (WHOLE, PIECES):
+            yield Figure(f"update, {name} / {peer}", name, "update", 2.0, peer, speedup)
+
+
+FIGURES = tuple(_figures())
+
+
+def rows(mode: str, ranks: int, times: dict[str, list[float]]) -> list[Row]:
+    """What figures are drawn from: each of ours is an operator, and all peers stand beside it."""
+    found: list[Row] = []
+    for ours in (name for name in times if name.startswith(OURS)):
+        row: Row = {"operator": ours, "case": f"{ranks} ranks", "mode": mode, "asked": True}
+        for name in (ours, *(name for name in times if not name.startswith(OURS))):
+            median = percentiles(times[name])["median"] * 1e6
+            found.append(row | {"contender": OURS if name == ours else name, "median_us": median})
+    return found
+
+
+def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, list[float]], others: float) -> Row:
+    """Prints a table; the row to keep."""
+    figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
+    baseline = next(iter(figures))
+    ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
+    lines: list[tuple[str, ...]] = [(f"{mode}, {ranks} ranks", "median ms", "p20", "p80", f"x {baseline}")]
+    for name, x in figures.items():
+        lines.append((name, *(f"{x[k]:.1f}" for k in ("median", "p20", "p80")), f"{ratios[name]:.3f}"))
+    print(aligned(lines))
+    print(f"other programs took {others:.0%} of the cores\n", flush=True)
+    row = {"subject": mode, "ranks": ranks, **vars(subject), "others": round(others, 3), "baseline": baseline}
+    return row | {"ratios": ratios, "ms": figures}
+
+
+def main() -> None:
+    """Tables, which are kept unless they are quick ones, and the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subjects", nargs="*", metavar="training|update", help="default: both")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; nothing is kept")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.subjects) - SUBJECTS.keys():
+        parser.error(f"there is no {min(unknown)}: expected {' or '.join(SUBJECTS)}")
+    rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 1.0)
+    found: list[Row] = []
+    for world in arguments.worlds:
+        for mode in arguments.subjects or SUBJECTS:
+            ranks, subject = RankPool(world, timeout=1200.0), SUBJECTS[mode][arguments.quick]
+            times, others = measure(subject, ranks, rounds, seconds)
+            ranks.close()  # with the memory of its contenders
+            row = report(mode, subject, world, times, others)
+            found += rows(mode, world, times)
+            if not arguments.quick:
+                keep("zero", row)
+    print(figures_table([figure.outcome(found, 0.0) for figure in FIGURES]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Training steps that `benchmarks.bench_zero` times: tpfuse's stages, and torch's data parallelism over Gloo.
+
+All contenders train the GPT of `tpfuse.models.gpt`, with plain parameters, from the same weights on the same batches.
+Gradients are clipped: by clip_grad_norm_ for torch; ours counts the norm from its shards. The limit is so low that
+every step is clipped.
+
+torch's gradients are views of DDP's buckets, its AdamW is the fused one (on CPUs four times as fast as foreach), its
+ZeroRedundancyOptimizer keeps parameters as views of buckets: each of these makes the peer faster.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.harness import OURS
+from tpfuse.comm import collectives
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.bucket_layout import decays
+from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.fully_sharded import FullySharded
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.sharded_adamw import ShardedAdamW
+
+ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
+STAGES = tuple(f"{OURS} stage {stage}" for stage in range(4))
+LR, DECAY, CLIP = 1e-3, 0.1, 0.1
+# With an eps like this an update depends on the size of a gradient: of rounding it shows little, of a factor or a rank
+# that somebody left out much.
+RATES: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-4}
+CHECKED = 3  # steps that are compared with plain AdamW
+TOLERANCE = 1e-3  # of a norm, and of the length of all updates
+Call = Callable[[], object]
+Step = Callable[[int], float]  # number of the step -> norm of the gradient before clipping
+
+
+@dataclass(frozen=True)
+class Training:
+    """A GPT on bytes, and the batch of one rank."""
+
+    n_layer: int = 6
+    n_embd: int = 768
+    n_head: int = 12
+    tokens: int = 64
+    sequences: int = 4
+
+    def model(self) -> GPT:
+        """Always the same."""
+        model = GPT(GPTConfig(256, self.tokens, self.n_embd, self.n_layer, self.n_head))
+        initialize(model, 1)
+        return model
+
+    def loss(self, model: nn.Module, number: int, ranks: Sequence[int], share: float = 1.0) -> Tensor:
+        """The mean over the tokens of these ranks in step `number`, times a share."""
+        ids = torch.cat([self._batch(number, rank) for rank in ranks])
+        loss: Tensor = model(ids[:, :-1], ids[:, 1:], loss_weight=share / (len(ids) * self.tokens))
+        return loss
+
+    def _batch(self, number: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * number + rank)
+        return torch.randint(256, (self.sequences, self.tokens + 1), generator=generator)
+
+    def calls(self) -> dict[str, Call]:
+        """A step of each contender, checked, the baseline first. Collective."""
+        together, own = _plain(self, range(dist.get_world_size())), _plain(self, [dist.get_rank()])
+        found: dict[str, Call] = {}
+        for name, make in CONTENDERS.items():
+            model = self.model()
+            step = make(self, model)
+            norms = [step(number) for number in range(CHECKED)]
+            (own if name == ALONE else together).check(name, norms, model)
+            found[name] = partial(step, CHECKED)
+        return found
+
+
+def engine_of(model: nn.Module, stage: int, group: dist.ProcessGroup | None) -> tuple[GradientBuckets, FlatAdamW]:
+    """Ours, of data parallelism alone."""
+    engine = GradientBuckets(model, stage=stage, data_group=group, world_group=group)
+    return engine, FlatAdamW(engine, weight_decay=DECAY, **RATES)
+
+
+def _buckets(stage: int, subject: Training, model: GPT) -> Step:
+    return _engine_step(subject, model, *engine_of(model, stage, dist.group.WORLD), dist.group.WORLD)
+
+
+def _alone(subject: Training, model: GPT) -> Step:
+    return _engine_step(subject, model, *engine_of(model, 0, None), None)
+
+
+def _stage_3(subject: Training, model: GPT) -> Step:
+    mesh = build_mesh("cpu", dp=dist.get_world_size(), tp=1)
+    engine = FullySharded(model, mesh=mesh, units=model.transformer.h)
+    return _engine_step(subject, model, engine, ShardedAdamW(engine, weight_decay=DECAY, **RATES), dist.group.WORLD)
+
+
+def _engine_step(
+    subject: Training,
+    model: GPT,
+    engine: GradientBuckets | FullySharded,
+    optimizer: FlatAdamW | ShardedAdamW,
+    group: dist.ProcessGroup | None,
+) -> Step:
+    rank, share = dist.get_rank(), 1.0 if group is None else 1 / group.size()
+
+    def step(number: int) -> float:
+        engine.start(last=True)
+        subject.loss(model, number, [rank], share).backward()  # type: ignore[no-untyped-call]
+        engine.finish()
+        norm = float(collectives.all_reduce(engine.squared_norm(), group)) ** 0.5
+        optimizer.step(LR, min(1.0, CLIP / (norm + 1e-6)))
+        return norm
+
+    return step
+
+
+def _torch_step(
+    subject: Training, called: nn.Module, model: GPT, optimizer: torch.optim.Optimizer, ranks: Sequence[int]
+) -> Step:
+    def step(number: int) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        subject.loss(called, number, ranks).backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
+        optimizer.step()
+        return float(_whole(norm))
+
+    return step
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters as torch's optimizers take them: what is decayed, and what is not."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if decays(name, p) == decayed], "weight_decay": DECAY if decayed else 0.0}
+        for decayed in (True, False)
+    ]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(_groups(model), lr=LR, fused=True, **RATES)
+
+
+def _data_parallel(subject: Training, model: GPT) -> Step:
+    called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return _torch_step(subject, called, model, _adamw(model), [dist.get_rank()])
+
+
+def _zero_redundancy(subject: Training, model: GPT) -> Step:
+    called = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        _groups(model), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, fused=True, **RATES
+    )
+    return _torch_step(subject, called, model, optimizer, [dist.get_rank()])
+
+
+def _fully_shard(subject: Training, model: GPT) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    return _torch_step(subject, model, model, _adamw(model), [dist.get_rank()])
+
+
+CONTENDERS: dict[str, Callable[[Training, GPT], Step]] = {
+    ALONE: _alone,
+    **{name: partial(_buckets, stage) for stage, name in enumerate(STAGES[:3])},
+    STAGES[3]: _stage_3,
+    DDP: _data_parallel,
+    ZERO: _zero_redundancy,
+    SHARD: _fully_shard,
+}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What the first steps of AdamW on the batches of some ranks come to: norms, parameters before and after."""
+
+    norms: list[float]
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+
+    def check(self, name: str, norms: list[float], model: nn.Module) -> None:
+        """Raises AssertionError where a contender took other steps."""
+        for found, wanted in zip(norms, self.norms, strict=True):
+            assert abs(found - wanted) <= TOLERANCE * wanted, f"{name}: norms {norms}, plain AdamW's {self.norms}"
+            assert found > CLIP, f"{name}: a gradient of norm {found} is not clipped"
+        parameters = _parameters(model)
+        error = sum(float((parameters[key] - x).double().square().sum()) for key, x in self.after.items())
+        length = sum(float((self.before[key] - x).double().square().sum()) for key, x in self.after.items())
+        apart = (error / length) ** 0.5
+        assert apart <= TOLERANCE, f"{name}: {apart:.1e} of the way from where plain AdamW comes to"
+
+
+def _plain(subject: Training, ranks: Sequence[int]) -> Plain:
+    model = subject.model()
+    before = _parameters(model)
+    step = _torch_step(subject, model, model, _adamw(model), ranks)
+    norms = [step(number) for number in range(CHECKED)]
+    return Plain(norms, before, _parameters(model))
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: _whole(x.detach()).clone() for name, x in model.named_parameters()}
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x

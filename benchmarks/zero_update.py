@@ -1,0 +1,107 @@
+"""The update that `benchmarks.bench_zero` times: from whole gradients on every rank to new parameters on every rank.
+
+Ours is one sweep over the buckets of stage 1, or, as clipping wants it, two with the norm between them (without the
+all-reduce of that one number). Beside it reduce-scatter, torch's fused AdamW on the shard and all-gather over Gloo, of
+the whole or of pieces as large as buckets.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.harness import OURS
+from benchmarks.zero_training import DECAY, LR, RATES, TOLERANCE, Call, engine_of
+
+WHOLE, PIECES = "Gloo, whole", "Gloo, in pieces"
+SWEEP, NORM_FIRST = f"{OURS} one sweep", f"{OURS} norm first"
+_PIECE = 25 * 2**20  # bytes, about
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """matrices of size x size: 50M parameters."""
+
+    matrices: int = 12
+    size: int = 2048
+
+    def drawn(self, seed: int) -> Tensor:
+        """Flat: the gradient of a rank by its number, the parameters before the update by -1."""
+        generator = torch.Generator().manual_seed(1000 + seed)
+        return torch.randn(self.matrices * self.size**2, generator=generator)
+
+    def calls(self) -> dict[str, Call]:
+        """An update by each contender, checked, the baseline first. Collective."""
+        world = dist.get_world_size()
+        before, gradient = self.drawn(-1), self.drawn(dist.get_rank())
+        total, after = self.drawn(0), before.clone()
+        for rank in range(1, world):
+            total += self.drawn(rank)
+        _adamw_of(after, total)()
+        made = {
+            WHOLE: _by_gloo(before, gradient, 1),
+            PIECES: _by_gloo(before, gradient, max(2, gradient.nbytes // _PIECE)),
+            SWEEP: _ours(self, before, gradient, norm=False),
+            NORM_FIRST: _ours(self, before, gradient, norm=True),
+        }
+        for name, (call, parameters) in made.items():
+            call()
+            apart = float((parameters() - after).abs().max())
+            assert apart <= LR * TOLERANCE, f"{name}: {apart:.1e} from where AdamW comes to with the sum"
+        return {name: call for name, (call, _) in made.items()}
+
+
+def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> tuple[Call, Callable[[], Tensor]]:
+    """A step of the engine without its backward pass, and the parameters. `before` and `gradient` are copied."""
+    shape = subject.matrices, subject.size, subject.size
+    model = nn.ParameterList([nn.Parameter(x.clone()) for x in before.view(shape)])
+    engine, optimizer = engine_of(model, 1, dist.group.WORLD)
+    for bucket in engine.buckets:
+        room = bucket.exchange.room(bucket.index)
+        for segment in bucket.layout.segments:
+            bucket.layout.view(room, segment).copy_(gradient.view(shape)[int(segment.name)])
+
+    def call() -> None:
+        for exchange in engine.exchanges:
+            exchange.begin()
+        for bucket in engine.buckets:
+            bucket.exchange.send(bucket.index)
+        for exchange in engine.exchanges:
+            exchange.end_backward()
+        if norm:  # the sums take the gradients' place, which so grow from call to call
+            engine.squared_norm().item()
+        optimizer.step(LR)
+
+    return call, lambda: torch.cat([x.detach().flatten() for x in model])
+
+
+def _by_gloo(before: Tensor, gradient: Tensor, pieces: int) -> tuple[Call, Callable[[], Tensor]]:
+    """All reduce-scatters are under way while the first shard is updated, and all-gathers while the next ones are."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parameters, gradients = before.clone().chunk(pieces), gradient.chunk(pieces)
+    shards = [piece.chunk(world)[rank].clone() for piece in parameters]
+    sums = [torch.empty_like(shard) for shard in shards]
+    updates = [_adamw_of(*pair) for pair in zip(shards, sums, strict=True)]
+
+    def call() -> None:
+        summing = [_reduce_scatter(*pair, async_op=True) for pair in zip(sums, gradients, strict=True)]
+        gathering = []
+        for work, update, piece, shard in zip(summing, updates, parameters, shards, strict=True):
+            work.wait()
+            update()
+            gathering.append(_all_gather(piece, shard, async_op=True))
+        for work in gathering:
+            work.wait()
+
+    return call, lambda: torch.cat(parameters)
+
+
+def _adamw_of(parameter: Tensor, gradient: Tensor) -> Call:
+    """A step of torch's AdamW in place."""
+    leaf = nn.Parameter(parameter)
+    leaf.grad = gradient
+    return torch.optim.AdamW([leaf], lr=LR, weight_decay=DECAY, fused=True, **RATES).step

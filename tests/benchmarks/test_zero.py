@@ -1,0 +1,107 @@
+"""The contenders of ZeRO's benchmark do the same thing, or are not timed; figures find their rows."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import zero_training, zero_update
+from benchmarks.bench_zero import FIGURES, SUBJECTS, measure, report, rows
+from benchmarks.zero_training import ALONE, CONTENDERS, STAGES, Training
+from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
+from tpfuse.testing.ranks import pool
+
+TRAINING, UPDATE = Training(1, 24, 3, 8, 2), Update(2, 16)
+
+
+def _settings() -> None:
+    torch.use_deterministic_algorithms(True)
+
+
+def test_contenders_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every one has been compared with plain AdamW, or `measure` would have raised."""
+    times, others = measure(TRAINING, pool(2), rounds=2, seconds=0.01)
+    pool(2).run(_settings)
+    assert list(times) == list(CONTENDERS) and set(STAGES) < times.keys()
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
+    assert math.isnan(others) or -0.5 < others < 1.5  # the kernel counts in hundredths of a second
+    row = report("training", TRAINING, 2, times, others)
+    assert row["baseline"] == ALONE and row["ratios"][ALONE] == 1.0 and row["n_embd"] == 24
+    assert f"x {ALONE}" in capsys.readouterr().out
+    _figures_of("training", rows("training", 2, times))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_contenders_of_the_update_take_turns(world: int) -> None:
+    times, others = measure(Update(3, 16), pool(world), rounds=1, seconds=0.01)
+    pool(world).run(_settings)
+    assert list(times) == [WHOLE, PIECES, SWEEP, NORM_FIRST]
+    assert report("update", UPDATE, world, times, others)["baseline"] == WHOLE
+    _figures_of("update", rows("update", world, times))
+
+
+def _figures_of(mode: str, found: list[dict[str, object]]) -> None:
+    drawn = [figure.outcome(found, 0.0) for figure in FIGURES if figure.mode == mode]
+    assert drawn and all(outcome["got"] is not None and not outcome["missing"] for outcome in drawn)
+
+
+def test_the_figures_are_the_asked_ones() -> None:
+    asked = {(figure.mode, figure.asked, figure.at_most) for figure in FIGURES}
+    assert asked == {
+        ("training", 1.0, True),
+        ("training", 1.2, False),
+        ("training", 1.5, False),
+        ("update", 2.0, False),
+    }
+    full = SUBJECTS["training"][0].model()
+    assert sum(p.numel() for p in full.parameters()) // 10**6 == 42
+    assert SUBJECTS["update"][0] == Update() and Update().matrices * Update().size ** 2 == 50_331_648
+
+
+def _said_of(name: str, changed: str = "") -> str:
+    """What is said when only this contender takes part, and does something else than the plain AdamW before it."""
+    wanted = [zero_training._plain(TRAINING, ranks) for ranks in (range(dist.get_world_size()), [dist.get_rank()])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_training, "CONTENDERS", {name: CONTENDERS[ALONE if changed == "sum" else name]})
+        patch.setattr(zero_training, "_plain", lambda subject, ranks: wanted[len(ranks) == 1])
+        if changed == "clip":
+            right = nn.utils.clip_grad_norm_
+            patch.setattr(nn.utils, "clip_grad_norm_", lambda x, limit, foreach: right(x, math.inf))
+        if changed == "decay":
+            patch.setattr(zero_training, "DECAY", 0.0)
+        try:
+            TRAINING.calls()
+        except AssertionError as error:
+            return str(error)
+        finally:
+            _settings()
+    return ""
+
+
+@pytest.mark.parametrize("name", ["DDP", STAGES[1]])
+def test_who_takes_other_steps_is_not_timed(name: str) -> None:
+    assert pool(2).run(_said_of, name) == ["", ""]
+    assert all(said.startswith(f"{name}: norms ") for said in pool(2).run(_said_of, name, "sum"))
+    if name == "DDP":
+        assert all(said.startswith(f"{name}: ") for said in pool(2).run(_said_of, name, "clip"))
+    for said in pool(2).run(_said_of, name, "decay"):
+        assert said.startswith(f"{name}: ") and said.endswith(" of the way from where plain AdamW comes to")
+
+
+def _wrong_sum() -> str:
+    right = zero_update._by_gloo
+    zero_update._by_gloo = lambda before, gradient, pieces: right(before, gradient * (1 + 1e-2), pieces)
+    try:
+        UPDATE.calls()
+    except AssertionError as error:
+        return str(error)
+    finally:
+        zero_update._by_gloo = right
+        _settings()
+    return ""
+
+
+def test_an_update_with_another_sum_is_not_timed() -> None:
+    assert all(said.startswith(f"{WHOLE}: ") for said in pool(2).run(_wrong_sum))
