@@ -1,0 +1,42 @@
+"""`tpfuse train` by torchrun on two nodes of two ranks each: network namespaces of this machine."""
+
+import contextlib
+import re
+import subprocess
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tpfuse.testing.nodes import torchrun_on_nodes, why_not_permitted
+from tpfuse.train.command_line import run
+from tpfuse.train.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted()),
+    pytest.mark.timeout(200),
+]
+
+
+def _losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl") if row["loss"] is not None]
+
+
+def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--train.log-every", "1", "--kernels", "torch", "--train.dtype", "float32"]
+    for node, ended in enumerate(torchrun_on_nodes(["tpfuse", "train", *flags, "--out", str(tmp_path / "two")])):
+        assert ended.returncode == 0, ended.stderr
+        assert bool(re.search("^ranks .*dp 4 on cpu", ended.stdout, re.M)) == (node == 0)
+    assert run(["train", *flags, "--parallel.dp", "1", "--out", str(tmp_path / "one")]) == 0
+    one, two = _losses(tmp_path / "one"), _losses(tmp_path / "two")
+    assert len(one) == 12 and one[-1] < one[0]
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_nothing_is_left_of_a_run_whose_time_is_up(flags: list[str], tmp_path: Path) -> None:
+    mark = str(tmp_path / uuid.uuid4().hex)
+    with pytest.raises(subprocess.TimeoutExpired):
+        torchrun_on_nodes(["tpfuse", "train", *flags, "--train.steps", "100000", "--out", mark], timeout=4.0)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert mark.encode() not in path.read_bytes()
