@@ -1,9 +1,12 @@
 """The layers under torch's own FSDP: parameters are DTensors, so that ZeRO-3 composes with them."""
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
@@ -37,6 +40,27 @@ def _steps(tp: int, dp: int) -> None:
     for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 2, name
         torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
+
+
+def _slices() -> None:
+    """A rank has the elements that `local_slices` says, whichever dimensions are sharded how often."""
+    mesh = mesh_of(2, 2)
+    for data in (mesh["dp"], mesh["dp"]._unflatten(0, (2, 1), ("replicate", "shard"))):
+        model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
+        initialize(model, 1)
+        for block in model.transformer.h:
+            fully_shard(block, mesh=data)
+        fully_shard(model, mesh=data)
+        for name, parameter in model.named_parameters():
+            part = parameter.full_tensor()[tuple(slice(*each) for each in local_slices(parameter))]
+            assert torch.equal(part, local_tensor(parameter)), (name, parameter.placements)
+    placements = [_StridedShard(0, split_factor=3), Shard(0)]
+    with pytest.raises(ValueError, match="expected Shard or Replicate"):
+        local_slices(DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False))
+
+
+def test_slices_are_where_fully_shard_puts_them() -> None:
+    pool(4).run(_slices)
 
 
 def test_training_steps_are_those_of_one_rank() -> None:

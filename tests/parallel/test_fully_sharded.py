@@ -1,8 +1,13 @@
 """Stage 3 trains as plain AdamW on one rank does, in every layout, and sends what theory says."""
 
 import functools
+import itertools
+import math
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +17,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tpfuse.comm import collectives
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import context_mesh
+from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.sharded_adamw import ShardedAdamW
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.train import checkpoint
+from tpfuse.train.checkpoint import Part
 
 # 61 tokens, 18 wide: rows that no world divides, and first dimensions smaller than a world.
-CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=20, n_layer=3, n_head=4, dropout=0.2)
+CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=20, n_layer=2, n_head=4, dropout=0.2)
 STEPS, BATCH, LR, CLIP = 10, 12, 1e-2, 0.5
+# Keys' biases have gradients that are rounding errors alone, which a smaller eps would make as large as all others.
+ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-1}
 
 
 class Piece(nn.Module):
@@ -99,16 +111,20 @@ def gpt(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
 CASES = {"toy": toy, "gpt": gpt}
 
 
+def torchs_adamw(parameters: dict[str, Tensor]) -> torch.optim.AdamW:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in parameters.items() if decays(name, p) == decay]} for decay in (True, False)
+    ]
+    groups[1]["weight_decay"] = 0.0
+    return torch.optim.AdamW(groups, lr=LR, **ADAMW)
+
+
 @functools.cache
 def plain(name: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after STEPS steps of torch's AdamW on one rank, and the norms before clipping."""
     case = CASES[name](dtype)
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
-    groups = [
-        {"params": [p for name, p in trained.items() if decays(name, p) == decay], "weight_decay": 1e-2 * decay}
-        for decay in (True, False)
-    ]
-    optimizer, norms = torch.optim.AdamW(groups, lr=LR), []
+    optimizer, norms = torchs_adamw(trained), []
     for step in range(STEPS):
         case.loss(torch.arange(BATCH), step).backward()
         for parameter in trained.values():
@@ -171,11 +187,16 @@ def whole(engine: FullySharded) -> dict[str, Tensor]:
     return weights
 
 
-def run(name: str, layout: Layout, accumulation: int, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
-    case, engine = sharded(name, layout, dtype, **options)
-    optimizer = ShardedAdamW(engine)
+def run(name: str, layout: Layout, accumulation: int, **options: Any) -> tuple[dict[str, Tensor], list[float]]:
+    case, engine = sharded(name, layout, **options)
+    optimizer = ShardedAdamW(engine, **ADAMW)
     batches = micro_batches(layout, accumulation)
-    norms = [train_step(case, engine, optimizer, batches, step) for step in range(STEPS)]
+    norms = []
+    for step in range(STEPS):
+        norms.append(train_step(case, engine, optimizer, batches, step))
+        if step == 4:
+            with torch.no_grad():
+                case.loss(batches[0], step)
     assert optimizer.updates == STEPS
     return whole(engine), norms
 
@@ -186,16 +207,248 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert (found[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
 
 
-LAYOUTS = [Layout(dp=2), Layout(dp=3), Layout(dp=4), Layout(dp=4, replicas=2), Layout(dp=2, replicas=2)]
-SHARED = [Layout(tp=2, dp=2), Layout(cp=2, dp=2), Layout(cp=2, dp=2, replicas=2), Layout(tp=2, dp=2, replicas=2)]
+DATA = [Layout(dp=2), Layout(dp=3), Layout(dp=4), Layout(dp=4, replicas=2), Layout(dp=2, replicas=2)]
+MIXED = [Layout(tp=2, dp=2), Layout(cp=2, dp=2), Layout(cp=2, dp=2, replicas=2), Layout(tp=2, dp=2, replicas=2)]
+TOYS = [("toy", layout, accumulation) for layout in DATA for accumulation in (1, 3)]
+GPTS = [("gpt", layout, 1 + 2 * (index % 2)) for index, layout in enumerate([*DATA, *MIXED])]
+BOTH = [("gpt", Layout(dp=2), 3), ("gpt", Layout(tp=2, dp=2), 1), ("gpt", Layout(cp=2, dp=2), 3)]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "layout"), [*(("toy", each) for each in LAYOUTS), *(("gpt", each) for each in LAYOUTS + SHARED)]
-)
+@pytest.mark.parametrize(("name", "layout", "accumulation"), [*TOYS, *GPTS, *BOTH])
 def test_trains_as_one_rank_does(name: str, layout: Layout, accumulation: int) -> None:
     expected, norms = plain(name)
     for found, found_norms in pool(layout.world).run(run, name, layout, accumulation):
         assert_same(found, expected)
         assert found_norms == pytest.approx(norms, rel=1e-12)
+
+
+def run_recomputing(recompute: str) -> tuple[dict[str, Tensor], list[float]]:
+    return run("gpt", Layout(dp=2), 1, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_with_what_is_computed_again(recompute: str) -> None:
+    expected, norms = pool(2).run(run, "gpt", Layout(dp=2), 1)[0]
+    found, found_norms = pool(2).run(run_recomputing, recompute)[1]
+    assert found_norms == norms and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def gradients(name: str, layout: Layout) -> None:
+    """Of step 2, in which every parameter takes part, accumulated over three micro-batches."""
+    expected = CASES[name]()
+    expected.loss(torch.arange(BATCH), 2).backward()
+    case, engine = sharded(name, layout)
+    batches = micro_batches(layout, 3)
+    for rows in batches[:-1]:
+        with engine.no_sync():
+            case.loss(rows, 2).backward()
+            assert all(member.sharded.grad is None for member in engine.members)
+    engine.start(last=True)
+    case.loss(batches[-1], 2).backward()
+    engine.finish()
+    for member in engine.members:
+        wanted = expected.model.get_parameter(member.name).grad
+        assert wanted is not None
+        part = wanted[tuple(slice(*each) for each in local_slices(member.sharded))]
+        assert (member.gradient - part).abs().amax() <= 1e-13 if part.numel() else member.gradient.shape == part.shape
+    assert engine.nonfinite() == []
+    engine.members[0].gradient.view(-1)[:1] = math.nan
+    rows = len(engine.members[0].gradient)
+    assert engine.nonfinite() == ([engine.members[0].name] if rows else [])
+
+
+@pytest.mark.parametrize(("name", "layout"), [("toy", Layout(dp=4)), ("gpt", Layout(tp=2, dp=2))])
+def test_gradients_are_sums_where_the_shards_are(name: str, layout: Layout) -> None:
+    pool(layout.world).run(gradients, name, layout)
+
+
+def theory(case: Case, layout: Layout, accumulation: int, gathered: int, reduced: int) -> int:
+    """Bytes in a step, by sizes alone: `gathered` and `reduced` of an element."""
+    shards = layout.dp * layout.cp // layout.replicas
+    total, taken = 0, set()
+    for unit in (*case.units, case.model):
+        parameters = [p for p in unit.parameters() if id(p) not in taken]
+        taken |= {id(p) for p in parameters}
+        sizes = [-(-len(local) // shards) * local[:1].numel() for local in map(local_tensor, parameters)]
+        trained = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+        twice = unit is not case.model and unit is not case.units[-1]  # forward and backward
+        total += (shards - 1) * gathered * sum(sizes) * accumulation * (1 + twice)
+        total += (shards - 1) * reduced * trained
+        total += 2 * (layout.replicas - 1) * reduced * trained // layout.replicas
+    return total
+
+
+def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int) -> None:
+    plain_mesh = mesh_of(layout.dp, layout.tp, layout.cp)
+    before = gpt(dtype, device_mesh=plain_mesh["tp"] if layout.tp > 1 else None, context_mesh=context_mesh(plain_mesh))
+    wanted = theory(before, layout, accumulation, dtype.itemsize, reduced)
+    case, engine = sharded("gpt", layout, dtype, reduce_dtype=reduce_dtype)
+    optimizer = ShardedAdamW(engine)
+    for step in range(1, 3):
+        train_step(case, engine, optimizer, micro_batches(layout, accumulation), step)
+        assert engine.traffic.sent == engine.traffic.received == step * wanted > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "dtype", "reduce_dtype", "reduced"),
+    [
+        (Layout(dp=3), 1, torch.float32, "float32", 4),
+        (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
+        (Layout(dp=4, replicas=2), 1, torch.bfloat16, "parameter", 2),
+        (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
+    ],
+)
+def test_bytes_are_those_of_theory(
+    layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int
+) -> None:
+    pool(layout.world).run(traffic, layout, accumulation, dtype, reduce_dtype, reduced)
+
+
+def masters(world: int, accumulation: int) -> dict[str, Tensor]:
+    """AdamW on float32 masters of a bfloat16 model, gradients of each micro-batch added up in float32."""
+    case = gpt(torch.bfloat16)
+    named = dict(case.model.named_parameters())
+    master = {name: p.detach().float().requires_grad_() for name, p in named.items()}
+    optimizer = torchs_adamw(master)
+    for step in range(3):
+        for name, parameter in named.items():
+            parameter.data.copy_(master[name])
+        for rows in torch.arange(BATCH).chunk(world * accumulation):
+            case.loss(rows, step).backward()
+            for name, parameter in named.items():
+                assert parameter.grad is not None
+                wide, parameter.grad = parameter.grad.float(), None
+                master[name].grad = wide if master[name].grad is None else master[name].grad + wide
+        optimizer.step()
+        optimizer.zero_grad()
+    return master
+
+
+def half(accumulation: int) -> dict[str, Tensor]:
+    layout = Layout(dp=2)
+    case, engine = sharded("gpt", layout, torch.bfloat16)
+    start = dict(gpt(torch.bfloat16).model.named_parameters())
+    for member in engine.members:
+        assert member.sharded.dtype == torch.float32
+        part = start[member.name][tuple(slice(*each) for each in local_slices(member.sharded))]
+        assert torch.equal(local_tensor(member.sharded), part.float()), "drawn in the dtype of the others, then widened"
+    optimizer = ShardedAdamW(engine, **ADAMW)
+    for step in range(3):
+        for index, rows in enumerate(micro_batches(layout, accumulation)):
+            engine.start(last=index == accumulation - 1)
+            case.loss(rows, step).backward()
+        engine.finish()
+        optimizer.step(LR)
+    return whole(engine)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_half_parameters_have_float32_masters(accumulation: int) -> None:
+    expected = masters(2, accumulation)
+    for found in pool(2).run(half, accumulation):
+        for name, weight in expected.items():
+            assert (found[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+
+
+def save_some(folder: str, layout: Layout) -> None:
+    case, engine = sharded("gpt", layout)
+    optimizer = ShardedAdamW(engine, **ADAMW)
+    for step in range(5):
+        train_step(case, engine, optimizer, micro_batches(layout, 1), step)
+    saved = checkpoint.save(Path(folder), 5, parts_of(optimizer), {}, keep=0, group=dist.group.WORLD, warn=pytest.fail)
+    assert saved is not None
+
+
+def load_and_go_on(folder: str, layout: Layout) -> dict[str, Tensor]:
+    """After a forward pass, so that there are parameters that were gathered before the others are loaded."""
+    case, engine = sharded("gpt", layout)
+    optimizer = ShardedAdamW(engine, **ADAMW)
+    with torch.no_grad():
+        case.loss(micro_batches(layout, 1)[0], 0)
+    checkpoint.open_checkpoint(Path(folder) / "step-5").load(parts_of(optimizer))
+    optimizer.publish()
+    optimizer.updates = 5
+    for step in range(5, STEPS):
+        train_step(case, engine, optimizer, micro_batches(layout, 1), step)
+    return whole(engine)
+
+
+def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Part]]:
+    return {
+        f"{piece.kind}.{piece.name}": [Part(piece.shape, piece.slices, piece.tensor, piece.writer)]
+        for piece in optimizer.pieces()
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(Layout(tp=2, dp=2), Layout(dp=3)), (Layout(dp=4, replicas=2), Layout(tp=2, dp=2))]
+)
+def test_checkpoints_of_one_layout_go_on_in_another(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    pool(saved.world).run(save_some, str(tmp_path), saved)
+    expected, _ = plain("gpt")
+    for found in pool(loaded.world).run(load_and_go_on, str(tmp_path), loaded):
+        assert_same(found, expected)
+
+
+def until_somebody_dies(rank: Rank) -> None:
+    rank.join()
+    set_settings(timeout=LIMIT)
+    case, engine = sharded("toy", Layout(dp=3))
+    optimizer, batches = ShardedAdamW(engine), micro_batches(Layout(dp=3), 1)
+    for step in itertools.count():
+        train_step(case, engine, optimizer, batches, step)
+        if step == 1:
+            rank.tell("here")
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with ranks(3, tmp_path, until_somebody_dies) as running:
+        running.heard_of_all()
+        time.sleep(0.1)
+        killed = running.send(1, signal.SIGKILL)
+        for survivor in (0, 2):
+            when, error = running.result(survivor)
+            assert isinstance(error, PeerTimeout), error
+            assert (error.peer, error.rank) == (1, survivor) and when - killed < 5.0
+
+
+def refusals() -> None:
+    mesh = mesh_of(2, 1)
+
+    def message(change: Callable[[Toy], None], **options: Any) -> str:
+        model = Toy()
+        change(model)
+        with pytest.raises(ValueError) as caught:
+            FullySharded(model, mesh=mesh, units=model.pieces, **options)
+        assert "\n" not in str(caught.value) and type(model) is Toy, "nothing has been done"
+        return str(caught.value)
+
+    def scalar(model: Toy) -> None:
+        model.pieces[1].register_parameter("gain", nn.Parameter(torch.ones(())))
+
+    def transposed(model: Toy) -> None:
+        model.mixing = nn.Parameter(torch.randn(5, 3).T)
+
+    def tie(model: Toy) -> None:
+        model.pieces[2].up.weight = model.pieces[0].up.weight
+
+    assert message(scalar).startswith("pieces.1.gain is a scalar")
+    assert message(transposed).startswith("mixing is not contiguous")
+    assert message(tie).startswith("pieces.0.up.weight and pieces.2.up.weight are one parameter in two units")
+    assert message(lambda model: model.pieces[0].half()).startswith("frozen is torch.float32, pieces.0.up.weight is")
+    assert "no parameter that requires" in message(lambda model: model.requires_grad_(False))
+    assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
+
+    _, engine = sharded("toy", Layout(dp=2))
+    engine.start(last=True)
+    with pytest.raises(ValueError, match="call finish"):
+        engine.start(last=False)
+    engine.finish()
+    engine.members[3].sharded.requires_grad_(False)
+    with pytest.raises(ValueError, match=rf"{engine.members[3].name}.requires_grad is False now"):
+        engine.start(last=True)
+
+
+def test_what_cannot_be_sharded_is_named() -> None:
+    pool(2).run(refusals)
