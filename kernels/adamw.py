@@ -10,6 +10,7 @@ a series where that is small, so that it keeps float32's relative accuracy; β�
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -29,6 +30,21 @@ def _one_minus_exp(y):
     for i in tl.static_range(8):  # Σ y^k / (k + 1)!, from the inside; the next term is below 2^-30 at y = -1/2
         series = 1.0 + series * y / (9 - i)
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
+
+
+@triton.jit
+def updated(
+    master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
+):
+    """(p, m, v) after update t = step, element by element in float32; weight_decay: of all, or of each element."""
+    master -= lr * weight_decay * master
+    exp_avg += rate1 * (gradient - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + rate2 * gradient * gradient
+    step_size = lr / _one_minus_exp(step * log_beta1)
+    correction = tl.sqrt_rn(_one_minus_exp(step * log_beta2))
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction) + eps
+    master -= step_size * tl.div_rn(exp_avg, denominator)
+    return master, exp_avg, exp_avg_sq
 
 
 @triton.jit
@@ -64,13 +80,9 @@ def adamw_kernel(
         gradient *= tl.load(scale_ptr)
     if clip_ptr is not None:
         gradient *= tl.load(clip_ptr)
-    master -= lr * weight_decay * master
-    exp_avg += rate1 * (gradient - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + rate2 * gradient * gradient
-    step_size = lr / _one_minus_exp(step * log_beta1)
-    correction = tl.sqrt_rn(_one_minus_exp(step * log_beta2))
-    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), correction) + eps
-    master -= step_size * tl.div_rn(exp_avg, denominator)
+    master, exp_avg, exp_avg_sq = updated(
+        master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
+    )
 
     tl.store(master_ptr + offs, master, mask=mask)
     tl.store(exp_avg_ptr + offs, exp_avg, mask=mask)
@@ -121,15 +133,22 @@ def adamw_(
         scale_ptr=scale,
         clip_ptr=clip,
         n=len(master),
-        rate1=1.0 - beta1,
-        log_beta1=_log(beta1),
-        beta2=float(beta2),
-        rate2=1.0 - beta2,
-        log_beta2=_log(beta2),
-        eps=float(eps),
-        weight_decay=float(weight_decay),
+        **rates(beta1, beta2, eps, weight_decay),
         **row.blocks,
     )
+
+
+def rates(beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, Any]:
+    """What `updated` takes of them."""
+    return {
+        "rate1": 1.0 - beta1,
+        "log_beta1": _log(beta1),
+        "beta2": float(beta2),
+        "rate2": 1.0 - beta2,
+        "log_beta2": _log(beta2),
+        "eps": float(eps),
+        "weight_decay": float(weight_decay),
+    }
 
 
 def _log(beta: float) -> float:
@@ -143,10 +162,11 @@ def check_shard(
     exp_avg_sq: Tensor,
     parameter: Tensor | None,
     scalars: dict[str, Tensor | None],
+    operator: str = "adamw",
 ) -> None:
     """Raises ValueError unless these are what `adamw_` takes, but for a state in float64 too."""
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"adamw: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
+        raise ValueError(f"{operator}: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
     state, rest = (master.dtype,), (torch.float16, torch.bfloat16, master.dtype)
     for name, x, dtypes in (
         ("master", master, state),
@@ -156,14 +176,14 @@ def check_shard(
         ("parameter", parameter, rest),
     ):
         if x is not None:
-            check_shape("adamw", name, x, tuple(master.shape))
-            check_device("adamw", "master", master, name, x)
-            check_integers("adamw", name, x, dtypes)
+            check_shape(operator, name, x, tuple(master.shape))
+            check_device(operator, "master", master, name, x)
+            check_integers(operator, name, x, dtypes)
             if not x.is_contiguous():
-                raise ValueError(f"adamw: {name} has strides {x.stride()}: expected contiguous")
+                raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")
     for name, x in scalars.items():
         if x is not None:
-            check_device("adamw", "master", master, name, x)
-            check_integers("adamw", name, x, (torch.float32, torch.int64) if name == "step" else (torch.float32,))
+            check_device(operator, "master", master, name, x)
+            check_integers(operator, name, x, (torch.float32, torch.int64) if name == "step" else (torch.float32,))
             if x.numel() != 1:
-                raise ValueError(f"adamw: {name} has shape {tuple(x.shape)}: expected one element")
+                raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected one element")

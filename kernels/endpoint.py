@@ -90,17 +90,19 @@ class Endpoint:
             raise ValueError(f"{operator}: more flags than there is room for: {flags}")
         return (min(self.programs, tiles, room),)
 
-    def arguments(self) -> dict[str, Any]:
+    def signals(self) -> dict[str, Any]:
         """What every kernel takes."""
         return {
-            "slots_ptr": self.slots,
             "flags_ptr": self.flags,
             "state_ptr": self.state,
             "abort_ptr": self.abort,
-            "slot_bytes": self.slot_bytes,
             "rank": self.rank,
             "WORLD": self.world,
         }
+
+    def arguments(self) -> dict[str, Any]:
+        """What a kernel takes that moves something through slots."""
+        return {"slots_ptr": self.slots, "slot_bytes": self.slot_bytes, **self.signals()}
 
 
 def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:

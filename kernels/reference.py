@@ -5,6 +5,8 @@
     rms_norm          y = x / sqrt(mean(x²) + eps) * weight
     rope              (a, b) -> (a cos - b sin, b cos + a sin) for each pair of a head's elements
     adamw             p = p - lr decay p - lr m̂ / (sqrt(v̂) + eps)
+    shard_sum         sum = g_0 + g_1 + …, rank 0 first
+    sharded_adamw     adamw of clip shard_sum, decayed before a border
     cross_entropy     loss = log Σ exp(logit) - logit[target]
     linear_cross_entropy  Σ weights * cross_entropy(x Wᵀ)
     attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
@@ -13,6 +15,9 @@
 Each runs in the dtype of its inputs: float64 gives the truth, a half type the error that plain PyTorch makes.
 Only torch's own operators, so that autograd gives every gradient; nothing here is fast.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +106,36 @@ def adamw(
     unbiased = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
     parameter = parameter - lr * weight_decay * parameter
     return parameter - lr / (1 - beta1**step) * exp_avg / unbiased, exp_avg, exp_avg_sq
+
+
+def shard_sum(gradients: Sequence[Tensor]) -> Tensor:
+    """[m] of each rank -> [m], rank 0 first; half types in float32."""
+    half = gradients[0].dtype in (torch.bfloat16, torch.float16)
+    total = gradients[0].to(torch.float32 if half else gradients[0].dtype, copy=True)
+    for gradient in gradients[1:]:
+        total += gradient
+    return total
+
+
+def sharded_adamw(
+    parameter: Tensor,
+    gradients: Sequence[Tensor],
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    border: int,
+    clip: float,
+    weight_decay: float,
+    **rates: Any,
+) -> tuple[Tensor, ...]:
+    """[m] each, gradients of each rank -> (parameter, exp_avg, exp_avg_sq) after an update with `adamw`'s rates.
+
+    Elements before `border` are decayed, the others are not.
+    """
+    state = parameter, clip * shard_sum(gradients), exp_avg, exp_avg_sq
+    decayed = adamw(*(x[:border] for x in state), weight_decay=weight_decay, **rates)
+    others = adamw(*(x[border:] for x in state), weight_decay=0.0, **rates)
+    return tuple(torch.cat(pair) for pair in zip(decayed, others, strict=True))
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:

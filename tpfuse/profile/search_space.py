@@ -56,6 +56,7 @@ SPACES: dict[str, tuple[Step, ...]] = {
     "dropout": ({"BLOCK_M": (1, 2, 4, 8, 16), "BLOCK_C": (256, 512, 1024), "num_warps": (4, 8)},),
     **dict.fromkeys(("all_gather", "all_to_all", "reduce_scatter", "all_reduce", "stage"), _TILES),
     "adamw": ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (2, 4, 8)},),
+    **dict.fromkeys(("shard_sum", "sharded_adamw"), ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16)},)),
 }
 
 

@@ -1,0 +1,141 @@
+"""shard_sum: this rank's shard of the sum of all ranks' gradients, and what it adds to their squared norm.
+
+Every rank has a flat buffer of gradients of its own in symmetric memory, of one size and dtype, and owns the elements
+[start, start + m) of the sum, which no other rank does (ZeRO, arXiv:1910.02054). It reads them where they are, each
+once, rank 0 first, and sums in float32: nothing is staged, and the result does not depend on who owns what. The sum may
+take the place of the rank's own gradients: nobody else reads those.
+
+One round of signals, at the beginning: program p waits until program p of every rank has started, which happens behind
+all that the rank's stream did before, so behind its gradients. There is none at the end. Peers may still be reading
+this rank's gradients when its launch is over; they may be written again behind its next launch on the channel, of
+whatever kernel. For that ends only when every rank has begun it, behind its launch of this one, with all its reads. So
+one more launch between is enough: with two buffers that are summed in turn, the next sum but one follows the sum of the
+other buffer; with one buffer, the update (`kernels/sharded_adamw.py`) lies between this step's sum and the next step's
+gradients. Whatever writes gradients must be on the stream behind that launch.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfuse.kernels.checks import FLOATS, check_device, check_integers, check_shape
+from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.launch import launch
+from tpfuse.kernels.signals import advance, barrier, begin
+
+_MOST = 2**30  # elements of a shard: kernels count what is in it in 32 bits, which takes fewer registers
+
+
+@triton.jit
+def shard_pointer(addresses_ptr, peer, start, dtype: tl.constexpr):
+    """A pointer to element `start` of `peer`'s flat buffer, whose address is a multiple of 16."""
+    base = tl.load(addresses_ptr + peer).to(tl.pointer_type(dtype))
+    return tl.multiple_of(base, 16) + start  # said of what a function returns it would be lost
+
+
+@triton.jit
+def sum_over_ranks(addresses_ptr, start, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
+    """The sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
+    total = tl.load(shard_pointer(addresses_ptr, 0, start, dtype) + offs, mask=mask, other=0.0).to(tl.float32)
+    for source in tl.static_range(1, WORLD):
+        source_ptr = shard_pointer(addresses_ptr, source, start, dtype)
+        total += tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["rank"])
+def shard_sum_kernel(
+    gradients_ptr,  # [size] bf16, this rank's: read through its address
+    addresses_ptr,  # [WORLD] int64, addresses of [size] bf16, read
+    out_ptr,  # [m] float32, written
+    squares_ptr,  # [parts] float32, written
+    flags_ptr,  # [WORLD] int64, addresses of int32 words
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+    m,
+    parts,
+    start,
+    rank,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    dtype: tl.constexpr = gradients_ptr.dtype.element_ty
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
+            squares = tl.zeros((BLOCK,), tl.float32)
+            for tile in range(pid, tl.cdiv(m, BLOCK), programs):
+                offs = tile * BLOCK + tl.arange(0, BLOCK)
+                mask = offs < m
+                total = sum_over_ranks(addresses_ptr, start, offs, mask, dtype, WORLD)
+                tl.store(out_ptr + offs, total, mask=mask)
+                squares += total * total
+            tl.store(squares_ptr + pid, tl.sum(squares, 0))
+            for part in range(pid + programs, parts, programs):
+                tl.store(squares_ptr + part, 0.0)
+            advance(state_ptr, epoch)
+
+
+def shard_sum(
+    gradients: Tensor, addresses: Tensor, out: Tensor, squares: Tensor, start: int, endpoint: Endpoint
+) -> None:
+    """out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all have called this.
+
+    gradients: [size] float32, float16 or bfloat16, this rank's; addresses: [world] int64, where every rank's begin,
+    multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float32, at least
+    endpoint.programs, overwritten: a part for each program, the rest 0; the same in every run. All ranks bring the same
+    size, dtype, m and parts, and shards that do not overlap; a start that 16 divides makes for wide accesses. No rank
+    may write its gradients before its next launch on the channel. Raises ValueError for other shapes, dtypes or
+    devices, for a shard that is not inside, and where the channel has too few flags.
+    """
+    m = out.numel()
+    check_flat("shard_sum", "gradients", gradients, addresses, start, m, endpoint)
+    for name, x, shape in (("out", out, (m,)), ("squares", squares, (squares.numel(),))):
+        check_shape("shard_sum", name, x, shape)
+        check_device("shard_sum", "gradients", gradients, name, x)
+        check_integers("shard_sum", name, x, FLOATS[:1])
+        check_contiguous("shard_sum", name, x)
+    if len(squares) < endpoint.programs:
+        raise ValueError(f"shard_sum: squares has {len(squares)} elements: expected at least {endpoint.programs}")
+    if m == 0:
+        squares.zero_()
+        return
+    row = choose("shard_sum", gradients.device, gradients.dtype)
+    launch(
+        shard_sum_kernel,
+        endpoint.grid("shard_sum", 0, triton.cdiv(m, row.blocks["BLOCK"])),
+        num_warps=row.num_warps,
+        num_stages=row.num_stages,
+        gradients_ptr=gradients,
+        addresses_ptr=addresses,
+        out_ptr=out,
+        squares_ptr=squares,
+        m=m,
+        parts=len(squares),
+        start=start,
+        **row.blocks,
+        **endpoint.signals(),
+    )
+
+
+def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:
+    """Raises ValueError unless x is a flat buffer that holds [start, start + m) and `addresses` are of all ranks'."""
+    check_shape(operator, name, x, (x.numel(),))
+    check_integers(operator, name, x, FLOATS)
+    check_contiguous(operator, name, x)
+    check_shape(operator, f"the addresses of {name}", addresses, (endpoint.world,))
+    for other, tensor in ((name, x), (f"the addresses of {name}", addresses)):
+        check_device(operator, "the channel", endpoint.flags, other, tensor)
+    check_integers(operator, f"the addresses of {name}", addresses, (endpoint.flags.dtype,))
+    if m > _MOST:
+        raise ValueError(f"{operator}: a shard of {m} elements, at most {_MOST} are counted: pass it in pieces")
+    if start < 0 or start + m > len(x):
+        raise ValueError(f"{operator}: the shard [{start}, {start + m}) is not inside {name} [{len(x)}]")
+
+
+def check_contiguous(operator: str, name: str, x: Tensor) -> None:
+    """Raises ValueError unless x is contiguous."""
+    if not x.is_contiguous():
+        raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")

@@ -1,0 +1,137 @@
+"""Values of shard_sum, on ranks of a simulated symmetric memory."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.configurations import TABLE, override, read_table
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers, normal
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Connect = Callable[..., Endpoint]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    """Tiles of 16 elements: small shards have several programs."""
+    rows = [row for row in read_table(TABLE) if row.operator == "shard_sum" and row.family == "interpreted"]
+    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
+        yield
+
+
+def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
+    explore(program, world, schedules=[RoundRobin()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_sums_in_rank_order_in_float32(connect: Connect, world: int, dtype: torch.dtype) -> None:
+    """To the bit; shards of one program and of several on one channel, what is not the shard stays as it is."""
+
+    def program(memory: SimulatedMemory) -> None:
+        endpoint, rank = connect(memory), memory.rank
+        for m in (64, 1, 37, 0, 100, 16):
+            buffer = memory.buffer(f"gradients {m}", (world * m + 5,), dtype)
+            every = [normal(10 * m + r, world * m + 5, dtype=dtype) for r in range(world)]
+            buffer.local.copy_(every[rank])
+            out, squares = torch.full((m + 2,), 7.0), torch.full((5,), 7.0)
+            shard_sum(buffer.local, buffer.addresses, out[1:-1], squares, rank * m, endpoint)
+            expected = reference.shard_sum([x[rank * m : (rank + 1) * m] for x in every])
+            assert torch.equal(out[1:-1], expected) and (out[0], out[-1]) == (7, 7)
+            torch.testing.assert_close(squares.double().sum(), expected.double().square().sum(), rtol=1e-6, atol=0)
+            assert not squares[min(-(-m // 16), endpoint.programs) :].any(), "a part for each program, the rest 0"
+            assert torch.equal(buffer.local, every[rank])
+        assert endpoint.state.tolist() == [5, 0], "nothing is launched for no elements"
+
+    once(program, world)
+
+
+def test_in_place_and_the_same_in_every_run(connect: Connect) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        endpoint, rank = connect(memory), memory.rank
+        buffer, found = memory.buffer("gradients", (3 * 50,), torch.float32), []
+        every = [normal(r, 3 * 50) for r in range(3)]
+        own = slice(rank * 50, (rank + 1) * 50)
+        for _ in range(3):
+            buffer.local.copy_(every[rank])
+            squares = torch.empty(3)
+            shard_sum(buffer.local, buffer.addresses, buffer.local[own], squares, own.start, endpoint)
+            expected = every[rank].clone()
+            expected[own] = reference.shard_sum([x[own] for x in every])
+            assert torch.equal(buffer.local, expected)
+            found.append(squares)
+            memory.barrier()
+        assert all(torch.equal(squares, found[0]) for squares in found)
+
+    once(program, 3)
+
+
+def test_what_is_not_finite_is_in_the_sum_and_in_the_squares(connect: Connect) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        buffer, out, squares = memory.buffer("gradients", (80,), torch.bfloat16), torch.empty(40), torch.empty(3)
+        buffer.local.fill_(1)
+        if memory.rank == 1:
+            buffer.local[3], buffer.local[73] = torch.nan, torch.inf
+        shard_sum(buffer.local, buffer.addresses, out, squares, 40 * memory.rank, connect(memory))
+        assert (out.isnan() == (torch.arange(40) == 3)).all() if memory.rank == 0 else out[33] == torch.inf
+        assert squares.isnan().sum() == (memory.rank == 0) and squares.isinf().sum() == (memory.rank == 1)
+
+    once(program, 2)
+
+
+@pytest.mark.parametrize("flag_count", [3, 8, 64])
+def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        endpoint = connect(memory, flag_count=flag_count, programs=50)
+        for m in (100, 300):
+            buffer = memory.buffer(f"gradients {m}", (3 * m,), torch.float32)
+            every = [integers(m + r, 3 * m) for r in range(3)]
+            buffer.local.copy_(every[memory.rank])
+            out, squares = torch.empty(m), torch.empty(50)
+            shard_sum(buffer.local, buffer.addresses, out, squares, m * memory.rank, endpoint)
+            assert torch.equal(out, sum(every)[m * memory.rank :][:m])
+            assert squares.sum() == out.square().sum()
+
+    once(program, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradients": torch.zeros(3, 8)}, r"gradients has shape \(3, 8\): expected \(24,\)"),
+        (
+            {"gradients": torch.zeros(24).double()},
+            "gradients is torch.float64: expected float32 or float16 or bfloat16",
+        ),
+        ({"gradients": torch.zeros(48)[::2]}, r"gradients has strides \(2,\): expected contiguous"),
+        ({"gradients": torch.zeros(24, device="meta")}, "gradients is on meta, the channel on cpu"),
+        ({"addresses": torch.zeros(2).long()}, r"the addresses of gradients has shape \(2,\): expected \(3,\)"),
+        ({"addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
+        ({"out": torch.zeros(8).half()}, "out is torch.float16: expected float32"),
+        ({"out": torch.zeros(16)[::2]}, r"out has strides \(2,\): expected contiguous"),
+        ({"out": torch.zeros(2, 4)}, r"out has shape \(2, 4\): expected \(8,\)"),
+        ({"squares": torch.zeros(1)}, "squares has 1 elements: expected at least 2"),
+        ({"squares": torch.zeros(4).long()}, "squares is torch.int64: expected float32"),
+        ({"start": 17}, r"the shard \[17, 25\) is not inside gradients \[24\]"),
+        ({"start": -8}, r"the shard \[-8, 0\) is not inside gradients \[24\]"),
+        ({"out": torch.zeros(1).expand(2**30 + 1)}, "a shard of 1073741825 elements, .*: pass it in pieces"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    endpoint = Endpoint(1, 3, table, 16, table, 6, words, words[:1], programs=2)
+    arguments: dict[str, Any] = {"out": torch.zeros(8), "squares": torch.zeros(2), "start": 8}
+    gradients: dict[str, Tensor] = {"gradients": torch.zeros(24), "addresses": table}
+    with pytest.raises(ValueError, match=f"shard_sum: {message}"):
+        shard_sum(**gradients | arguments | change, endpoint=endpoint)
+    shard_sum(**gradients | arguments, endpoint=endpoint)  # aborted: nothing happens
+    with pytest.raises(ValueError, match="shard_sum: more flags than there is room for: 3 for one program"):
+        shard_sum(**gradients | arguments, endpoint=replace(endpoint, flag_count=2))

@@ -1,0 +1,197 @@
+"""Values of sharded_adamw, on ranks of a simulated symmetric memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.adamw import adamw_
+from tpfuse.kernels.configurations import TABLE, override, read_table
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
+from tpfuse.testing.inputs import normal
+
+RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+PAIRS = ((F32, F32), (F32, BF16), (BF16, BF16), (BF16, F32), (F16, F16), (F16, F32))  # of values and gradients
+CLIP = torch.tensor(0.3)
+CASES = (
+    (37, 20, None, False),
+    (37, 0, CLIP, True),
+    (64, 64, CLIP, False),
+    (1, 1, None, True),
+)  # m, border, clip, summed
+TAIL = 5  # elements behind the last shard, which are nobody's
+Connect = Callable[..., Endpoint]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles() -> Iterator[None]:
+    """Tiles of 16 elements: small shards have several programs."""
+    names = ("shard_sum", "sharded_adamw")
+    rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
+    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
+        yield
+
+
+def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
+    explore(program, world, schedules=[RoundRobin()])
+
+
+@dataclass
+class Bucket:
+    """All ranks' gradients, and one trained shard after another: parameters and their masters, moments."""
+
+    master: Tensor  # float32 [world * m + TAIL]
+    values: Tensor
+    gradients: Sequence[Tensor]
+    moments: tuple[Tensor, Tensor]  # float32 [world * m]
+
+    @classmethod
+    def draw(cls, seed: int, world: int, m: int, dtype: torch.dtype, sent: torch.dtype) -> "Bucket":
+        n = world * m
+        values = normal(seed, n + TAIL, dtype=dtype)
+        master = values.float() if dtype == F32 else values.float() * 1.001
+        gradients = [normal(seed + 1 + r, n + TAIL, dtype=sent) for r in range(world)]
+        return cls(master, values, gradients, (normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4))
+
+    def state(self, own: slice) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Copies of a shard's master, which is None where the values are it, and moments."""
+        moments = tuple(x[own].clone() for x in self.moments)
+        return None if self.values.dtype == F32 else self.master[own].clone(), *moments
+
+    def after(self, own: slice, border: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
+        """A shard's master, moments and values, updated by the kernel for one rank: both parts of the sum."""
+        total = reference.shard_sum([x[own] for x in self.gradients])
+        state = [x[own].clone() for x in (self.master, *self.moments, self.values)]
+        for part, decay in ((slice(border), 0.1), (slice(border, None), 0.0)):
+            master, exp_avg, exp_avg_sq, value = (x[part] for x in state)
+            rates = RATES | {"weight_decay": decay}
+            parameter = None if value.dtype == F32 else value
+            adamw_(master, total[part], exp_avg, exp_avg_sq, parameter, lr, step=step, clip=clip, **rates)
+        return [*state[:3], state[0] if self.values.dtype == F32 else state[3]]
+
+
+@pytest.mark.parametrize(("dtype", "sent"), PAIRS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_as_the_sum_and_the_update_one_after_the_other(
+    connect: Connect, world: int, dtype: torch.dtype, sent: torch.dtype
+) -> None:
+    """To the bit, on every rank, for shards of one program and of several; what is nobody's stays as it is."""
+
+    def program(memory: SimulatedMemory) -> None:
+        endpoint, rank = connect(memory), memory.rank
+        lr, squares = torch.tensor([1e-2]), torch.empty(3)
+        for number, (m, border, clip, summed) in enumerate(CASES, 1):
+            bucket, step = Bucket.draw(100 * number, world, m, dtype, sent), torch.tensor(float(number))
+            shards = [slice(r * m, (r + 1) * m) for r in range(world)]
+            values = memory.buffer(f"values {number}", bucket.values.shape, dtype)
+            gradients = memory.buffer(f"gradients {number}", bucket.values.shape, sent)
+            values.local.copy_(bucket.values)
+            gradients.local.copy_(bucket.gradients[rank])
+            taken: tuple[Tensor, Tensor | None] = gradients.local, gradients.addresses
+            if summed:
+                total = torch.empty(m)
+                shard_sum(*taken, total, squares, shards[rank].start, endpoint)
+                taken = total, None
+            state = bucket.state(shards[rank])
+            tensors = values.local, values.addresses, *taken, *state
+            numbers = {"lr": lr, "step": step, "clip": clip, "endpoint": endpoint} | RATES
+            sharded_adamw_(*tensors, shards[rank].start, border, **numbers)
+            expected = [bucket.after(own, border, lr, step, clip) for own in shards]
+            for actual, after in zip(state, expected[rank], strict=False):
+                assert actual is None or torch.equal(actual, after)
+            whole = torch.cat([after[3] for after in expected])
+            assert torch.equal(values.local, torch.cat([whole, bucket.values[-TAIL:]])), (m, border, clip, summed)
+
+    once(program, world)
+
+
+@pytest.mark.parametrize("border", [0, 13, 100])
+def test_against_reference(connect: Connect, border: int) -> None:
+    bucket, m = Bucket.draw(1, 2, 100, BF16, BF16), 100
+    options: dict[str, Any] = {"lr": 1e-2, "step": 7, "border": border, "clip": 0.3} | RATES
+
+    def program(memory: SimulatedMemory) -> None:
+        rank = memory.rank
+        own = slice(rank * m, (rank + 1) * m)
+        values, gradients = (memory.buffer(name, bucket.values.shape, BF16) for name in ("values", "gradients"))
+        gradients.local.copy_(bucket.gradients[rank])
+        state = bucket.state(own)
+        numbers = {name: torch.tensor(float(options[name])) for name in ("lr", "step", "clip")} | RATES
+        tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
+        sharded_adamw_(*tensors, own.start, border, **numbers, endpoint=connect(memory))
+        plain, truth = (
+            reference.sharded_adamw(
+                bucket.master[own].to(dtype),
+                [x[own].to(dtype) for x in bucket.gradients],
+                *(x[own].to(dtype) for x in bucket.moments),
+                **options,
+            )
+            for dtype in (torch.float32, torch.float64)
+        )
+        for name, actual, other, exact in zip(("master", "exp_avg", "exp_avg_sq"), state, plain, truth, strict=True):
+            rounding = torch.finfo(torch.float32).eps * exact.abs().max().item()
+            check_error(name, actual, other, exact, 2 * (other.double() - exact).abs().max().item() + rounding)
+        assert torch.equal(values.local[own], state[0].bfloat16())
+
+    once(program, 2)
+
+
+@pytest.mark.parametrize("flag_count", [4, 9, 64])
+def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
+    def program(memory: SimulatedMemory) -> None:
+        endpoint, rank, m = connect(memory, flag_count=flag_count, programs=50), memory.rank, 100
+        bucket, lr, step = Bucket.draw(1, 2, m, F32, F32), torch.tensor(0.1), torch.tensor([2])
+        values, gradients = (memory.buffer(name, bucket.values.shape, F32) for name in ("values", "gradients"))
+        values.local.copy_(bucket.values)
+        gradients.local.copy_(bucket.gradients[rank])
+        state = bucket.state(slice(rank * m, (rank + 1) * m))
+        tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
+        sharded_adamw_(*tensors, rank * m, m, lr=lr, step=step, clip=None, endpoint=endpoint, **RATES)
+        after = [bucket.after(slice(r * m, (r + 1) * m), m, lr, step, None)[3] for r in range(2)]
+        assert torch.equal(values.local[:-TAIL], torch.cat(after))
+
+    once(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"values": torch.zeros(3, 8)}, r"values has shape \(3, 8\): expected \(24,\)"),
+        ({"values": torch.zeros(24).double()}, "values is torch.float64: expected float32 or float16 or bfloat16"),
+        ({"values": torch.zeros(24).half()}, "values are torch.float16, master is None: expected a master of float32"),
+        ({"values": torch.zeros(24, device="meta")}, "values is on meta, the channel on cpu"),
+        ({"value_addresses": torch.zeros(2).long()}, r"the addresses of values has shape \(2,\): expected \(3,\)"),
+        ({"gradient_addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
+        ({"gradients": torch.zeros(16)}, r"the shard \[16, 24\) is not inside gradients \[16\]"),
+        ({"gradient_addresses": None}, r"gradient has shape \(24,\): expected \(8,\)"),
+        ({"master": torch.zeros(8).half()}, "master is torch.float16"),
+        ({"master": torch.zeros(9)}, r"gradient has shape \(8,\): expected \(9,\)"),
+        ({"exp_avg": torch.zeros(8).half()}, "exp_avg is torch.float16: expected float32"),
+        ({"exp_avg_sq": torch.zeros(16)[::2]}, r"exp_avg_sq has strides \(2,\): expected contiguous"),
+        ({"start": 17}, r"the shard \[17, 25\) is not inside values \[24\]"),
+        ({"step": torch.zeros(2)}, r"step has shape \(2,\): expected one element"),
+        ({"lr": torch.zeros(1).double()}, "lr is torch.float64: expected float32"),
+        ({"clip": torch.zeros(1, device="meta")}, "clip is on meta, master on cpu"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
+    endpoint = Endpoint(1, 3, table, 16, table, 12, words, words[:1], programs=2)
+    arguments: dict[str, Any] = {name: torch.zeros(24) for name in ("values", "gradients")}
+    arguments |= {"value_addresses": table, "gradient_addresses": table, "master": None, "start": 16, "border": 3}
+    arguments |= {name: torch.zeros(8) for name in ("exp_avg", "exp_avg_sq")} | RATES
+    arguments |= {name: torch.ones(1) for name in ("lr", "step", "clip")}
+    with pytest.raises(ValueError, match=f"sharded_adamw: {message}"):
+        sharded_adamw_(**arguments | change, endpoint=endpoint)
+    sharded_adamw_(**arguments, endpoint=endpoint)  # aborted: nothing happens
+    with pytest.raises(ValueError, match="sharded_adamw: more flags than there is room for: 6 for one program"):
+        sharded_adamw_(**arguments, endpoint=replace(endpoint, flag_count=5))
