@@ -92,7 +92,7 @@ class NetworkNodes:
 
     def close(self) -> None:
         """Ends every process on the nodes, and with them the nodes."""
-        for process in processes_in(self.networks()):
+        for process in processes_in(self.networks() - {network_of("self")}):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         for holder in self._holders:
