@@ -13,8 +13,9 @@ from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
 from tpfuse.train.config import parse_command, parse_prepare, parse_train
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
+from tpfuse.train.memory import memory
 from tpfuse.train.messages import fail
-from tpfuse.train.options import SampleCommand, TrainCommand, TuneCommand, VerifyCommand
+from tpfuse.train.options import MemoryCommand, SampleCommand, TrainCommand, TuneCommand, VerifyCommand
 from tpfuse.train.rank import train_rank
 from tpfuse.train.sample import sample
 from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
@@ -39,7 +40,7 @@ def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
     join(place, device_of(place))
     if place.rank == 0:
         try:
-            outcome = [prepare_run(with_layout(options, place.world))]
+            outcome = [prepare_run(with_layout(options, place.world), place.local_world)]
         except (UserError, CheckpointMismatch) as error:
             outcome = [(str(error), 2)]
         except CheckpointError as error:
@@ -63,6 +64,15 @@ def _sample(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _memory(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        if "--help" in arguments or "-h" in arguments:
+            parse_command(MemoryCommand, ["--help"], "memory CONFIG")
+        raise UserError("of which run? tpfuse memory PRESET|FILE.toml [options]")
+    print(memory(arguments[0], parse_command(MemoryCommand, arguments[1:], "memory CONFIG")))
+    return 0
+
+
 def _prepare(arguments: Sequence[str]) -> int:
     file = prepare_tokens(parse_prepare(arguments))
     print(f"{file.path}: {len(file.tokens)} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
@@ -83,6 +93,7 @@ def _verify(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "sample": (_sample, "generate text with a trained model"),
+    "memory": (_memory, "count what each rank of a run will hold, by ZeRO's stage"),
     "prepare": (_prepare, "turn text into a token file"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),
     "tune": (_tune, "measure tile sizes of the kernels on this GPU"),

@@ -7,6 +7,8 @@ from typing import Literal
 from tpfuse.comm.sequence import Balance
 from tpfuse.implementation_choice import Implementation
 from tpfuse.kernel_choice import Kernels
+from tpfuse.parallel.gradient_buckets import GradientDtype
+from tpfuse.parallel.offload import Offload
 from tpfuse.parallel.recompute import Recompute
 from tpfuse.parallel.ring_attention import Schedule
 
@@ -73,6 +75,8 @@ class TrainOptions:
     """Checkpoints that are kept; 0: all."""
     log_every: int = 10
     """Steps between lines of metrics."""
+    expandable_segments: bool = True
+    """On GPUs torch's allocator grows its segments, so that less memory is lost between them."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,32 @@ class ParallelOptions:
     chunk) or striped (dealt out one by one)."""
     cp_ulysses: int = 0
     """Ranks that exchange heads under ulysses_ring; 0: the largest divisor of cp below it that divides the heads."""
+    replicas: int = 1
+    """Groups of ranks, within each of which ZeRO's stage 3 shards the parameters; it must divide dp x cp. With as many
+    as there are nodes, parameters are gathered within a node only."""
     impl: Implementation = "auto"
-    """How tensor-parallel products communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
+    """How tensor-parallel products and ZeRO communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
     collective (NCCL, Gloo), or auto, which chooses."""
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """What data-parallel ranks share of the model's state, after ZeRO (arXiv:1910.02054)."""
+
+    stage: int = 0
+    """0: nothing; 1: the optimizer's state; 2: and the gradients; 3: and the parameters."""
+    gradient_dtype: GradientDtype = "float32"
+    """In which gradients are accumulated and kept: float32, or the parameters' own. Not at stage 3."""
+    reduce_dtype: Literal["gradient", "float32", "parameter"] = "gradient"
+    """In which gradients travel: float32, the parameters' own, or as they are kept."""
+    offload: Offload = "none"
+    """Where the optimizer's state lives: none (on the device), optimizer (the host's memory) or nvme (files)."""
+    offload_path: Path | None = None
+    """Folder on a local disk, for offload nvme."""
+    compression: Literal["none", "bf16", "powersgd"] = "none"
+    """Of gradients that pass between nodes whose ranks share memory; nothing is lost within a node."""
+    powersgd_rank: int = 4
+    """Of the matrices that stand for a gradient under compression powersgd."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +173,7 @@ class TrainCommand:
     train: TrainOptions = field(default_factory=TrainOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    zero: ZeroOptions = field(default_factory=ZeroOptions)
     comm: CommOptions = field(default_factory=CommOptions)
     debug: DebugOptions = field(default_factory=DebugOptions)
     kernels: Kernels = "auto"
@@ -155,7 +183,7 @@ class TrainCommand:
     resume: bool = False
     """Go on from the newest good checkpoint of the run folder, with its configuration under the flags."""
     config: Path | None = None
-    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel], [comm],
+    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel], [zero], [comm],
     [debug]."""
 
 
@@ -184,6 +212,28 @@ class SampleCommand:
     """Choose among this many likeliest tokens; 0: all."""
     seed: int = 0
     """Of the choice of tokens."""
+
+
+@dataclass(frozen=True)
+class MemoryCommand:
+    """Count what each rank of a training run will hold, without starting it."""
+
+    ranks: int = 0
+    """All ranks; 0: as many as the configuration's tp x cp x dp."""
+    tp: int = 0
+    """Tensor-parallel ranks; 0: the configuration's."""
+    cp: int = 0
+    """Context-parallel ranks; 0: the configuration's."""
+    stage: Literal["all", "0", "1", "2", "3"] = "all"
+    """Of ZeRO; all: a column for each."""
+    micro_batch: int = 0
+    """Sequences per forward pass of one rank; 0: the configuration's."""
+    recompute: Literal["config", "none", "selective", "full"] = "config"
+    """What is computed again instead of being kept; config: as the configuration says."""
+    gradient_dtype: Literal["float32", "parameter"] = "float32"
+    """In which gradients are kept and sent: float32, or the parameters' own."""
+    vocab_size: int = 0
+    """Tokens of the vocabulary; 0: of the configuration's tokenizer, where its name says it."""
 
 
 @dataclass(frozen=True)

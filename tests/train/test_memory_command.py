@@ -1,0 +1,138 @@
+"""`tpfuse memory`: what it prints, that it counts the shapes that ranks really have, and what it refuses."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.long_context import SavedBytes
+from tpfuse.comm.layout import local_tensor
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.memory import MemoryAccount, account
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.train.command_line import run
+from tpfuse.train.config import parse_train
+from tpfuse.train.memory import BUCKET_BYTES, count
+from tpfuse.train.options import MemoryCommand
+from tpfuse.train.setup import with_layout
+
+TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
+
+
+def _table(text: str) -> dict[str, list[int]]:
+    """Bytes by kind, stage by stage."""
+    rows = [line.split() for line in text.splitlines()]
+    return {row[0]: [int(x.replace(",", "")) for x in row[3::3]] for row in rows if len(row) > 3 and row[2] == "GiB"}
+
+
+def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
+    assert "micro-batches of 60 x 1024 tokens, 1 to a step; recompute none" in out
+    assert "stage 0" in out and "stage 3" in out and "workspaces are not counted" in out
+    table = _table(out)
+    assert list(table) == [
+        "parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding"
+    ]  # fmt: skip
+    n = 124_439_808  # one rank has no padding but what eight equal shards of 16 want
+    assert 2 * n <= table["parameters"][0] == table["parameters"][1] == table["parameters"][2] <= 2 * n + 2**16
+    assert table["moments"][1] * 8 == table["moments"][0] == 2 * table["master"][0] == 4 * table["parameters"][0]
+    assert len(set(table["activations"])) == 1
+    for column in zip(*table.values(), strict=True):
+        assert sum(column[:6]) == column[6]
+
+
+def test_less_is_held_where_more_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for recompute in ("none", "selective", "full"):
+        assert run(["memory", "tiny", "--stage", "1", "--recompute", recompute]) == 0
+        table = _table(capsys.readouterr().out)
+        assert all(len(values) == 1 for values in table.values())
+        found += table["activations"]
+    assert found[0] > found[1] > found[2]
+
+
+def test_a_file_and_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
+    assert run(["memory", str(file), "--ranks", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 to a step" in out
+    assert run(["memory", str(file)]) == 0
+    assert "ranks 8: tp 4 x cp 2 x dp 1" in capsys.readouterr().out
+    assert not dist.is_initialized()
+
+
+def _real(tp: int, dp: int) -> MemoryAccount:
+    """Of the buckets that ranks make."""
+    mesh = mesh_of(dp, tp)
+    model = GPT(GPTConfig(61, 16, 48, 3, 4), device_mesh=mesh["tp"], device="cpu")
+    buckets = GradientBuckets(
+        model, stage=1, data_group=mesh["dp"].get_group(), world_group=mesh._flatten("dp_tp").get_group()
+    )
+    return account([bucket.layout for bucket in buckets.buckets], 1)
+
+
+def test_shapes_are_those_of_real_ranks() -> None:
+    first, *others = pool(4).run(_real, 2, 2)
+    options = with_layout(parse_train([*TOY.split(), "--parallel.tp", "2"]), 4)
+    found = count(options, 61, [1], MemoryCommand()).accounts[1]
+    assert found.activations > 0
+    assert MemoryAccount(**{**vars(found), "activations": 0}) == first
+    assert all(other.total <= first.total for other in others)
+
+
+def test_activations_are_those_of_a_real_model() -> None:
+    options = with_layout(parse_train([*TOY.split(), "--train.micro-batch", "2", "--train.recompute", "selective"]), 1)
+    counted = count(options, 61, [0], MemoryCommand())
+    assert counted.micro_batches == 3
+    model = GPT(counted.config, recompute="selective")
+    for parameter in model.parameters():
+        local_tensor(parameter).zero_()
+    ids = integers(1, 2, 16, low=0, high=60, dtype=torch.int64)
+    saved = SavedBytes(list(model.parameters()))
+    with saved.hooks:
+        model(ids, ids, loss_weight=0.1)
+    assert saved.total == counted.accounts[0].activations
+
+
+def test_the_size_of_buckets_is_that_of_training() -> None:
+    assert inspect.signature(GradientBuckets).parameters["bucket_bytes"].default == BUCKET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt9"], "gpt9 is neither a preset (tiny, "),
+        ([], "of which run?"),
+        (["--ranks", "4"], "of which run?"),
+        (["tiny", "--ranks", "3", "--tp", "2"], "world size 3 is not tp 2 x dp 1"),
+        (["tiny", "--ranks", "-1"], "--ranks -1: expected at least 0"),
+        (["tiny", "--rankz", "3"], "did you mean --ranks"),
+        (["tiny", "--tp", "3"], "tp 3 does not divide n_head 4"),
+        (["tiny", "--ranks", "3"], "train.batch 16 cannot be shared by 3 data-parallel ranks"),
+        (["tiny", "--ranks", "32"], "train.batch 16 cannot be shared by 32"),
+        (["tiny", "--micro-batch", "5"], "micro-batches of 5 do not divide the 16 sequences"),
+        (["tiny", "--stage", "4"], "--stage"),
+        (["tiny", "--cp", "200"], "cp 200 is more than the 128 tokens"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["memory", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("tpfuse memory: error: ")
+    assert not printed.out
+
+
+def test_a_vocabulary_that_the_text_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\ntokenizer = "chars"\n')
+    assert run(["memory", str(file)]) == 2
+    assert "say --vocab-size" in capsys.readouterr().err
+    assert run(["memory", str(file), "--vocab-size", "77"]) == 0

@@ -1,0 +1,196 @@
+"""`tpfuse memory`: what each rank of a training run will hold, counted without starting it and without memory for it.
+
+The model is the real one, on the meta device, built as the first tensor-parallel rank would build it: torch's fake
+process group stands in for the others. That rank has the most, since it has the longest shards. What autograd saves is
+a formula's (`tpfuse.models.saved_activations`), the rest is that of `tpfuse.parallel.memory`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.saved_activations import MicroBatch, saved_bytes
+from tpfuse.parallel.bucket_layout import Kind, plan_buckets
+from tpfuse.parallel.context import check_context
+from tpfuse.parallel.gradient_buckets import take_partial_gradients
+from tpfuse.parallel.memory import STAGES, MemoryAccount, account, account_sharded
+from tpfuse.train.config import PRESETS, parse_train
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import MemoryCommand, TrainCommand
+from tpfuse.train.setup import exchanging, with_layout
+from tpfuse.train.token_file import open_token_file
+from tpfuse.train.tokenizer import build_tokenizer
+
+BUCKET_BYTES = 25 * 2**20  # of `GradientBuckets`, where nothing else is said
+_LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
+_VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # of tokenizers that need no file to be known
+
+
+@dataclass(frozen=True)
+class Counted:
+    """parameters: of the whole model; accounts: what the first rank holds, by stage; micro_batches: to a step."""
+
+    options: TrainCommand
+    config: GPTConfig
+    parameters: int
+    micro_batches: int
+    accounts: dict[int, MemoryAccount]
+
+
+def memory(name: str, command: MemoryCommand) -> str:
+    """The table of `tpfuse memory NAME`. Raises UserError."""
+    options = _with_command(_read(name), command)
+    stages = STAGES if command.stage == "all" else (int(command.stage),)
+    return table(name, count(options, _vocabulary(options, command), stages, command))
+
+
+def _read(name: str) -> TrainCommand:
+    if name in PRESETS:
+        return parse_train(["--model.preset", name])
+    if not Path(name).is_file():
+        raise UserError(f"{name} is neither a preset ({', '.join(PRESETS)}) nor a TOML file of `tpfuse train`")
+    return parse_train(["--config", name])
+
+
+def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand:
+    """`options` as the command's flags change them, with their layout."""
+    given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "micro-batch": command.micro_batch}
+    for flag, value in (given | {"vocab-size": command.vocab_size}).items():
+        if value < 0:
+            raise UserError(f"--{flag} {value}: expected at least 0")
+    parallel, train = options.parallel, options.train
+    parallel = replace(parallel, tp=command.tp or parallel.tp, cp=command.cp or parallel.cp)
+    ranks = command.ranks or parallel.tp * parallel.cp * max(parallel.dp, 1)
+    if command.recompute != "config":
+        train = replace(train, recompute=command.recompute)
+    if command.micro_batch:
+        train = replace(train, micro_batch=command.micro_batch)
+    return with_layout(replace(options, parallel=replace(parallel, dp=0), train=train), ranks)
+
+
+def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
+    data = options.data
+    if command.vocab_size:
+        return command.vocab_size
+    if data.path is not None and data.path.suffix == ".bin":
+        return open_token_file(data.path).tokenizer.vocab_size
+    if data.tokenizer == "chars":
+        raise UserError("the vocabulary of the tokenizer chars is the text's: say --vocab-size")
+    return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer, "").vocab_size
+
+
+def count(options: TrainCommand, vocabulary: int, stages: Sequence[int], command: MemoryCommand) -> Counted:
+    """What the first rank holds. options: with their layout. Raises UserError."""
+    model, parallel = options.model, options.parallel
+    config = GPTConfig(
+        vocabulary, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout
+    )
+    try:
+        config.check(parallel.tp)
+        ulysses = exchanging(parallel, config.n_head // parallel.tp)
+        if parallel.cp > 1:
+            heads = config.n_head // parallel.tp
+            check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    sequences, micro_batches = _micro_batches(options)
+    activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
+    with _tensor_mesh(parallel.tp) as mesh:
+        whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
+        accounts = {stage: _account(whole, stage, options, command, micro_batches > 1, activations) for stage in stages}
+        return Counted(options, config, sum(p.numel() for p in whole.parameters()), micro_batches, accounts)
+
+
+def _micro_batches(options: TrainCommand) -> tuple[int, int]:
+    """(sequences of a rank's micro-batch, micro-batches of a step)."""
+    batch, dp = options.train.batch, options.parallel.dp
+    share, rest = divmod(batch, dp)
+    if rest or not share:
+        raise UserError(f"train.batch {batch} cannot be shared by {dp} data-parallel ranks")
+    sequences = options.train.micro_batch or share
+    if share % sequences:
+        raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
+    return sequences, share // sequences
+
+
+def _micro_batch(options: TrainCommand, config: GPTConfig, sequences: int, ulysses: int) -> MicroBatch:
+    parallel, tokens = options.parallel, config.n_positions
+    schedule = parallel.cp_schedule
+    if parallel.cp > 1:
+        tokens = SequenceLayout(tokens, parallel.cp, parallel.cp_balance, ulysses).local_length
+        if schedule == "auto":  # as `choose_schedule`, but for what it knows only where ranks run
+            schedule = "ring" if config.n_head // parallel.tp % parallel.cp else "ulysses"
+    dtype = getattr(torch, options.train.dtype)
+    triton = options.kernels != "torch" and dtype is not torch.float64
+    exchanged = parallel.cp > 1 and schedule in ("ulysses", "ulysses_ring")
+    return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton)
+
+
+@contextlib.contextmanager
+def _tensor_mesh(tp: int) -> Iterator[DeviceMesh | None]:
+    """A mesh for shapes alone, of which this process is the first rank; None for one."""
+    if tp == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
+    try:
+        yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def _account(
+    model: GPT, stage: int, options: TrainCommand, command: MemoryCommand, accumulating: bool, activations: int
+) -> MemoryAccount:
+    parallel = options.parallel
+    replicas, width = parallel.dp * parallel.cp, command.gradient_dtype
+    if stage == 3 and replicas * parallel.tp > 1:
+        blocks = [[tuple(local_tensor(p).shape) for p in block.parameters()] for block in model.transformer.h]
+        rest = [tuple(local_tensor(p).shape) for name, p in model.named_parameters() if ".h." not in name]
+        dtype = getattr(torch, options.train.dtype)
+        return account_sharded(
+            [*blocks, rest], replicas, dtype, width, accumulating=accumulating, activations=activations
+        )
+    worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
+    parameters = list(model.named_parameters())[::-1]
+    partial = take_partial_gradients(model)
+    layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES)
+    return account(layouts, min(stage, 2), width, accumulating=accumulating, activations=activations)
+
+
+def table(name: str, counted: Counted) -> str:
+    """A line for each kind, a column for each stage."""
+    options, parallel, accounts = counted.options, counted.options.parallel, counted.accounts
+    sequences = options.train.batch // parallel.dp // counted.micro_batches
+    columns = [["", *_LINES]]
+    for stage, found in accounts.items():
+        values = [getattr(found, kind) for kind in _LINES]
+        most = len(f"{max(values):,}")
+        columns.append([f"stage {stage}", *(f"{value / 2**30:.3f} GiB  {value:>{most},}" for value in values)])
+    widths = [max(map(len, column)) for column in columns]
+    rows = [
+        "    ".join([head.ljust(widths[0]), *(x.rjust(width) for x, width in zip(cells, widths[1:], strict=True))])
+        for head, *cells in zip(*columns, strict=True)
+    ]
+    return "\n".join(
+        [
+            f"{name}: {counted.parameters:,} parameters, {options.train.dtype}; ranks"
+            f" {parallel.tp * parallel.cp * parallel.dp}: tp {parallel.tp} x cp {parallel.cp} x dp {parallel.dp}",
+            f"micro-batches of {sequences} x {counted.config.n_positions} tokens, {counted.micro_batches} to a step;"
+            f" recompute {options.train.recompute}",
+            "",
+            *rows,
+            "",
+            "What the first rank holds, which has the most, in bytes. Padding is in the parameters.",
+            "Activations: what autograd saves of one micro-batch. Transient workspaces are not counted.",
+        ]
+    )
