@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import RankPool
@@ -71,7 +72,7 @@ def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, 
     trainer = Trainer(options, config, mesh, torch.device("cpu"))
     count = np.arange(2 * tokens)
     windows = Windows(((count * 7 + count // 5) % 256).astype(np.uint16), tokens, 1, "train", 1)
-    saved = SavedBytes([bucket.values for bucket in trainer.buckets.buckets])
+    saved = SavedBytes([local_tensor(parameter) for parameter in trainer.model.parameters()])
     with saved.hooks:
         losses = [trainer.train_step(windows, lambda: False).loss]
     seconds = float("nan")

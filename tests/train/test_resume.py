@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import pool
@@ -61,8 +62,8 @@ def resumed_run(
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """The last six steps from the checkpoint. The seed's initial weights are destroyed first."""
     trainer, windows = fresh(tp, dp, dtype, cp)
-    for bucket in trainer.buckets.buckets:
-        bucket.values.fill_(float("nan"))
+    for parameter in trainer.model.parameters():
+        local_tensor(parameter).fill_(float("nan"))
     found = newest_good(Path(folder), warn=pytest.fail)
     assert found is not None
     found.load(trainer.parts())

@@ -20,7 +20,7 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 SLOT_BYTES = 2**20  # of each half: not measured yet
 ONE_SHOT_BYTES = 2**16  # not measured yet
 PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
-_INTERPRETED_PROGRAMS = 2
+INTERPRETED_PROGRAMS = 2
 
 
 def open_channel(
@@ -50,7 +50,7 @@ class LaunchedCollectives:
     def __init__(self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES) -> None:
         """Collective. slot_bytes: of a piece, a multiple of 16."""
         self.memory, self._slot_bytes = memory, slot_bytes
-        programs = PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
+        programs = PROGRAMS if memory.device.type == "cuda" else INTERPRETED_PROGRAMS
         _, self._endpoint = open_channel(memory, "launched collectives", slot_bytes, programs)
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:

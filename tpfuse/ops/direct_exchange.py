@@ -29,7 +29,7 @@ from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
 from tpfuse.ops.node_hop import NodeHop
 from tpfuse.ops.shard_update import CPU_BLOCK, ShardUpdate
 
-_SENT, _SUMMED, _DONE, _ENDED = range(4)
+SENT, SUMMED, DONE, ENDED = range(4)
 _ALIGNED = 64  # bytes
 
 
@@ -48,9 +48,10 @@ class DirectExchange(Exchange):
         self.memory, self._name, self._hop = memory, name, hop
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._flags = memory.signals(f"{name}: flags", 4)
-        self._said = self._flags.local.numpy()
+        self._said, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
         self._first = 0  # buckets that were sent before this step
         self._sums: list[Tensor | None] = [None] * len(self.specs)
+        self._squares: list[Tensor | None] = [None] * len(self.specs)
         self._apart: dict[int, Tensor] = {}
         self._arrange()
 
@@ -58,7 +59,8 @@ class DirectExchange(Exchange):
     def _arrange(self) -> None:
         specs = self.specs
         if self.stage == 0:
-            self._values = [[torch.zeros(s.size, dtype=s.dtype)] * self.memory.world for s in specs]
+            device = self.memory.device
+            self._values = [[torch.zeros(s.size, dtype=s.dtype, device=device)] * self.memory.world for s in specs]
         else:
             sizes = [s.size * s.dtype.itemsize for s in specs]
             starts, total = _places(sizes)
@@ -73,7 +75,8 @@ class DirectExchange(Exchange):
             self._rooms = [self._views("gradients", total, [at] * len(specs), sent) for at in (0, second)]
         for index, spec in enumerate(specs):
             if self.stage == 2 or spec.sent != spec.state_dtype:
-                self._apart[index] = torch.zeros(spec.size // self.memory.world, dtype=spec.state_dtype)
+                size = spec.size // self.memory.world
+                self._apart[index] = torch.zeros(size, dtype=spec.state_dtype, device=self.memory.device)
 
     def _views(self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[list[Tensor]]:
         """Of each bucket, every rank's buffer."""
@@ -100,6 +103,7 @@ class DirectExchange(Exchange):
         return self._rooms[(self._first + index) % len(self._rooms)][index]
 
     def _say(self, word: int, value: int) -> None:
+        self._said[word] = value
         self.memory.put(self._flags, self.memory.rank, word, value)
 
     def _wait(self, word: int, value: int, op: str) -> None:
@@ -110,13 +114,14 @@ class DirectExchange(Exchange):
         return self._values[index][self.memory.rank]
 
     def begin(self) -> None:
-        self._first = int(self._said[_SENT])
-        self._sums = [None] * len(self.specs)
+        if self._generation != self.memory.generation:  # a reset has made all counters 0
+            self._said, self._generation = [0, 0, 0, 0], self.memory.generation
+        self._first = self._said[SENT]
+        self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
         with self.memory.guard("begin a step"):
-            done = int(self._said[_DONE])
-            if int(self._said[_ENDED]) != done:  # there was no update
-                self._say(_ENDED, done)
-            self._wait(_ENDED, done, "begin a step")
+            if self._said[ENDED] != self._said[DONE]:  # there was no update
+                self._say(ENDED, self._said[DONE])
+            self._wait(ENDED, self._said[DONE], "begin a step")
 
     def room(self, index: int) -> Tensor:
         if self.stage == 2 and index:
@@ -124,10 +129,10 @@ class DirectExchange(Exchange):
         return self._room(index)[self.memory.rank]
 
     def send(self, index: int) -> None:
-        self._say(_SENT, self._first + index + 1)
+        self._say(SENT, self._first + index + 1)
 
     def end_backward(self) -> None:
-        self._say(_DONE, int(self._said[_DONE]) + 1)
+        self._say(DONE, self._said[DONE] + 1)
 
     def sums(self, index: int) -> Tensor:
         found = self._sums[index]
@@ -139,6 +144,13 @@ class DirectExchange(Exchange):
             found = self._sums[index]
             assert found is not None
         return found
+
+    def squared_norm(self, index: int) -> Tensor:
+        self.sums(index)
+        squares = self._squares[index]
+        if self.stage == 0 or self._hop is not None or squares is None:  # squares are of a part that went on
+            return super().squared_norm(index)
+        return squares
 
     def _sum(self, index: int) -> None:
         """Takes the sum of this rank's shard."""
@@ -152,11 +164,14 @@ class DirectExchange(Exchange):
         """The node's sum of this rank's part."""
         place, op = self._part(index), f"sum of bucket {index}"
         with self.memory.guard(op):
-            self._wait(_SENT, self._first + index + 1, op)
+            self._wait(SENT, self._first + index + 1, op)
             parts = [gradients[place] for gradients in self._room(index)]
             out = self._apart.get(index, parts[self.memory.rank])
+            squares = 0.0
             for a, b in _blocks(len(out)):
                 self._sum_block(parts, a, b, out[a:b])
+                squares += torch.dot(out[a:b], out[a:b]).item()  # while it is in the cache
+            self._squares[index] = torch.tensor(squares, dtype=torch.float64)
             self._count((self.memory.world - 1) * parts[0].nbytes)
         return out
 
@@ -190,17 +205,17 @@ class DirectExchange(Exchange):
                 self._hop.all_reduce(part, index, self._matrices(index), self.traffic)
             if index in self._apart:
                 self._room(index)[own][self._part(index)].copy_(part)
-            self._say(_SUMMED, self._first + index + 1)
+            self._say(SUMMED, self._first + index + 1)
         for index in range(len(self.specs)):
             op, rooms = f"sums of bucket {index}", self._room(index)
             with self.memory.guard(op):
                 for rank in self._others:
-                    self.memory.wait(self._flags, rank, _SUMMED, self._first + index + 1, op=op)
+                    self.memory.wait(self._flags, rank, SUMMED, self._first + index + 1, op=op)
                     place = self._part_of(index, rank)
                     rooms[own][place].copy_(rooms[rank][place])
                     self._count(rooms[own][place].nbytes)
             self._sums[index] = rooms[own]
-        self._say(_ENDED, int(self._said[_DONE]))
+        self._say(ENDED, self._said[DONE])
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         if self.stage == 0:
@@ -209,13 +224,13 @@ class DirectExchange(Exchange):
                 for a, b in update.blocks():
                     update.block(a, b, sums[a:b], values[a:b])
             return
-        step = int(self._said[_DONE])
+        step = self._said[DONE]
         with self.memory.guard("update"):
-            self._wait(_DONE, step, "update")
+            self._wait(DONE, step, "update")
             for index, update in enumerate(updates):
                 self._sweep(index, update)
-            self._say(_ENDED, step)
-            self._wait(_ENDED, step, "update")
+            self._say(ENDED, step)
+            self._wait(ENDED, step, "update")
 
     def _sweep(self, index: int, update: ShardUpdate) -> None:
         """The update of a shard, and its parameters to all; its gradients are summed on the way if they are not yet."""
@@ -223,7 +238,7 @@ class DirectExchange(Exchange):
         if sums is None and self._hop is not None:
             sums = self.sums(index)
         if sums is None:
-            self._wait(_SENT, self._first + index + 1, "update")
+            self._wait(SENT, self._first + index + 1, "update")
             parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
             self._count((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)

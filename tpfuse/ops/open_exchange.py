@@ -7,12 +7,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.nodes import split_by_node
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.bucket_exchange import Alone, BucketSpec, Exchange
 from tpfuse.ops.collective_exchange import CollectiveExchange
 from tpfuse.ops.direct_exchange import DirectExchange
+from tpfuse.ops.fused_exchange import FusedExchange
 from tpfuse.ops.node_hop import Compression, NodeHop
 
 _numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
@@ -34,15 +35,19 @@ def open_exchange(
         return Alone(specs, stage, device), "one rank"
     choice = choose(device, specs[0].sent, group)
     if choice.memory is not None:
-        return DirectExchange(specs, stage, choice.memory, _name(choice.memory)), choice.reason
+        return _kind(choice)(specs, stage, choice.memory, _name(choice.memory)), choice.reason
     nodes = split_by_node(group) if choice.fallback else None
     if nodes is not None:
         within = choose(device, specs[0].sent, nodes.within)
         if within.memory is not None:
             hop = NodeHop(nodes.across, compression)
-            exchange = DirectExchange(specs, stage, within.memory, _name(within.memory), hop)
-            return exchange, f"{nodes.count} nodes of {nodes.within.size()} ranks: {within.reason}"
+            exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
+            return exchange, f"{nodes.count} nodes of {nodes.ranks_per_node} ranks: {within.reason}"
     return CollectiveExchange(specs, stage, group, device), choice.reason
+
+
+def _kind(choice: Choice) -> type[DirectExchange]:
+    return FusedExchange if choice.implementation == "fused" else DirectExchange
 
 
 def _name(memory: SymmetricMemory) -> str:

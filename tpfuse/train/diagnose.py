@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfuse.comm.layout import local_tensor
+from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 
 
@@ -34,7 +35,7 @@ def _first_output(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]]
 
 def find_nonfinite(
     model: nn.Module,
-    buckets: GradientBuckets,
+    engine: GradientBuckets | FullySharded,
     batches: list[tuple[Tensor, Tensor, Tensor]],
     at: tuple[int, int],
     group: dist.ProcessGroup | None,
@@ -48,7 +49,7 @@ def find_nonfinite(
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
-    found = [broken, _first_output(model, batches, at), buckets.nonfinite()]
+    found = [broken, _first_output(model, batches, at), engine.nonfinite()]
     if group is not None:
         everywhere: list[Any] = [None] * group.size()
         dist.all_gather_object(everywhere, found, group=group)

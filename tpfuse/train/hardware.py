@@ -64,6 +64,11 @@ def keep_freed_memory() -> bool:
         return False
 
 
+def expand_segments() -> None:
+    """Tells torch's CUDA allocator to grow segments where it would take new ones, which break memory into pieces."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def set_threads(ranks_on_this_host: int) -> None:
     """Shares the cores among the CPU ranks of this host."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_this_host)))

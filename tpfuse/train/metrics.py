@@ -23,7 +23,8 @@ from tpfuse.train.messages import warn
 @dataclass(frozen=True)
 class Row:
     """One line of metrics.jsonl. Losses in nats per token; val_loss is None between evaluations; mfu in [0, 1];
-    seconds since the run (this start of it) began; the rest is None in a row that only has a val_loss."""
+    seconds since the run (this start of it) began; sent_bytes and received_bytes: gradients and parameters that the
+    first rank exchanged with data-parallel ones in this step; the rest is None in a row that only has a val_loss."""
 
     step: int
     loss: float | None
@@ -34,6 +35,8 @@ class Row:
     mfu: float | None
     memory_bytes: int
     seconds: float
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -23,14 +23,14 @@ from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.errors import RunError
-from tpfuse.train.hardware import keep_freed_memory, memory_bytes, peak_flops, set_threads
+from tpfuse.train.hardware import expand_segments, keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.messages import fail, program, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.token_file import open_token_file
-from tpfuse.train.trainer import Trainer
+from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
 
@@ -46,6 +46,8 @@ def train_rank(place: Place, run: Run) -> int:
     if device.type == "cpu":
         set_threads(place.local_world)
         keep_freed_memory()
+    elif run.options.train.expandable_segments:
+        expand_segments()
     mesh = None
     if place.world > 1:
         if not dist.is_initialized():  # under torchrun the ranks have met before
@@ -196,9 +198,7 @@ class Training:
                 if reporter is not None:
                     now = perf_counter()
                     left = (now - started) / (step - begun) * (options.steps - step)
-                    reporter.add(
-                        self._row(result.loss, result.lr, result.grad_norm, speed, evaluated, now - started), left
-                    )
+                    reporter.add(self._row(result, speed, evaluated, now - started), left)
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
             if not last and (save_due or step == self.retry_at):
@@ -208,18 +208,20 @@ class Training:
                 return True
         return False
 
-    def _row(self, loss: float, lr: float, grad_norm: float, speed: float, evaluated: bool, seconds: float) -> Row:
+    def _row(self, result: StepResult, speed: float, evaluated: bool, seconds: float) -> Row:
         flops = speed * self.trainer.model.flops_per_token()
         return Row(
             self.trainer.step,
-            loss,
+            result.loss,
             self.val_loss if evaluated else None,
-            lr,
-            grad_norm,
+            result.lr,
+            result.grad_norm,
             speed,
             flops / (self.peak * self.place.world),
             memory_bytes(self.device),
             seconds,
+            result.sent,
+            result.received,
         )
 
     def _evaluate(self) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+import torch
 
 from tpfuse import kernel_choice
 from tpfuse.kernel_choice import implementation, kernels
-from tpfuse.models.gpt import GPTConfig
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.bucket_layout import HALF
 from tpfuse.parallel.context import check_context, heads_to_exchange
+from tpfuse.parallel.offload import check_space
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import resolved
 from tpfuse.train.corpus import read_text
@@ -69,6 +72,7 @@ def _check_numbers(options: TrainCommand) -> None:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
+    _check_zero(options)
     if train.batch % dp:
         raise UserError(f"--train.batch {train.batch} cannot be shared by {dp} data-parallel ranks")
     share = train.batch // dp
@@ -77,6 +81,43 @@ def _check_numbers(options: TrainCommand) -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
             f" (--train.batch {train.batch}, dp {dp})"
         )
+
+
+def _check_zero(options: TrainCommand) -> None:
+    zero, parallel = options.zero, options.parallel
+    if zero.stage not in (0, 1, 2, 3):
+        raise UserError(f"--zero.stage {zero.stage}: expected 0, 1, 2 or 3")
+    ranks = parallel.dp * parallel.cp
+    if parallel.replicas != 1 and (zero.stage < 3 or parallel.replicas < 1 or ranks % parallel.replicas):
+        expected = f"a number that divides the {ranks} data-parallel ranks" if zero.stage == 3 else "1 below stage 3"
+        raise UserError(f"--parallel.replicas {parallel.replicas}: expected {expected}")
+    for name, value, usual in (
+        ("offload", zero.offload, "none"),
+        ("compression", zero.compression, "none"),
+        ("gradient-dtype", zero.gradient_dtype, "float32"),
+    ):
+        if zero.stage == 3 and value != usual:
+            raise UserError(f"--zero.{name} {value} is for --zero.stage 0, 1 and 2, not for 3")
+    if zero.powersgd_rank < 1:
+        raise UserError(f"--zero.powersgd-rank {zero.powersgd_rank}: expected at least 1")
+    if (zero.offload == "nvme") != (zero.offload_path is not None):
+        raise UserError("--zero.offload nvme and --zero.offload-path FOLDER belong together: one was given alone")
+
+
+def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -> None:
+    """That the folder can take the optimizer's state of this host's ranks, but for some padding."""
+    zero, parallel = options.zero, options.parallel
+    if zero.offload_path is None:
+        return
+    dtype = getattr(torch, options.train.dtype)
+    elements = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
+    each = 12 if dtype in HALF else 2 * dtype.itemsize
+    copies = parallel.dp * parallel.cp if zero.stage == 0 else 1
+    world = parallel.tp * parallel.cp * parallel.dp
+    try:
+        check_space(zero.offload_path, elements * each * copies * local_ranks // world)
+    except ValueError as error:
+        raise UserError(f"--zero.{error}") from None
 
 
 def _check_kernels(options: TrainCommand) -> None:
@@ -154,14 +195,16 @@ def exchanging(parallel: ParallelOptions, heads: int) -> int:
     return parallel.cp_ulysses or heads_to_exchange(parallel.cp, heads)
 
 
-def prepare_run(options: TrainCommand) -> Run:
+def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     """Checks the options (with their layout), the data and the run folder, then writes what ranks read.
 
+    local_ranks: of this host, None for all.
     Raises UserError (nothing has been written then) and CheckpointError where all checkpoints to resume from
     are damaged.
     """
     _check_numbers(options)
     _check_kernels(options)
+    ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
     mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
     if mapped is None and options.resume:
@@ -170,6 +213,7 @@ def prepare_run(options: TrainCommand) -> Run:
         file = open_token_file(mapped)
         _check_lengths(options, file)
         config = _model_config(options, file.tokenizer.vocab_size)
+        _check_offload(options, config, ranks)
         checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
         _write(folder, options, file.tokenizer)
         return Run(folder, options, config, mapped, checkpoint)
@@ -178,6 +222,7 @@ def prepare_run(options: TrainCommand) -> Run:
     tokens, tokenizer, source = read_tokens(options.data)
     _check_lengths(options, tokens)
     config = _model_config(options, tokenizer.vocab_size)
+    _check_offload(options, config, ranks)
     _write(folder, options, tokenizer)
     file = write_token_file(folder / "data", tokens, tokenizer, source)
     return Run(folder, options, config, file.path, None)

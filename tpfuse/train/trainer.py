@@ -7,7 +7,7 @@ So all of them see the same numbers and take the same decision.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.compression import compression_of
 from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.offload import state_bytes, state_store
+from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Part
 from tpfuse.train.diagnose import find_nonfinite
@@ -37,12 +41,15 @@ _REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh 
 @dataclass(frozen=True)
 class StepResult:
     """What a step tells: loss in nats per token, gradient norm before clipping, the learning rate, and whether
-    any rank was asked to stop. `skipped`: a float16 overflow, no update was made."""
+    any rank was asked to stop. sent, received: bytes of gradients and parameters that passed between this rank and
+    others with the same parameters. skipped: a float16 overflow, no update was made."""
 
     loss: float
     grad_norm: float
     lr: float
     stop: bool
+    sent: int = 0
+    received: int = 0
     skipped: bool = False
 
 
@@ -75,12 +82,50 @@ class Trainer:
             if group is not None:
                 set_timeout(group)
         initialize(self.model, options.train.seed)
-        self.buckets = GradientBuckets(self.model, data_group=self.replica_group, world_group=self.world_group)
-        betas = options.optim.beta1, options.optim.beta2
-        self.optimizer = FlatAdamW(self.buckets, betas=betas, weight_decay=options.optim.weight_decay)
+        self.engine: GradientBuckets | FullySharded
+        self.optimizer: FlatAdamW | ShardedAdamW
+        self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
         self.step = 0
         self.loss_scale = _FIRST_SCALE if self.dtype is torch.float16 else 1.0
         self.steps_since_overflow = 0
+
+    @property
+    def _fully(self) -> bool:
+        """Stage 3; a rank without others has nothing to shard."""
+        return self.options.zero.stage == 3 and self.replicas > 1
+
+    def _bucketed(self) -> tuple[GradientBuckets, FlatAdamW]:
+        """Stages 0 to 2."""
+        zero, optim = self.options.zero, self.options.optim
+        engine = GradientBuckets(
+            self.model,
+            stage=min(zero.stage, 2),
+            data_group=self.replica_group,
+            world_group=self.world_group,
+            gradient_dtype=zero.gradient_dtype,
+            reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
+            compression=compression_of(zero.compression, rank=zero.powersgd_rank, seed=self.options.train.seed),
+        )
+        try:
+            nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage)
+            store = state_store(zero.offload, self.device, zero.offload_path, nbytes)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+        betas = optim.beta1, optim.beta2
+        return engine, FlatAdamW(engine, betas=betas, weight_decay=optim.weight_decay, store=store)
+
+    def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
+        """Stage 3."""
+        assert self.mesh is not None
+        zero, optim = self.options.zero, self.options.optim
+        engine = FullySharded(
+            self.model,
+            mesh=self.mesh,
+            units=self.model.transformer.h,
+            replicas=self.options.parallel.replicas,
+            reduce_dtype="parameter" if zero.reduce_dtype == "parameter" else "float32",
+        )
+        return engine, ShardedAdamW(engine, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay)
 
     @property
     def share(self) -> range:
@@ -109,14 +154,16 @@ class Trainer:
         for memory in connected():
             memory.step = self.step
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        before = self.engine.traffic
+        sent, received = before.sent, before.received
         batches = self.micro_batches(windows, self.step)
         for index, (ids, targets, sequences) in enumerate(batches):
-            self.buckets.start(last=index == len(batches) - 1)
+            self.engine.start(last=index == len(batches) - 1)
             weight = self.loss_scale / tokens
             loss = self.model(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
             loss.backward()
             total += loss.detach() / weight
-        self.buckets.finish()
+        self.engine.finish()
         squared, loss, stop = self._agree(total, stop_wanted())
         for memory in connected():
             memory.check()
@@ -131,12 +178,13 @@ class Trainer:
         self.optimizer.step(lr, factor)
         self._grow_scale()
         self.step += 1
-        return result
+        after = self.engine.traffic
+        return replace(result, sent=after.sent - sent, received=after.received - received)
 
     def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
         """Global squared norm of the gradient, global sum of the loss, whether any rank wants to stop."""
         vector = torch.zeros(3, dtype=torch.float64, device=self.device)
-        vector[0] = self.buckets.squared_norm()
+        vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
             vector[1] = total
         vector[2] = float(stop)
@@ -151,7 +199,7 @@ class Trainer:
             self.step += 1
             return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
         at = (self.options.train.seed, self.step)
-        layer = find_nonfinite(self.model, self.buckets, batches, at, self.world_group)
+        layer = find_nonfinite(self.model, self.engine, batches, at, self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, the last checkpoint is untouched"

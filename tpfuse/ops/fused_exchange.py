@@ -1,0 +1,93 @@
+"""Buckets in symmetric memory, with Triton kernels for what `direct` does block by block.
+
+`tpfuse.kernels.shard_sum` sums a shard during the backward pass; `tpfuse.kernels.sharded_adamw` updates it and writes
+the new parameters to all ranks, in one sweep with the sums where nobody has asked for them. Both bring their own rounds
+of signals; the counters of `DirectExchange` order what is copied: whole sums at stage 0, what crosses nodes, the
+parameters of a state that lies on the host.
+
+A room of stage 2 is filled again behind the next bucket's sum, which every rank begins after it has read the room.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.launched import INTERPRETED_PROGRAMS, PROGRAMS, open_channel
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.ops.bucket_exchange import BucketSpec
+from tpfuse.ops.direct_exchange import SENT, DirectExchange
+from tpfuse.ops.node_hop import NodeHop
+from tpfuse.ops.shard_update import ShardUpdate
+
+_LEAST_SLOT = 16  # bytes: nothing passes through the channel but signals
+
+
+class FusedExchange(DirectExchange):
+    """CUDA ranks that reach each other's memory; on CPUs interpreted."""
+
+    def __init__(
+        self, specs: Sequence[BucketSpec], stage: int, memory: SymmetricMemory, name: str, hop: NodeHop | None = None
+    ) -> None:
+        """Collective."""
+        super().__init__(specs, stage, memory, name, hop)
+        self._found: dict[int, Tensor] = {}
+        programs = PROGRAMS if memory.device.type == "cuda" else INTERPRETED_PROGRAMS
+        _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, programs)
+
+    def send(self, index: int) -> None:
+        self._said[SENT] += 1
+
+    def _sum_part(self, index: int) -> Tensor:
+        place, room = self._part(index), self._room(index)
+        own = room[self.memory.rank]
+        out = self._apart.get(index, own[place])
+        squares = torch.empty(self._endpoint.programs, dtype=torch.float32, device=own.device)
+        with self.memory.guard(f"sum of bucket {index}", kernel=True):
+            shard_sum(own, self._addresses(room), out, squares, place.start, self._endpoint)
+        self._squares[index] = squares.double().sum()
+        self._count((self.memory.world - 1) * own[place].nbytes)
+        return out
+
+    def _sweep(self, index: int, update: ShardUpdate) -> None:
+        if self._hop is not None or update.staging is not None:
+            self.sums(index)
+            super()._sweep(index, update)
+            return
+        shard, sums, values = self.shard(index), self._sums[index], self._values[index]
+        own, room, rates = values[self.memory.rank], self._room(index), update.rates
+        scalar = torch.full((2,), rates.lr, dtype=torch.float32, device=own.device)
+        scalar[1] = rates.factor
+        sharded_adamw_(
+            own,
+            self._addresses(values),
+            room[self.memory.rank] if sums is None else sums,
+            self._addresses(room) if sums is None else None,
+            update.master,
+            update.exp_avg,
+            update.exp_avg_sq,
+            shard.start,
+            min(max(update.border, 0), len(shard)),
+            scalar[:1],
+            rates.beta1,
+            rates.beta2,
+            rates.eps,
+            rates.weight_decay,
+            rates.step,
+            None if rates.factor == 1.0 else scalar[1:],
+            self._endpoint,
+        )
+        torch.autograd.graph.increment_version([own])
+        self._count((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
+        if sums is None:
+            self._count((self.memory.world - 1) * len(shard) * room[0].element_size())
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Of all ranks' buffers, as this rank's kernels see them."""
+        key = id(tensors)
+        if key not in self._found:
+            pointers = [x.data_ptr() for x in tensors]
+            self._found[key] = torch.tensor(pointers, dtype=torch.int64, device=self.memory.device)
+        return self._found[key]
