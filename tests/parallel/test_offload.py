@@ -88,7 +88,7 @@ def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
     store = FileStore(folder, 4000, block=112)
     whole = store.tensor("whole", 1000, torch.float32)
     released: list[tuple[int, int]] = []
-    store._write_back = lambda tensors, part: released.append((part.start, part.stop))  # type: ignore[method-assign]
+    store._let_go = lambda tensors, part: released.append((part.start, part.stop))  # type: ignore[method-assign]
     with pytest.raises(KeyError):
         for part in store.walk([whole]):
             if part.start == 224:

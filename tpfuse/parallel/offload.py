@@ -14,13 +14,12 @@ survive is in checkpoints.
 """
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +31,6 @@ from tpfuse.parallel.bucket_layout import ALIGNMENT, HALF, BucketLayout
 Offload = Literal["none", "optimizer", "nvme"]
 BLOCK = 4 * 2**20  # elements, 16 MiB in float32: long enough for a disk, and a few of them are little memory
 _IN_MEMORY = ("tmpfs", "ramfs")
-_SYNC_FILE_RANGE_WRITE = 2
 _MADV_POPULATE_WRITE = 23  # which Python's mmap has no name for
 
 
@@ -92,8 +90,9 @@ class HostStore(StateStore):
 class FileStore(StateStore):
     """A file of `nbytes` in `folder`, mapped into memory; while a block is updated the next one is read ahead.
 
-    After a block was updated its writing to disk begins, and its pages leave this process: they stay in the kernel's
-    page cache as long as nobody needs that memory. So what is resident is a few blocks, however much state there is.
+    After a block was updated its pages leave this process: what is resident is a few blocks, however much state there
+    is. The kernel keeps them in its cache as long as nobody needs that memory, and writes them to disk when it likes
+    (made to begin at once, it took twice as long over a state that the cache could hold).
     Raises ValueError where the folder does not have the space, before any is taken; all of it is taken at once, so that
     the disk cannot be full later.
     """
@@ -134,7 +133,7 @@ class FileStore(StateStore):
             try:
                 yield part
             finally:
-                self._write_back(tensors, part)
+                self._let_go(tensors, part)
 
     def release(self) -> None:
         """See `StateStore`."""
@@ -154,11 +153,10 @@ class FileStore(StateStore):
                 if error.errno != errno.EINVAL:
                     raise
 
-    def _write_back(self, tensors: Sequence[Tensor], part: slice) -> None:
+    def _let_go(self, tensors: Sequence[Tensor], part: slice) -> None:
         """Loses nothing: pages of a shared mapping are the file's. A page that two blocks share just comes again."""
         for start, length in self._pages(tensors, part):
             self._map.madvise(mmap.MADV_DONTNEED, start, length)
-            _start_writing(self._file.fileno(), start, length)
 
     def _pages(self, tensors: Sequence[Tensor], part: slice) -> Iterator[tuple[int, int]]:
         """(offset, bytes) in the file of the pages that hold a part of each tensor that lies there."""
@@ -190,23 +188,6 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
         os.ftruncate(descriptor, nbytes)
-
-
-def _writer() -> Callable[[int, int, int, int], int] | None:
-    """Linux's sync_file_range, which starts writing and does not wait; elsewhere the kernel writes when it likes."""
-    with contextlib.suppress(OSError, AttributeError):
-        function = ctypes.CDLL(None).sync_file_range
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-        return function
-    return None
-
-
-_sync_file_range = _writer()
-
-
-def _start_writing(descriptor: int, start: int, length: int) -> None:
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
 
 
 class _Buffers:
