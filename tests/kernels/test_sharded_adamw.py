@@ -104,7 +104,7 @@ def test_as_the_sum_and_the_update_one_after_the_other(
             state = bucket.state(shards[rank])
             tensors = values.local, values.addresses, *taken, *state
             numbers = {"lr": lr, "step": step, "clip": clip, "endpoint": endpoint} | RATES
-            sharded_adamw_(*tensors, shards[rank].start, border, **numbers)
+            sharded_adamw_(*tensors, start=shards[rank].start, border=border, **numbers)
             expected = [bucket.after(own, border, lr, step, clip) for own in shards]
             for actual, after in zip(state, expected[rank], strict=False):
                 assert actual is None or torch.equal(actual, after)
@@ -127,7 +127,7 @@ def test_against_reference(connect: Connect, border: int) -> None:
         state = bucket.state(own)
         numbers = {name: torch.tensor(float(options[name])) for name in ("lr", "step", "clip")} | RATES
         tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        sharded_adamw_(*tensors, own.start, border, **numbers, endpoint=connect(memory))
+        sharded_adamw_(*tensors, start=own.start, border=border, **numbers, endpoint=connect(memory))
         plain, truth = (
             reference.sharded_adamw(
                 bucket.master[own].to(dtype),
@@ -155,7 +155,8 @@ def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) 
         gradients.local.copy_(bucket.gradients[rank])
         state = bucket.state(slice(rank * m, (rank + 1) * m))
         tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        sharded_adamw_(*tensors, rank * m, m, lr=lr, step=step, clip=None, endpoint=endpoint, **RATES)
+        numbers = {"lr": lr, "step": step, "clip": None} | RATES
+        sharded_adamw_(*tensors, start=rank * m, border=m, **numbers, endpoint=endpoint)
         after = [bucket.after(slice(r * m, (r + 1) * m), m, lr, step, None)[3] for r in range(2)]
         assert torch.equal(values.local[:-TAIL], torch.cat(after))
 

@@ -14,8 +14,8 @@ from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.profile.case import Case
 from tpfuse.testing.inputs import normal
 
-_RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_LR, _STEPS, _START, _BORDER, _CLIP = 1e-2, 3, 16, 500, 0.5
+_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_LR, _STEPS, _START, _BORDER, _CLIP = 0.25, 3, 16, 500, 0.5
 
 
 def _address(x: Tensor) -> Tensor:
@@ -40,15 +40,13 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
     squares = torch.zeros(endpoint.programs, device=device)
     for step in range(1, _STEPS + 1):
         sent = gradients * step
-        taken: tuple[Tensor, Tensor | None] = sent, _address(sent)
+        taken, addresses = sent, None if summed else _address(sent)
         if summed:
-            shard_sum(*taken, sums, squares, _START, endpoint)
-            taken = sums, None
-        numbers = {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
-        state = master, exp_avg, exp_avg_sq
-        sharded_adamw_(
-            values, _address(values), *taken, *state, _START, _BORDER, **_RATES, **numbers, endpoint=endpoint
-        )
+            taken = sums
+            shard_sum(sent, _address(sent), sums, squares, _START, endpoint)
+        numbers = _RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
+        tensors = values, _address(values), taken, addresses, master, exp_avg, exp_avg_sq
+        sharded_adamw_(*tensors, start=_START, border=_BORDER, **numbers, endpoint=endpoint)
     del memory  # in the order of the stream, or at once where kernels are interpreted
     return values
 
@@ -62,12 +60,11 @@ def _reference(gradients: Tensor) -> Tensor:
     dtype = torch.float64 if gradients.dtype == torch.float64 else torch.float32
     values = normal(2, len(gradients), dtype=gradients.dtype).to(gradients.device)
     parameter = values[_START:].to(dtype)
-    moments = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    moments = [torch.zeros_like(parameter) for _ in range(2)]
+    numbers = _RATES | {"border": _BORDER, "clip": _CLIP, "lr": _LR}
     for step in range(1, _STEPS + 1):
         sent = (gradients * step).detach()[_START:]
-        parameter, *moments = reference.sharded_adamw(  # type: ignore[assignment]
-            parameter, [sent.to(dtype)], *moments, border=_BORDER, clip=_CLIP, lr=_LR, step=step, **_RATES
-        )
+        parameter, *moments = reference.sharded_adamw(parameter, [sent.to(dtype)], *moments, step=step, **numbers)
     return torch.cat([values[:_START], parameter.to(values.dtype)]) + 0 * gradients
 
 
@@ -97,10 +94,11 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
     table, words, scalar = empty(world, torch.int64), empty(2, torch.int32), torch.empty((), device="meta")
     endpoint = Endpoint(world - 1, world, table, 16, table, 4096, words, words[:1], programs=64)
     values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
-    state = None if dtype == torch.float32 else sums, sums, sums
-    numbers: dict[str, Any] = {"lr": scalar, "step": scalar, "clip": scalar if clipped else None} | _RATES
+    master = None if dtype == torch.float32 else sums
+    numbers = _RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
     for sent in {dtype, torch.float32}:
         gradients = empty(world * m, sent)
         shard_sum(gradients, table, sums, empty(64), start, endpoint)
-        for taken in ((gradients, table), (sums, None)):
-            sharded_adamw_(values, table, *taken, *state, start, m // 3, **numbers, endpoint=endpoint)
+        for taken, addresses in ((gradients, table), (sums, None)):
+            tensors = values, table, taken, addresses, master, sums, sums
+            sharded_adamw_(*tensors, start=start, border=m // 3, **numbers, endpoint=endpoint)
