@@ -18,7 +18,6 @@ from tpfuse.testing.ranks import pool
 from tpfuse.train.command_line import run
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import BUCKET_BYTES, count
-from tpfuse.train.options import MemoryCommand
 from tpfuse.train.setup import with_layout
 
 TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
@@ -69,6 +68,27 @@ def test_a_file_and_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not dist.is_initialized()
 
 
+def test_what_the_configuration_says_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, tables = tmp_path / "run.toml", []
+    for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):
+        file.write_text(f'[train]\ndtype = "bfloat16"\n[zero]\n{zero}\n')
+        assert run(["memory", str(file), "--ranks", "4"]) == 0
+        tables.append(_table(capsys.readouterr().out))
+    plain, narrow, apart = tables
+    assert narrow["gradients"][0] * 2 == plain["gradients"][0] == apart["gradients"][0]
+    assert narrow["buffers"][2] * 2 == plain["buffers"][2] == apart["buffers"][2] * 2
+    file.write_text("[parallel]\nreplicas = 2\n")
+    assert run(["memory", str(file), "--ranks", "4"]) == 0
+    shared = _table(capsys.readouterr().out)["moments"]
+    assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
+    file.write_text('[zero]\noffload = "optimizer"\n')
+    assert run(["memory", str(file)]) == 0
+    assert "lie in the host's memory" in capsys.readouterr().out
+    file.write_text("[parallel]\nreplicas = 3\n")
+    assert run(["memory", str(file), "--ranks", "4"]) == 2
+    assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in capsys.readouterr().err
+
+
 def _real(tp: int, dp: int) -> MemoryAccount:
     """Of the buckets that ranks make."""
     mesh = mesh_of(dp, tp)
@@ -82,7 +102,7 @@ def _real(tp: int, dp: int) -> MemoryAccount:
 def test_shapes_are_those_of_real_ranks() -> None:
     first, *others = pool(4).run(_real, 2, 2)
     options = with_layout(parse_train([*TOY.split(), "--parallel.tp", "2"]), 4)
-    found = count(options, 61, [1], MemoryCommand()).accounts[1]
+    found = count(options, 61, [1]).accounts[1]
     assert found.activations > 0
     assert MemoryAccount(**{**vars(found), "activations": 0}) == first
     assert all(other.total <= first.total for other in others)
@@ -90,7 +110,7 @@ def test_shapes_are_those_of_real_ranks() -> None:
 
 def test_activations_are_those_of_a_real_model() -> None:
     options = with_layout(parse_train([*TOY.split(), "--train.micro-batch", "2", "--train.recompute", "selective"]), 1)
-    counted = count(options, 61, [0], MemoryCommand())
+    counted = count(options, 61, [0])
     assert counted.micro_batches == 3
     model = GPT(counted.config, recompute="selective")
     for parameter in model.parameters():

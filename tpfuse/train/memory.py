@@ -22,7 +22,7 @@ from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.parallel.bucket_layout import Kind, plan_buckets
 from tpfuse.parallel.context import check_context
 from tpfuse.parallel.gradient_buckets import take_partial_gradients
-from tpfuse.parallel.memory import STAGES, MemoryAccount, account, account_sharded
+from tpfuse.parallel.memory import STAGES, MemoryAccount, Width, account, account_sharded
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import MemoryCommand, TrainCommand
@@ -50,7 +50,7 @@ def memory(name: str, command: MemoryCommand) -> str:
     """The table of `tpfuse memory NAME`. Raises UserError."""
     options = _with_command(_read(name), command)
     stages = STAGES if command.stage == "all" else (int(command.stage),)
-    return table(name, count(options, _vocabulary(options, command), stages, command))
+    return table(name, count(options, _vocabulary(options, command), stages))
 
 
 def _read(name: str) -> TrainCommand:
@@ -88,7 +88,7 @@ def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
     return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer, "").vocab_size
 
 
-def count(options: TrainCommand, vocabulary: int, stages: Sequence[int], command: MemoryCommand) -> Counted:
+def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Counted:
     """What the first rank holds. options: with their layout. Raises UserError."""
     model, parallel = options.model, options.parallel
     config = GPTConfig(
@@ -102,11 +102,15 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int], command
             check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if parallel.replicas < 1 or parallel.dp * parallel.cp % parallel.replicas:
+        raise UserError(
+            f"parallel.replicas {parallel.replicas} does not divide {parallel.dp * parallel.cp} data-parallel ranks"
+        )
     sequences, micro_batches = _micro_batches(options)
     activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
     with _tensor_mesh(parallel.tp) as mesh:
         whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
-        accounts = {stage: _account(whole, stage, options, command, micro_batches > 1, activations) for stage in stages}
+        accounts = {stage: _account(whole, stage, options, micro_batches > 1, activations) for stage in stages}
         return Counted(options, config, sum(p.numel() for p in whole.parameters()), micro_batches, accounts)
 
 
@@ -148,23 +152,21 @@ def _tensor_mesh(tp: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _account(
-    model: GPT, stage: int, options: TrainCommand, command: MemoryCommand, accumulating: bool, activations: int
-) -> MemoryAccount:
-    parallel = options.parallel
-    replicas, width = parallel.dp * parallel.cp, command.gradient_dtype
+def _account(model: GPT, stage: int, options: TrainCommand, accumulating: bool, activations: int) -> MemoryAccount:
+    parallel, zero = options.parallel, options.zero
+    replicas = parallel.dp * parallel.cp
+    kept: Width = zero.gradient_dtype
+    sent: Width = kept if zero.reduce_dtype == "gradient" else zero.reduce_dtype
     if stage == 3 and replicas * parallel.tp > 1:
         blocks = [[tuple(local_tensor(p).shape) for p in block.parameters()] for block in model.transformer.h]
         rest = [tuple(local_tensor(p).shape) for name, p in model.named_parameters() if ".h." not in name]
-        dtype = getattr(torch, options.train.dtype)
-        return account_sharded(
-            [*blocks, rest], replicas, dtype, width, accumulating=accumulating, activations=activations
-        )
+        units, world, dtype = [*blocks, rest], replicas // parallel.replicas, getattr(torch, options.train.dtype)
+        return account_sharded(units, world, dtype, sent, accumulating=accumulating, activations=activations)
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
     parameters = list(model.named_parameters())[::-1]
     partial = take_partial_gradients(model)
     layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES)
-    return account(layouts, min(stage, 2), width, accumulating=accumulating, activations=activations)
+    return account(layouts, min(stage, 2), kept, sent, accumulating=accumulating, activations=activations)
 
 
 def table(name: str, counted: Counted) -> str:
@@ -192,5 +194,12 @@ def table(name: str, counted: Counted) -> str:
             "",
             "What the first rank holds, which has the most, in bytes. Padding is in the parameters.",
             "Activations: what autograd saves of one micro-batch. Transient workspaces are not counted.",
+            *_offloaded(options),
         ]
     )
+
+
+def _offloaded(options: TrainCommand) -> list[str]:
+    places = {"optimizer": "the host's memory", "nvme": "files"}
+    place = places.get(options.zero.offload)
+    return [] if place is None else [f"Of these, masters and moments lie in {place} (zero.offload)."]

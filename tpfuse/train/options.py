@@ -230,8 +230,6 @@ class MemoryCommand:
     """Sequences per forward pass of one rank; 0: the configuration's."""
     recompute: Literal["config", "none", "selective", "full"] = "config"
     """What is computed again instead of being kept; config: as the configuration says."""
-    gradient_dtype: Literal["float32", "parameter"] = "float32"
-    """In which gradients are kept and sent: float32, or the parameters' own."""
     vocab_size: int = 0
     """Tokens of the vocabulary; 0: of the configuration's tokenizer, where its name says it."""
 
