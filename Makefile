@@ -12,12 +12,13 @@ BIN := .venv/bin
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
 TRITONS := 3.6.0 3.7.1 3.9.0
 
-.PHONY: help install train test verify long compiled compiled-matrix lint types format clean
+.PHONY: help install train test verify long offload compiled compiled-matrix lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run all tests"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
+	@echo "make offload install, then take a training step of GPT-2 1558M with its optimizer state on disk (19 GB)"
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
@@ -43,6 +44,10 @@ verify: install
 
 long: install
 	$(BIN)/python -m benchmarks.long_context
+
+offload: install
+	mkdir -p build
+	$(BIN)/python -m benchmarks.offload_step --folder build
 
 compiled: install
 	mkdir -p build

@@ -1,0 +1,140 @@
+"""A training step of a model whose optimizer state is on disk: GPT-2 1558M in less than 10 GiB of resident memory.
+
+    python -m benchmarks.offload_step [--preset gpt2-1558m] [--folder .] [--tokens 64] [--steps 1]
+
+One process. Parameters and gradients are bfloat16, 3.1 GB each; master and moments, float32, are 18.7 GB in a file that
+`tpfuse.parallel.offload` maps, and that is gone with the process. One sequence of a few tokens: the activations are
+small, what is measured is the rest. The peak is the kernel's own count of this process's resident memory (VmHWM), from
+the start of Python to the end of the last step; pages of the file that are mapped count, and those that only the
+kernel's cache holds do not. Freed memory is kept, as `tpfuse train` does on CPUs. A folder without the space is refused
+before anything is made.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import Row, aligned, keep
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.bucket_layout import KINDS, plan_buckets
+from tpfuse.parallel.flat_adamw import FlatAdamW
+from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.offload import FileStore, check_space, state_bytes
+from tpfuse.train.config import PRESETS, load_preset
+from tpfuse.train.hardware import keep_freed_memory
+
+LIMIT = 10.0  # GiB
+_BUCKET = 25 * 2**20  # bytes
+_CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What was done, how long it took, and what the process has held at most until its end."""
+
+    name: str
+    seconds: float
+    peak: int  # bytes
+
+
+class Phases:
+    """Takes note at the end of each phase."""
+
+    def __init__(self) -> None:
+        self.done: list[Phase] = []
+        self._started = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Of the phase that has run since the last one."""
+        now = time.perf_counter()
+        self.done.append(Phase(name, now - self._started, peak_resident()))
+        self._started = now
+
+
+def peak_resident() -> int:
+    """Bytes; of this program alone, not of the one that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def gpt2(preset: str) -> GPTConfig:
+    """The model of a preset, with GPT-2's vocabulary."""
+    model = load_preset(preset)["model"]
+    sizes = {name: model[name] for name in ("n_positions", "n_embd", "n_layer", "n_head")}
+    return GPTConfig(**sizes, bias=model.get("bias", True))
+
+
+def bytes_on_disk(config: GPTConfig) -> int:
+    """Of master and moments, counted without making the model."""
+    named = list(GPT(config, device="meta", dtype=torch.bfloat16).named_parameters())
+    return state_bytes(plan_buckets(named[::-1], (), dict.fromkeys(KINDS, 1), _BUCKET), 0)
+
+
+def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[list[Phase], list[float]]:
+    """(phases, loss of each step in nats per token). Raises ValueError where the folder cannot take the state."""
+    nbytes = bytes_on_disk(config)
+    check_space(folder, nbytes)
+    phases, losses = Phases(), []
+    model = GPT(config, dtype=torch.bfloat16)
+    initialize(model, 1)
+    phases.end("initial weights")
+    engine = GradientBuckets(model, gradient_dtype="parameter", bucket_bytes=_BUCKET)
+    optimizer = FlatAdamW(engine, weight_decay=0.1, store=FileStore(folder, nbytes))
+    phases.end("buckets, masters to disk")
+    ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+    for number in range(1, steps + 1):
+        engine.start(last=True)
+        loss = model(ids[:, :-1], ids[:, 1:], loss_weight=1 / tokens)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        del loss
+        engine.finish()
+        norm = float(engine.squared_norm()) ** 0.5
+        phases.end(f"step {number}, gradients")
+        optimizer.step(1e-3, min(1.0, _CLIP / (norm + 1e-6)))
+        phases.end(f"step {number}, update")
+    return phases.done, losses
+
+
+def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: float) -> tuple[bool, Row]:
+    """Prints a table and whether the goal is met; that, and the row to keep."""
+    lines = [("", "seconds", "peak GiB")]
+    lines += [(x.name, f"{x.seconds:.1f}", f"{x.peak / 2**30:.2f}") for x in phases]
+    print(aligned(lines))
+    peak, on_disk = phases[-1].peak / 2**30, bytes_on_disk(config) / 2**30
+    met = peak < limit
+    print(f"loss of each step: {', '.join(f'{x:.4f}' for x in losses)}; {on_disk:.2f} GiB of state on disk")
+    print(f"goal {'met' if met else 'MISSED'}: {peak:.2f} GiB resident at most (goal: below {limit:g})")
+    row: Row = {**vars(config), "losses": losses, "on_disk_bytes": bytes_on_disk(config), "peak_bytes": phases[-1].peak}
+    return met, row | {"asked_gib": limit, "seconds": {x.name: round(x.seconds, 2) for x in phases}}
+
+
+def main() -> int:
+    """Status 1 where the goal is missed, 2 where it cannot be tried."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on a local disk; default: the working folder")
+    parser.add_argument("--tokens", type=int, default=64, help="of the one sequence")
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="GiB that the goal is")
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    config = gpt2(arguments.preset)
+    try:
+        phases, losses = train(config, arguments.folder, arguments.tokens, arguments.steps)
+    except ValueError as error:
+        print(f"benchmarks.offload_step: error: {error}", file=sys.stderr)
+        return 2
+    met, row = report(config, phases, losses, arguments.limit)
+    if arguments.preset == parser.get_default("preset"):
+        keep("offload", {"preset": arguments.preset, "tokens": arguments.tokens} | row)
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
