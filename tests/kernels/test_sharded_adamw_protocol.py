@@ -71,11 +71,8 @@ class Bucket:
         launcher = importlib.import_module("tpfuse.kernels.sharded_adamw").sharded_adamw_
         flat, numbers = self.gradients, {"lr": torch.tensor(LR), "step": torch.tensor(3.0), "clip": None}
         taken = (flat.local[self.own], None) if summed else (flat.local, flat.addresses)
-        state = self.master, *self.moments
-        place = self.own.start, self.border
-        launcher(
-            self.values.local, self.values.addresses, *taken, *state, *place, **RATES, **numbers, endpoint=self.end
-        )
+        tensors = self.values.local, self.values.addresses, *taken, self.master, *self.moments
+        launcher(*tensors, start=self.own.start, border=self.border, **RATES, **numbers, endpoint=self.end)
 
     def expect(self, total: Tensor) -> None:
         """Masters after one more update."""
@@ -126,7 +123,7 @@ def test_gradients_are_written_behind_the_update_and_not_behind_the_sum(connect:
         bucket = Bucket(memory, connect(memory), 20, torch.float32)
         bucket.backward(0)
         bucket.sum()
-        bucket.backward(1)  # accumulates no more: peers are reading
+        bucket.backward(1)  # over what peers may still be reading
 
     with pytest.raises(RaceError, match="race on gradients 20"):
         explore(program, 2, resident=2)
