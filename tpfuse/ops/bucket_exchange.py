@@ -111,7 +111,7 @@ class Exchange(ABC):
 
     def squared_norm(self, index: int) -> Tensor:
         """Of `sums`, float64 []."""
-        norm: Tensor = torch.linalg.vector_norm(self.sums(index))
+        norm: Tensor = torch.linalg.vector_norm(self.sums(index), dtype=self.specs[index].state_dtype)
         return norm.double().square()
 
     @abstractmethod

@@ -146,7 +146,6 @@ class DirectExchange(Exchange):
         return found
 
     def squared_norm(self, index: int) -> Tensor:
-        self.sums(index)
         squares = self._squares[index]
         if self.stage == 0 or self._hop is not None or squares is None:  # squares are of a part that went on
             return super().squared_norm(index)
@@ -226,7 +225,7 @@ class DirectExchange(Exchange):
             return
         step = self._said[DONE]
         with self.memory.guard("update"):
-            self._wait(DONE, step, "update")
+            self._wait(DONE, step, "update")  # and so they have sent all buckets
             for index, update in enumerate(updates):
                 self._sweep(index, update)
             self._say(ENDED, step)
@@ -238,7 +237,6 @@ class DirectExchange(Exchange):
         if sums is None and self._hop is not None:
             sums = self.sums(index)
         if sums is None:
-            self._wait(SENT, self._first + index + 1, "update")
             parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
             self._count((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
