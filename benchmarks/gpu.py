@@ -35,7 +35,7 @@ from tpfuse.profile.compilation import compile_here
 
 # Operators in the order of their importance, with the share of the time that their asked cases may take.
 SHARES = {
-    "gemm": 0.36,
+    "gemm": 0.34,
     "overlapped_gemm": 0.15,
     "attention": 0.18,
     "carried_attention": 0.06,
@@ -43,6 +43,7 @@ SHARES = {
     "layer_norm": 0.06,
     "rms_norm": 0.04,
     "adamw": 0.05,
+    "sharded_adamw": 0.04,
     "cross_entropy": 0.0,
     "rope": 0.0,
 }
@@ -58,8 +59,8 @@ def _gemm(name: str, mode: str, asked: float, peer: str, case: str) -> Figure:
     return Figure(f"gemm {name}", "gemm", mode, asked, peer, speedup, case=case)
 
 
-def _of_copy(operator: str, mode: str) -> Figure:
-    return Figure(f"{operator} {mode}, part of copy bandwidth", operator, mode, 0.85, None, of_copy)
+def _of_copy(operator: str, mode: str, asked: float = 0.85) -> Figure:
+    return Figure(f"{operator} {mode}, part of copy bandwidth", operator, mode, asked, None, of_copy)
 
 
 def _overlapped(name: str, mode: str, asked: float, case: str, *peers: str) -> Figure:
@@ -91,6 +92,7 @@ FIGURES = (
     _of_copy("rms_norm", "forward"),
     _of_copy("rms_norm", "backward"),
     _of_copy("adamw", "step"),
+    _of_copy("sharded_adamw", "step", 0.80),
     Figure("linear_cross_entropy / eager", "linear_cross_entropy", "both", 1.00, "F.cross_entropy(F.linear)", speedup),
     Figure(
         "linear_cross_entropy memory / eager's",
