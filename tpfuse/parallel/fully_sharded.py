@@ -30,6 +30,7 @@ from torch.nn import Parameter
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.process_group import set_timeout
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.bucket_layout import HALF, decays
 
@@ -68,7 +69,8 @@ class FullySharded:
 
     Use: for each micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
     parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
-    none). Between `start` and `finish` a micro-batch that is not the last leaves its gradients unsharded.
+    none). A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks forward and backward
+    raise PeerTimeout.
 
     Collective. Raises ValueError, which names the parameter, for one that cannot be sharded, where nothing requires a
     gradient, and where the replicas do not divide the ranks.
@@ -88,6 +90,8 @@ class FullySharded:
         units = list(units)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
+        for each in (shards, across):
+            set_timeout(each.get_group())
         self._across = across.get_group() if across.size() > 1 else None
         copies, copy = across.size(), across.get_local_rank()
         names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -285,12 +289,7 @@ class _AllGather(_Counted):
 
 class _ReduceScatter(_Counted):
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """`op` is the sum, which was asked for."""
         self.count(output_tensor, group)
