@@ -104,7 +104,6 @@ def sharded_adamw_(
     master: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *,
     start: int,
     border: int,
     lr: Tensor,
