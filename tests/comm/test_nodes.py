@@ -85,24 +85,28 @@ def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
     ]
 
 
-def _other_numbers_of_groups() -> list[tuple[list[int], list[int]]]:
-    """Twice the same groups, the second time when those of the first are not the newest on all ranks."""
-    members = []
+def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, int]:
+    """Twice the same groups, the second time when those of the first are not the newest on all ranks; how many names
+    these have, and how many names torch has beyond those of the groups."""
+    members, names = [], set()
+    count = len(dist.distributed_c10d._world.pg_names)
     with pretended_nodes(2, 2) as group:
-        own = [dist.new_group([3], use_local_synchronization=True) for _ in range(3) if dist.get_rank() == 3]
+        own = [dist.new_group([3], use_local_synchronization=True) for _ in range(2) if dist.get_rank() == 3]
         for each in (group, dist.new_group()):
             found = split_by_node(each)
             assert found is not None
             members.append((_members(found.within), _members(found.across)))
+            names |= {found.within.group_name, found.across.group_name}
             for made in own:
                 dist.destroy_process_group(made)
             own = []
-    return members
+    return members, len(names), len(dist.distributed_c10d._world.pg_names) - count - 6
 
 
 def test_ranks_with_other_numbers_of_groups_do_not_miss_each_other() -> None:
-    for first, second in pool(4).run(_other_numbers_of_groups):
+    for (first, second), names, more in pool(4).run(_other_numbers_of_groups):
         assert first == second and len(first[0]) == len(first[1]) == 2
+        assert names == 4 and more == 0
 
 
 def _deadline() -> list[float]:
