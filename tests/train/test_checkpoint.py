@@ -440,6 +440,8 @@ def test_flaws_of_partitions_are_those_that_counting_every_element_finds():
     pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
     assert manifest.flaw((3, 3), pinwheel) is None
     assert "holds 1" in str(manifest.flaw((3, 3), pinwheel[:-1]))
+    covered = [((0, 5), (0, 1)), ((1, 2), (1, 2)), ((3, 4), (0, 1))]  # the first reaches past the second to the third
+    assert "overlaps" in str(manifest.flaw((5, 2), covered))
     for _ in range(300):
         shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(1, 3)))
         saved = random_partition(choose, shape, choose.randint(0, 8))
