@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.long_context import SavedBytes
 from tpfuse.comm.layout import local_tensor
@@ -128,6 +129,29 @@ def test_what_a_block_keeps_on_two_context_ranks() -> None:
     pool(2).run(_kept_by_context_ranks, 2)
 
 
+def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
+    """What second layers multiply, by whether it is there still after the forward pass: the hooks hide it elsewhere."""
+    mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
+    options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
+    ids = integers(1, B, 11, low=0, high=60, dtype=torch.int64)
+    for recompute, impl in itertools.product(("none", "selective"), ("direct", "collective")):
+        model, inputs = _built(CONFIG, recompute, context_schedule=schedule, **options), []
+        for block in model.transformer.h:
+            for layer in (block.attn.c_proj, block.mlp.c_proj):
+                layer.register_forward_pre_hook(
+                    lambda _, given, inputs=inputs: inputs.append(StorageWeakRef(given[0].untyped_storage()))
+                )
+        with implementation(impl):
+            loss = model(ids, ids, loss_weight=0.1)
+            assert [x.expired() for x in inputs] == [recompute == "selective"] * 4
+            loss.backward()
+
+
+@pytest.mark.parametrize(("tp", "cp", "schedule"), [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses")])
+def test_inputs_of_second_layers_are_let_go(tp: int, cp: int, schedule: Schedule) -> None:
+    pool(tp * cp).run(_let_go, tp, cp, schedule)
+
+
 def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, length: int, dropout: float) -> None:
     mesh = mesh_of(1, tp, cp)
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
@@ -229,8 +253,11 @@ def test_the_function_runs_twice_and_its_user_once() -> None:
         runs.append("function")
         return x.exp()
 
+    results = []
+
     def use(y: Tensor) -> Tensor:
         runs.append("use")
+        results.append(StorageWeakRef(y.untyped_storage()))
         return y.t() @ y  # keeps y, and a view of it
 
     x = normal(1, 4, 5, dtype=torch.float64).requires_grad_()
@@ -239,6 +266,7 @@ def test_the_function_runs_twice_and_its_user_once() -> None:
     with saved.hooks:
         out = recomputed(function, (x,), use)
     assert saved.total == x.nbytes and runs == ["function", "use"]
+    assert results[0].expired(), "counting cannot see what is kept behind other hooks"
     out.sum().backward()
     assert runs == ["function", "use", "function"]
     torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=0)

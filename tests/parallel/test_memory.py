@@ -86,7 +86,16 @@ def test_accumulation_keeps_whole_gradients() -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_holds_everything(stage: int) -> None:
-    assert _toy(1, stage, accumulating=True) == _toy(1, 0)
+    for kept in ("float32", "parameter"):
+        assert _toy(1, stage, kept, accumulating=True) == _toy(1, 0, kept)
+
+
+def test_rooms_are_as_large_as_the_largest_bucket() -> None:
+    parameters = [(str(size), torch.empty(size, device="meta")) for size in (64, 256, 32)]
+    layouts = plan_buckets(parameters, (), {"replicated": 2}, 1)  # type: ignore[dict-item]
+    found = account(layouts, 2)
+    assert len(layouts) == 3
+    assert (found.buffers, found.gradients) == (2 * 256 * 4, (64 + 256 + 32) // 2 * 4 + 256 * 4)
 
 
 def test_only_half_types_have_masters() -> None:

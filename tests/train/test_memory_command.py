@@ -22,6 +22,8 @@ from tpfuse.train.setup import with_layout
 
 TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
 
+SMALL = 20_000  # bytes of gradients of a bucket, so that there are several, and their order matters
+
 
 def _table(text: str) -> dict[str, list[int]]:
     """Bytes by kind, stage by stage."""
@@ -94,15 +96,20 @@ def _real(tp: int, dp: int) -> MemoryAccount:
     mesh = mesh_of(dp, tp)
     model = GPT(GPTConfig(61, 16, 48, 3, 4), device_mesh=mesh["tp"], device="cpu")
     buckets = GradientBuckets(
-        model, stage=1, data_group=mesh["dp"].get_group(), world_group=mesh._flatten("dp_tp").get_group()
+        model,
+        stage=2,
+        data_group=mesh["dp"].get_group(),
+        world_group=mesh._flatten("dp_tp").get_group(),
+        bucket_bytes=SMALL,
     )
-    return account([bucket.layout for bucket in buckets.buckets], 1)
+    return account([bucket.layout for bucket in buckets.buckets], 2)
 
 
-def test_shapes_are_those_of_real_ranks() -> None:
+def test_shapes_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpfuse.train.memory.BUCKET_BYTES", SMALL)
     first, *others = pool(4).run(_real, 2, 2)
     options = with_layout(parse_train([*TOY.split(), "--parallel.tp", "2"]), 4)
-    found = count(options, 61, [1]).accounts[1]
+    found = count(options, 61, [2]).accounts[2]
     assert found.activations > 0
     assert MemoryAccount(**{**vars(found), "activations": 0}) == first
     assert all(other.total <= first.total for other in others)
