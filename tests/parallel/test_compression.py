@@ -32,9 +32,14 @@ def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
     return [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in (PIECES[0], PIECES[2])]
 
 
+def _wide(rank: int, size: int) -> torch.Tensor:
+    """Of such different magnitudes that the order of sums shows."""
+    return _drawn(rank, 0, size, torch.float32) * 2.0 ** ((torch.arange(size) * 7 + rank * 13) % 41 - 20)
+
+
 def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int]]:
     group, traffic = dist.group.WORLD, (Traffic(), Traffic())
-    x = _drawn(dist.get_rank(), 0, size, torch.float32)
+    x = _wide(dist.get_rank(), size)
     shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), group, traffic[0])
     Bf16Compression().all_reduce(x, 0, (), group, traffic[1])
     return x, shard, *((each.sent, each.received) for each in traffic)
@@ -42,7 +47,7 @@ def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple
 
 @pytest.mark.parametrize(("world", "size"), [(2, 100), (2, 63), (3, 1000), (3, 63), (4, 1000), (4, 2)])
 def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
-    truth = sum(_drawn(rank, 0, size, torch.float32).bfloat16().float() for rank in range(world))
+    truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
     share = -(-size // world)
     padded = torch.cat([truth, torch.zeros(world * share - size)]).view(world, share)
     whole = truth if world == 2 else truth.bfloat16().float()
