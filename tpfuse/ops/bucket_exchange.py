@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.traffic import Traffic
-from tpfuse.ops.shard_update import ShardUpdate
+from tpfuse.ops.shard_update import CPU_BLOCK, ShardUpdate
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -53,6 +53,11 @@ class BucketSpec:
     def state_dtype(self) -> torch.dtype:
         """Of sums, masters and moments."""
         return torch.float32 if self.dtype in HALF else self.dtype
+
+
+def squared(block: Tensor) -> float:
+    """The squared norm of a block on the CPU; float32 sums of few enough elements to be as good as any."""
+    return torch.dot(block, block).item()
 
 
 class Exchange(ABC):
@@ -111,7 +116,11 @@ class Exchange(ABC):
 
     def squared_norm(self, index: int) -> Tensor:
         """Of `sums`, float64 []."""
-        norm: Tensor = torch.linalg.vector_norm(self.sums(index), dtype=self.specs[index].state_dtype)
+        sums, dtype = self.sums(index), self.specs[index].state_dtype
+        if sums.device.type == "cpu":
+            squares = sum(squared(block.to(dtype)) for block in sums.split(CPU_BLOCK))
+            return torch.tensor(squares, dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(sums, dtype=dtype)
         return norm.double().square()
 
     @abstractmethod

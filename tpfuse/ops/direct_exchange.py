@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
+from tpfuse.ops.bucket_exchange import BucketSpec, Exchange, squared
 from tpfuse.ops.node_hop import NodeHop
 from tpfuse.ops.shard_update import CPU_BLOCK, ShardUpdate
 
@@ -169,7 +169,7 @@ class DirectExchange(Exchange):
             squares = 0.0
             for a, b in _blocks(len(out)):
                 self._sum_block(parts, a, b, out[a:b])
-                squares += torch.dot(out[a:b], out[a:b]).item()  # while it is in the cache
+                squares += squared(out[a:b])  # while it is in the cache
             self._squares[index] = torch.tensor(squares, dtype=torch.float64)
             self._count((self.memory.world - 1) * parts[0].nbytes)
         return out

@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import sys
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -47,6 +48,20 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def held_bytes(device: torch.device) -> int:
+    """Memory that this rank holds now: at most so far by torch's allocator on a GPU; on CPU what is resident.
+
+    There a page that several ranks share counts in parts, so that the ranks' numbers add up to what is used.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+        return int(text.partition("\nPss:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        return memory_bytes(device)
 
 
 def keep_freed_memory() -> bool:

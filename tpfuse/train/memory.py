@@ -96,8 +96,8 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
     )
     try:
         config.check(parallel.tp)
-        ulysses = exchanging(parallel, config.n_head // parallel.tp)
         if parallel.cp > 1:
+            ulysses = exchanging(parallel, config.n_head // parallel.tp)
             heads = config.n_head // parallel.tp
             check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
     except ValueError as error:
@@ -106,12 +106,19 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
         raise UserError(
             f"parallel.replicas {parallel.replicas} does not divide {parallel.dp * parallel.cp} data-parallel ranks"
         )
-    sequences, micro_batches = _micro_batches(options)
-    activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
     with _tensor_mesh(parallel.tp) as mesh:
-        whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
-        accounts = {stage: _account(whole, stage, options, micro_batches > 1, activations) for stage in stages}
-        return Counted(options, config, sum(p.numel() for p in whole.parameters()), micro_batches, accounts)
+        return count_on(mesh, options, config, stages)
+
+
+def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, stages: Sequence[int]) -> Counted:
+    """What this rank of a tensor-parallel mesh holds. options: with their layout, and sound."""
+    sequences, micro_batches = _micro_batches(options)
+    ulysses = exchanging(options.parallel, config.n_head // options.parallel.tp)
+    activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
+    whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
+    partial = take_partial_gradients(whole)  # once for all stages: a model gives them up
+    accounts = {stage: _account(whole, partial, stage, options, micro_batches > 1, activations) for stage in stages}
+    return Counted(options, config, sum(p.numel() for p in whole.parameters()), micro_batches, accounts)
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
@@ -152,7 +159,9 @@ def _tensor_mesh(tp: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _account(model: GPT, stage: int, options: TrainCommand, accumulating: bool, activations: int) -> MemoryAccount:
+def _account(
+    model: GPT, partial: set[str], stage: int, options: TrainCommand, accumulating: bool, activations: int
+) -> MemoryAccount:
     parallel, zero = options.parallel, options.zero
     replicas = parallel.dp * parallel.cp
     kept: Width = zero.gradient_dtype
@@ -164,7 +173,6 @@ def _account(model: GPT, stage: int, options: TrainCommand, accumulating: bool, 
         return account_sharded(units, world, dtype, sent, accumulating=accumulating, activations=activations)
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
     parameters = list(model.named_parameters())[::-1]
-    partial = take_partial_gradients(model)
     layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES)
     return account(layouts, min(stage, 2), kept, sent, accumulating=accumulating, activations=activations)
 

@@ -23,8 +23,9 @@ from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.errors import RunError
-from tpfuse.train.hardware import expand_segments, keep_freed_memory, memory_bytes, peak_flops, set_threads
+from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
+from tpfuse.train.memory import count_on
 from tpfuse.train.messages import fail, program, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.setup import Run, exchanging
@@ -100,7 +101,9 @@ class Training:
         options, length = run.options.train, run.config.n_positions
         self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
         self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
+        held = held_bytes(device)
         self.trainer = Trainer(run.options, run.config, mesh, device)
+        self.held_before = held  # by Python and torch themselves
         if run.checkpoint is not None:
             saved = checkpoint.open_checkpoint(run.checkpoint)
             saved.load(self.trainer.parts())
@@ -155,6 +158,7 @@ class Training:
             print(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
         print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
+        print(f"memory   {self._counted()}")
         peak = self.peak * self.place.world
         print(
             f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})"
@@ -163,6 +167,19 @@ class Training:
             f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""),
             flush=True,
         )
+
+    def _counted(self) -> str:
+        """What `tpfuse memory` counts for this rank, in words."""
+        stage, mesh = self.options.zero.stage, self.trainer.model.device_mesh
+        account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
+        kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
+        parts = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
+        return f"ZeRO stage {stage}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(parts)}"
+
+    def _measured(self) -> str:
+        """And what is there after a step, with what the count leaves out."""
+        held = held_bytes(self.device) - self.held_before
+        return f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
 
     def _kernels(self) -> str:
         """What computes, in words."""
@@ -186,6 +203,8 @@ class Training:
         while trainer.step < options.steps:
             result = trainer.train_step(self.windows, self.stop)
             step = trainer.step
+            if step == begun + 1 and self.first:
+                print(self._measured(), flush=True)
             last = step == options.steps
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
