@@ -227,18 +227,6 @@ class _Stream:
         while self.waiting:
             self.waiting.pop(0)()
 
-    def record_event(self) -> "_Event":
-        return _Event(self, len(self.waiting))
-
-
-class _Event:
-    def __init__(self, stream: _Stream, before: int) -> None:
-        self._stream, self._last = stream, stream.waiting[before - 1] if before else None
-
-    def synchronize(self) -> None:
-        while self._last in self._stream.waiting:
-            self._stream.waiting.pop(0)()
-
 
 def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that do not block are done late, as on a device; the buffers are reused all the same."""

@@ -190,20 +190,6 @@ def _allocate(descriptor: int, nbytes: int) -> None:
         os.ftruncate(descriptor, nbytes)
 
 
-class _Buffers:
-    """Pinned memory for one block of gradients and one of parameters, and when the last copy out of it is done."""
-
-    def __init__(self) -> None:
-        self._memory: dict[str, Tensor] = {}
-        self.copied: torch.cuda.Event | None = None
-
-    def like(self, name: str, block: Tensor) -> Tensor:
-        """Room for a block, which may be larger than those before."""
-        if name not in self._memory or self._memory[name].nbytes < block.nbytes:
-            self._memory[name] = _pinned(block.nbytes)
-        return self._memory[name][: block.nbytes].view(block.dtype)
-
-
 def _on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
@@ -215,11 +201,17 @@ def _pinned(nbytes: int) -> Tensor:
 class Staging:
     """Takes blocks of gradients from a device to the host, and new parameters back. On the CPU they just stay.
 
-    Two buffers take turns, so that parameters are still copied to the device while the next block is updated.
+    Both pass through pinned memory. Its next use waits for the stream, and so for the copy out of it.
     """
 
     def __init__(self) -> None:
-        self._buffers = [_Buffers(), _Buffers()]
+        self._memory: dict[str, Tensor] = {}
+
+    def _room(self, name: str, block: Tensor) -> Tensor:
+        """For a block, which may be larger than those before."""
+        if name not in self._memory or self._memory[name].nbytes < block.nbytes:
+            self._memory[name] = _pinned(block.nbytes)
+        return self._memory[name][: block.nbytes].view(block.dtype)
 
     @contextlib.contextmanager
     def host(self, gradient: Tensor, parameter: Tensor, *, read: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
@@ -232,18 +224,13 @@ class Staging:
             yield gradient, parameter
             return
         stream = torch.cuda.current_stream(gradient.device)
-        buffers = self._buffers[0]
-        self._buffers.reverse()
-        if buffers.copied is not None:
-            buffers.copied.synchronize()
-        on_host, new = buffers.like("gradient", gradient), buffers.like("parameter", parameter)
+        on_host, new = self._room("gradient", gradient), self._room("parameter", parameter)
         on_host.copy_(gradient, non_blocking=True)
         if read:
             new.copy_(parameter, non_blocking=True)
         stream.synchronize()
         yield on_host, new
         parameter.copy_(new, non_blocking=True)
-        buffers.copied = stream.record_event()
 
 
 def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
