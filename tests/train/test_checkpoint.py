@@ -463,7 +463,7 @@ def test_no_two_slices_of_a_large_run_need_be_compared(monkeypatch):
     """Those of 64 ranks: 8 column shards, of each of which 8 ranks have a range."""
     saved: list[Slices] = []
     for column in range(8):
-        cuts = [0, *(4096 * 128 // 8 * rank + 7 for rank in range(1, 8)), 4096 * 128]
+        cuts = [0, *(4096 * 128 // 8 * rank + 7 + 2096 * column for rank in range(1, 8)), 4096 * 128]
         for start, stop in itertools.pairwise(cuts):
             for (rows, (low, high)), _ in rectangles((4096, 128), range(start, stop)):
                 saved.append((rows, (column * 128 + low, column * 128 + high)))
