@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -92,9 +93,12 @@ class NetworkNodes:
 
     def close(self) -> None:
         """Ends every process on the nodes, and with them the nodes."""
-        for process in processes_in(self.networks() - {network_of("self")}):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        networks, deadline = self.networks() - {network_of("self")}, monotonic() + 10.0
+        while (processes := processes_in(networks)) and monotonic() < deadline:  # one may start another meanwhile
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            sleep(0.02)
         for holder in self._holders:
             holder.communicate()
         self._holders = []
