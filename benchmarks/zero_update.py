@@ -51,7 +51,8 @@ class Update:
         for name, (call, parameters) in made.items():
             call()
             apart = float((parameters() - after).abs().max())
-            assert apart <= LR * TOLERANCE, f"{name}: {apart:.1e} from where AdamW comes to with the sum"
+            # Of several ranks' draws near zero: what their sum loses by its order grows with them.
+            assert apart <= LR * TOLERANCE * world / 2, f"{name}: {apart:.1e} from where AdamW comes to with the sum"
         return {name: call for name, (call, _) in made.items()}
 
 

@@ -1,6 +1,9 @@
 """Training at every stage of ZeRO: one loss, and checkpoints that go on at any other stage and layout."""
 
 import functools
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPTConfig
+from tpfuse.ops.shard_update import ShardUpdate
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good, save
@@ -169,3 +176,34 @@ def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
     found = pool(2).run(train, options_for((stage, 2, 1, 1, 1, more), "bfloat16", 3), 10)[0]
     assert found[0] == pytest.approx(plain[0], rel=1e-2)
     assert found[0] != plain[0]
+
+
+def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
+    """Saves after every step. Rank 1 ends itself in the third update, between two of its buckets' blocks."""
+    rank.join()
+    set_settings(timeout=LIMIT)
+    trainer, windows = made(options)
+    for _ in range(2):
+        trainer.train_step(windows, lambda: False)
+        save(
+            folder, trainer.step, trainer.parts(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail
+        )
+    if rank.rank == 1:
+        ShardUpdate.block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    trainer.train_step(windows, lambda: False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path, stage: int) -> None:
+    options, folder = options_for((stage, 3, 1, 1, 1, {})), tmp_path / "run"
+    started = time.monotonic()
+    with ranks(3, tmp_path, until_killed, options, folder) as running:
+        for survivor in (0, 2):
+            _, error = running.result(survivor)
+            assert isinstance(error, PeerTimeout), error
+            assert (error.peer, error.rank, error.step) == (1, survivor, 2)
+            assert f"its process ({running.processes[1].pid}) has ended" in str(error) and "update" in str(error)
+    assert time.monotonic() - started < LIMIT
+    found = pool(3).run(train, options, 8, None, folder)[0]
+    expected = one_rank(10)
+    compare(found, (expected[0][2:], expected[1][2:], expected[2]))

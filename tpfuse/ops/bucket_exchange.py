@@ -57,7 +57,7 @@ class BucketSpec:
 
 def squared(block: Tensor) -> float:
     """The squared norm of a block on the CPU; float32 sums of few enough elements to be as good as any."""
-    return torch.dot(block, block).item()
+    return float(torch.dot(block, block))
 
 
 class Exchange(ABC):
@@ -118,8 +118,9 @@ class Exchange(ABC):
         """Of `sums`, float64 []."""
         sums, dtype = self.sums(index), self.specs[index].state_dtype
         if sums.device.type == "cpu":
-            squares = sum(squared(block.to(dtype)) for block in sums.split(CPU_BLOCK))
-            return torch.tensor(squares, dtype=torch.float64)
+            starts = range(0, len(sums), CPU_BLOCK)
+            squares = [squared(sums[start : start + CPU_BLOCK].to(dtype)) for start in starts]
+            return torch.tensor(sum(squares), dtype=torch.float64)
         norm: Tensor = torch.linalg.vector_norm(sums, dtype=dtype)
         return norm.double().square()
 
@@ -138,26 +139,44 @@ class Exchange(ABC):
         """Gives symmetric memory back. Collective; the exchange and its tensors are of no use afterwards."""
 
 
+class OnDemand:
+    """Buffers of zeros that are made when they are first asked for: while parameters move in, bucket by bucket, what
+    they leave is free for the next ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[int, Tensor] = {}
+
+    def get(self, index: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Buffer `index`, [size]."""
+        if index not in self._made:
+            self._made[index] = torch.zeros(size, dtype=dtype, device=self._device)
+        return self._made[index]
+
+    def give_up(self, index: int) -> None:
+        """The next time it is asked for it is another one."""
+        self._made.pop(index, None)
+
+
 class Alone(Exchange):
     """One rank: nothing is exchanged."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
         super().__init__(specs, stage, 0, 1)
-        self._values = [torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in self.specs]
-        self._gradients = [torch.zeros(spec.size, dtype=spec.sent, device=device) for spec in self.specs]
+        self._values, self._gradients = OnDemand(device), OnDemand(device)
 
     @property
     def keeps_gradients(self) -> bool:
         return True
 
     def values(self, index: int) -> Tensor:
-        return self._values[index]
+        return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
 
     def begin(self) -> None:
         pass
 
     def room(self, index: int) -> Tensor:
-        return self._gradients[index]
+        return self._gradients.get(index, self.specs[index].size, self.specs[index].sent)
 
     def send(self, index: int) -> None:
         pass
@@ -166,12 +185,13 @@ class Alone(Exchange):
         pass
 
     def sums(self, index: int) -> Tensor:
-        return self._gradients[index]
+        return self.room(index)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         for index, update in enumerate(updates):
+            sums, values = self.sums(index), self.values(index)
             for a, b in update.blocks():
-                update.block(a, b, self._gradients[index][a:b], self._values[index][a:b])
+                update.block(a, b, sums[a:b], values[a:b])
 
     def publish(self) -> None:
         pass

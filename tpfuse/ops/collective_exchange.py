@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpfuse.comm import process_group
 from tpfuse.comm.handle import DONE, Handle
-from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
+from tpfuse.ops.bucket_exchange import BucketSpec, Exchange, OnDemand
 from tpfuse.ops.shard_update import ShardUpdate
 
 
@@ -20,23 +20,18 @@ class CollectiveExchange(Exchange):
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(specs, stage, group.rank(), group.size())
-        self._group, self._device = group, device
-        self._values = [torch.zeros(spec.size, dtype=spec.dtype, device=device) for spec in self.specs]
-        self._rooms: list[Tensor | None] = [None] * len(self.specs)
+        self._group = group
+        self._values, self._rooms = OnDemand(device), OnDemand(device)
         self._reduced: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
 
     def values(self, index: int) -> Tensor:
-        return self._values[index]
+        return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
 
     def begin(self) -> None:
         self._reduced = [None] * len(self.specs)
 
     def room(self, index: int) -> Tensor:
-        room = self._rooms[index]
-        if room is None:
-            spec = self.specs[index]
-            room = self._rooms[index] = torch.zeros(spec.size, dtype=spec.sent, device=self._device)
-        return room
+        return self._rooms.get(index, self.specs[index].size, self.specs[index].sent)
 
     def send(self, index: int) -> None:
         room = self.room(index)
@@ -50,7 +45,7 @@ class CollectiveExchange(Exchange):
         self._reduced[index] = out, handle, room  # which is held until it has been sent
         self._count((self.world - 1) * part)
         if self.stage == 2:
-            self._rooms[index] = None
+            self._rooms.give_up(index)
 
     def end_backward(self) -> None:
         pass
@@ -67,7 +62,7 @@ class CollectiveExchange(Exchange):
         gathered = []
         for index, update in enumerate(updates):
             sums, shard = self.sums(index), self.shard(index)
-            own = self._values[index][shard.start : shard.stop]
+            own = self.values(index)[shard.start : shard.stop]
             for a, b in update.blocks():
                 update.block(a, b, sums[a:b], own[a:b])
             self._reduced[index] = None
@@ -82,7 +77,7 @@ class CollectiveExchange(Exchange):
     def _gather(self, index: int) -> list[Handle]:
         if self.stage == 0:
             return []
-        shard, values = self.shard(index), self._values[index]
+        shard, values = self.shard(index), self.values(index)
         own = values[shard.start : shard.stop].clone()
         self._count((self.world - 1) * own.nbytes)
         return [process_group.start_all_gather(own, values.view(self.world, -1), self._group)]

@@ -26,6 +26,19 @@ class Compression(Protocol):
         """x [m] float32 becomes its sum over the group, of bucket `index`; pieces: (first, rows, columns) of the
         matrices that lie in x whole, or at least in whole rows."""
 
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        index: int,
+        pieces: tuple[tuple[int, int, int], ...],
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+    ) -> Tensor:
+        """This rank's part of that sum, [m / world]; x may be overwritten."""
+
+    def scale_errors(self, factor: float) -> None:
+        """Gradients are multiplied by `factor` from now on: so is what is left of earlier ones."""
+
 
 class NodeHop:
     """group: the ranks in this rank's place on all nodes; its numbers are the nodes'."""
@@ -45,11 +58,10 @@ class NodeHop:
     def reduce_scatter(
         self, x: Tensor, index: int, pieces: tuple[tuple[int, int, int], ...], traffic: Traffic
     ) -> Tensor:
-        """This node's part of the sum of x [n] over the nodes, a view of x where nothing was sent but compressed."""
-        rows = x.view(self.nodes, -1)
+        """This node's part of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
-            self.compression.all_reduce(x, index, pieces, self.group, traffic)
-            return rows[self.node]
+            return self.compression.reduce_scatter(x, index, pieces, self.group, traffic)
+        rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
         process_group.start_reduce_scatter(rows, out, self.group).wait()
         traffic.add(*2 * [(self.nodes - 1) * out.nbytes])

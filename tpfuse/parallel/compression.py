@@ -87,6 +87,9 @@ class Bf16Compression:
         """This rank's part of the sum, [m / world]: in half of the bytes that `all_reduce` takes, and rounded once."""
         return shard_of_sum(x, group, traffic, sent=torch.bfloat16)
 
+    def scale_errors(self, factor: float) -> None:
+        """Nothing is kept that would have to change with the scale of the gradients."""
+
 
 _Place = tuple[int, int, int]  # of a matrix: group, bucket, first element
 

@@ -139,6 +139,10 @@ class GradientBuckets:
         self._model_rank = min((_mesh_rank(member.parameter) for member in members.values()), default=0)
         for bucket in self.buckets:
             self._move_in(bucket, members)
+        for bucket in self.buckets:
+            if bucket.exchange.keeps_gradients:
+                room, kept = bucket.exchange.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
+                bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
         self._watched = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
 
     def _open(
@@ -169,10 +173,7 @@ class GradientBuckets:
 
     def _move_in(self, bucket: Bucket, members: dict[str, _Member]) -> None:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
-        layout, kept = bucket.layout, self._dtype(bucket.layout, self._gradient_dtype)
-        if bucket.exchange.keeps_gradients:
-            room = bucket.exchange.room(bucket.index)
-            bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
+        layout = bucket.layout
         for number, segment in enumerate(layout.segments):
             member = members[segment.name]
             storage = layout.view(bucket.values, segment)

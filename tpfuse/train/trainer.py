@@ -19,7 +19,7 @@ from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.compression import compression_of
+from tpfuse.parallel.compression import Bf16Compression, PowerSGDCompression, compression_of
 from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.gradient_buckets import GradientBuckets
@@ -82,6 +82,7 @@ class Trainer:
             if group is not None:
                 set_timeout(group)
         initialize(self.model, options.train.seed)
+        self.compression: Bf16Compression | PowerSGDCompression | None = None
         self.engine: GradientBuckets | FullySharded
         self.optimizer: FlatAdamW | ShardedAdamW
         self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
@@ -97,6 +98,8 @@ class Trainer:
     def _bucketed(self) -> tuple[GradientBuckets, FlatAdamW]:
         """Stages 0 to 2."""
         zero, optim = self.options.zero, self.options.optim
+        seed = self.options.train.seed
+        self.compression = compression_of(zero.compression, rank=zero.powersgd_rank, seed=seed)
         engine = GradientBuckets(
             self.model,
             stage=min(zero.stage, 2),
@@ -104,7 +107,7 @@ class Trainer:
             world_group=self.world_group,
             gradient_dtype=zero.gradient_dtype,
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
-            compression=compression_of(zero.compression, rank=zero.powersgd_rank, seed=self.options.train.seed),
+            compression=self.compression,
         )
         try:
             nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage)
@@ -194,7 +197,7 @@ class Trainer:
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """In float16 a smaller loss scale and no update; otherwise the end."""
         if self.dtype is torch.float16 and result.loss == result.loss and self.loss_scale > 1.0:
-            self.loss_scale /= 2.0
+            self._rescale(0.5)
             self.steps_since_overflow = 0
             self.step += 1
             return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
@@ -209,7 +212,14 @@ class Trainer:
         if self.dtype is torch.float16:
             self.steps_since_overflow += 1
             if self.steps_since_overflow == _SCALE_INTERVAL:
-                self.loss_scale, self.steps_since_overflow = self.loss_scale * 2.0, 0
+                self._rescale(2.0)
+                self.steps_since_overflow = 0
+
+    def _rescale(self, factor: float) -> None:
+        """The loss scale, and what compression keeps of gradients that had the old one."""
+        self.loss_scale *= factor
+        if self.compression is not None:
+            self.compression.scale_errors(factor)
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, batches: int) -> float:
