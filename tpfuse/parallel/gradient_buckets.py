@@ -175,7 +175,7 @@ class GradientBuckets:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
         layout = bucket.layout
         for number, segment in enumerate(layout.segments):
-            member = members[segment.name]
+            member = members.pop(segment.name)  # what it leaves is free
             storage = layout.view(bucket.values, segment)
             storage.copy_(local_tensor(member.parameter))
             replacement = _rebuilt(member.parameter, storage)
