@@ -36,7 +36,7 @@ class Added:
 
 
 def specs(world: int, sent: torch.dtype) -> list[BucketSpec]:
-    return [BucketSpec(16 * world * n, torch.float32, sent) for n in (1, 2, 1)]
+    return [BucketSpec(16 * world * n, torch.float32, sent) for n in (1, 2, 1, 1)]
 
 
 def gradients(step: int, index: int, world: int, size: int) -> Tensor:
@@ -130,7 +130,8 @@ OWN_PART = "return self._part_of(index, self.memory.rank)"
 WAITS = "for rank in self._others:\n            self.memory.wait"
 FAULTS: dict[str, tuple[str, str, Sequence[int]]] = {
     "one room": ("% len(self._rooms)", "% 1", (2,)),
-    "the room before its readers are done": ("if self.stage == 2 and index:", "if False:", (2,)),
+    "the room before its readers are done": ("if index >= ROOMS:", "if False:", (2,)),
+    "an older reader": ("SUMMED, self._first + index + 1, op)", "SUMMED, self._first + index, op)", (2,)),
     "an older bucket's signal": ("SENT, self._first + index + 1, op", "SENT, self._first + index, op", STAGES),
     "an older sum's": ("SUMMED, self._first + index + 1, op=op", "SUMMED, self._first + index, op=op", (0,)),
     "the next rank's shard": (OWN_PART, "return self._part_of(index, 0)", STAGES),
@@ -183,8 +184,8 @@ def test_unequal_rooms_do_not_meet() -> None:
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
             exchange = direct_exchange.DirectExchange(specs(2, torch.float16), stage, memory, f"exchange {stage}")
-            rooms: list[Any] = [exchange.room(0)] if stage == 2 else [exchange.room(i) for i in range(3)]
-            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(exchange.values, range(3))])
+            rooms: list[Any] = [exchange.room(0)] if stage == 2 else [exchange.room(i) for i in range(4)]
+            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(exchange.values, range(4))])
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
     explore(program, 2)

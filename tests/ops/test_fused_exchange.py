@@ -73,20 +73,20 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
         def program(memory: SimulatedMemory) -> None:
             """Values are read before and after; AdamW that remembers nothing takes a step of lr against the sign."""
             world = memory.world
-            specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1)]
+            specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
             exchange = module.FusedExchange(specs, stage, memory, "exchange")
-            moments = [[torch.zeros(len(exchange.shard(i))) for _ in range(2)] for i in range(3)]
+            moments = [[torch.zeros(len(exchange.shard(i))) for _ in range(2)] for i in range(4)]
             ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
             for step in range(1, 4):
-                for index in range(3):
+                for index in range(4):
                     assert torch.allclose(exchange.values(index), torch.tensor(value), atol=1e-5)
                 exchange.begin()
-                for index in range(3):
+                for index in range(4):
                     exchange.room(index).copy_(ramps[index] * (memory.rank + 1))
                     exchange.send(index)
                 exchange.end_backward()
                 if sums or step == 2:
-                    for index in range(3):
+                    for index in range(4):
                         shard = exchange.shard(index)
                         expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
                         assert torch.equal(exchange.sums(index), expected)
@@ -95,7 +95,7 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                 # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.
                 rates = Rates(0.1, 0.0, 0.0, 0.0, 0.0, torch.tensor(1.0), 0.5)
                 store = DeviceStore(CPU)
-                exchange.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(3)])
+                exchange.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
                 value -= 0.1
 
         return program

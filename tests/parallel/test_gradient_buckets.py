@@ -258,7 +258,12 @@ def test_bad_input_is_refused() -> None:
     buckets.start(last=True)
     with pytest.raises(ValueError, match="finish"):
         buckets.start(last=True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="that no start"):
+        model(torch.ones(1, 2)).sum().backward()
     buckets.finish()
+    with pytest.raises(ValueError, match="that no start"):
+        model(torch.ones(1, 2)).sum().backward()
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make new buckets"):
         buckets.start(last=True)

@@ -32,11 +32,11 @@ HAND = {
     # world, stage: parameters, gradients, master, moments, buffers; then padding
     (2, 0): (128 * 2, 128 * 4, 128 * 4, 2 * 128 * 4, 0, 46 * 2),  # 96 - 75 + 32 - 7 = 46 elements are padding
     (2, 1): (128 * 2, 128 * 4, 64 * 4, 2 * 64 * 4, 0, 46 * 2),
-    # sums of 64 in float32, and 75 bfloat16 gradients of the larger bucket unsent; two rooms of 96 and two of 32
-    (2, 2): (128 * 2, 64 * 4 + 75 * 2, 64 * 4, 2 * 64 * 4, 2 * 96 * 4 + 2 * 32 * 4, 46 * 2),
+    # sums of 64 in float32, and 75 bfloat16 gradients of the larger bucket unsent; a room of 96 and one of 32
+    (2, 2): (128 * 2, 64 * 4 + 75 * 2, 64 * 4, 2 * 64 * 4, 96 * 4 + 32 * 4, 46 * 2),
     (3, 0): (144 * 2, 144 * 4, 144 * 4, 2 * 144 * 4, 0, 62 * 2),
     (3, 1): (144 * 2, 144 * 4, 48 * 4, 2 * 48 * 4, 0, 62 * 2),
-    (3, 2): (144 * 2, 48 * 4 + 75 * 2, 48 * 4, 2 * 48 * 4, 2 * 96 * 4 + 2 * 48 * 4, 62 * 2),
+    (3, 2): (144 * 2, 48 * 4 + 75 * 2, 48 * 4, 2 * 48 * 4, 96 * 4 + 48 * 4, 62 * 2),
 }
 
 
@@ -76,7 +76,7 @@ def test_gradients_in_the_dtype_of_parameters() -> None:
     apart = _toy(2, 1, "float32", "parameter")
     assert (apart.gradients, apart.buffers) == (128 * 4, 128 * 2 + 64 * 4), "rounded into a place of their own"
     at_two = _toy(2, 2, "parameter")
-    assert (at_two.gradients, at_two.buffers) == (64 * 4 + 75 * 2, 2 * (96 + 32) * 2)
+    assert (at_two.gradients, at_two.buffers) == (64 * 4 + 75 * 2, (96 + 32) * 2)
 
 
 def test_accumulation_keeps_whole_gradients() -> None:
@@ -91,11 +91,11 @@ def test_one_rank_holds_everything(stage: int) -> None:
 
 
 def test_rooms_are_as_large_as_the_largest_bucket() -> None:
-    parameters = [(str(size), torch.empty(size, device="meta")) for size in (64, 256, 32)]
+    parameters = [(str(size), torch.empty(size, device="meta")) for size in (64, 256, 32, 32)]
     layouts = plan_buckets(parameters, (), {"replicated": 2}, 1)  # type: ignore[dict-item]
     found = account(layouts, 2)
-    assert len(layouts) == 3
-    assert (found.buffers, found.gradients) == (2 * 256 * 4, (64 + 256 + 32) // 2 * 4 + 256 * 4)
+    assert len(layouts) == 4
+    assert (found.buffers, found.gradients) == (3 * 256 * 4, (64 + 256 + 32 + 32) // 2 * 4 + 256 * 4)
 
 
 def test_only_half_types_have_masters() -> None:

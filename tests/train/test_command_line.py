@@ -129,6 +129,21 @@ BAD = [
     (["--model.dropout", "1.0"], "dropout 1.0"),
     (["--parallel.tp", "0"], "--parallel.tp 0"),
     (["--parallel.cp", "0"], "--parallel.tp 1 --parallel.cp 0"),
+    (["--zero.stage", "4"], "--zero.stage 4: expected 0, 1, 2 or 3"),
+    (["--parallel.replicas", "2"], "--parallel.replicas 2: expected 1 below stage 3"),
+    (
+        ["--parallel.replicas", "3", "--parallel.dp", "4", "--zero.stage", "3"],
+        "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks",
+    ),
+    (["--zero.stage", "3", "--zero.offload", "optimizer"], "--zero.offload optimizer is for --zero.stage 0, 1 and 2"),
+    (["--zero.stage", "3", "--zero.compression", "bf16"], "--zero.compression bf16 is for --zero.stage 0, 1 and 2"),
+    (["--zero.offload", "nvme"], "--zero.offload nvme and --zero.offload-path FOLDER belong together"),
+    (["--zero.offload-path", "."], "--zero.offload nvme and --zero.offload-path FOLDER belong together"),
+    (
+        ["--zero.offload", "nvme", "--zero.offload-path", "/nowhere/at/all"],
+        "--zero.offload path /nowhere/at/all is not a folder",
+    ),
+    (["--zero.powersgd-rank", "0"], "--zero.powersgd-rank 0: expected at least 1"),
     (["--parallel.cp", "17"], "cp 17 is more than the 16 tokens of a sequence"),
     (
         ["--parallel.cp", "3", "--parallel.cp-schedule", "ulysses"],
@@ -162,6 +177,19 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("tpfuse train: error: ")
     assert captured.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_space_for_the_optimizer(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said before anything is written: how much is needed, how much there is."""
+    full = os.statvfs_result((4096, 4096, 1000, 2, 2, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    offload = ["--zero.offload", "nvme", "--zero.offload-path", str(Path.cwd())]
+    assert run(["train", *flags, "--out", str(tmp_path / "run"), *offload]) == 2
+    error = one_error(capfd)
+    assert "has too little space: optimizer state needs" in error and "0.01 MiB are free" in error
     assert not list(tmp_path.iterdir())
 
 

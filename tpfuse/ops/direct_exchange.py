@@ -5,14 +5,14 @@ parameters. All that orders this are four counters on each rank, written by it a
 
 | word   | counts                 | says                                                                               |
 |--------|------------------------|------------------------------------------------------------------------------------|
-| SENT   | buckets, in all steps  | the gradients of that many are whole; at stage 2, and all before the last are read |
-| SUMMED | buckets, in all steps  | stage 0: the sums of this rank's part of them stand in its gradients               |
+| SENT   | buckets, in all steps  | the gradients of that many are whole                                               |
+| SUMMED | buckets, in all steps  | this rank has read that many; at stage 0 the sums of its part stand in its own     |
 | DONE   | backward passes        | this rank computes with its parameters no more: peers may write them               |
 | ENDED  | steps                  | this rank reads and writes nothing of others any more                              |
 
 Stages 0 and 1: the owner's sum takes the place of its own gradients, which nobody else reads there. Before a gradient
-is written again everybody has ENDED the step. Stage 2: two rooms take the buckets in turn. The one of bucket i is
-filled when all have sent i - 1; that they do after they have read i - 2, which lay there. Sums are kept apart.
+is written again everybody has ENDED the step. Stage 2: three rooms take the buckets in turn, so that nobody waits for
+what has just been sent. The one of bucket i is filled when all have read i - 3, which lay there. Sums are kept apart.
 
 Across nodes a rank sums for its node the part of all ranks in its place, and they sum what all nodes have: each has a
 piece of that part for its shard. Sources: ZeRO, arXiv:1910.02054; the order of sums is DESIGN's rule 1.
@@ -31,6 +31,7 @@ from tpfuse.ops.shard_update import CPU_BLOCK, ShardUpdate
 
 SENT, SUMMED, DONE, ENDED = range(4)
 _ALIGNED = 64  # bytes
+ROOMS = 3  # at most: one for each bucket is enough
 
 
 class DirectExchange(Exchange):
@@ -71,8 +72,8 @@ class DirectExchange(Exchange):
             starts, total = _places(sizes)
             self._rooms = [self._views("gradients", total, starts, sent)]
         else:
-            (_, second), total = _places([max(sizes), max(sizes)])
-            self._rooms = [self._views("gradients", total, [at] * len(specs), sent) for at in (0, second)]
+            starts, total = _places([max(sizes)] * min(ROOMS, len(specs)))
+            self._rooms = [self._views("gradients", total, [at] * len(specs), sent) for at in starts]
         for index, spec in enumerate(specs):
             if self.stage == 2 or spec.sent != spec.state_dtype:
                 size = spec.size // self.memory.world
@@ -124,9 +125,18 @@ class DirectExchange(Exchange):
             self._wait(ENDED, self._said[DONE], "begin a step")
 
     def room(self, index: int) -> Tensor:
-        if self.stage == 2 and index:
-            self._sum(index - 1)
+        if self.stage == 2 and len(self.specs) > ROOMS:
+            if index >= ROOMS - 1:
+                self._sum(index - ROOMS + 1)
+            if index >= ROOMS:
+                self._wait_until_read(index - ROOMS)
         return self._room(index)[self.memory.rank]
+
+    def _wait_until_read(self, index: int) -> None:
+        """By everybody. Of what the step before has left in the rooms `begin` knows it."""
+        op = f"room of bucket {index}"
+        with self.memory.guard(op):
+            self._wait(SUMMED, self._first + index + 1, op)
 
     def send(self, index: int) -> None:
         self._say(SENT, self._first + index + 1)
@@ -155,6 +165,8 @@ class DirectExchange(Exchange):
         """Takes the sum of this rank's shard."""
         if self._sums[index] is None:
             part = self._sum_part(index)
+            if self.stage == 2:
+                self._say(SUMMED, self._first + index + 1)
             if self._hop is not None:
                 part = self._hop.reduce_scatter(part, index, self._matrices(index), self.traffic)
             self._sums[index] = part

@@ -5,7 +5,7 @@ the new parameters to all ranks, in one sweep with the sums where nobody has ask
 of signals; the counters of `DirectExchange` order what is copied: whole sums at stage 0, what crosses nodes, the
 parameters of a state that lies on the host.
 
-A room of stage 2 is filled again behind the next bucket's sum, which every rank begins after it has read the room.
+A room of stage 2 is filled again behind the sum of the next one, which every rank begins after it has read this one.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,9 @@ class FusedExchange(DirectExchange):
 
     def send(self, index: int) -> None:
         self._said[SENT] += 1
+
+    def _wait_until_read(self, index: int) -> None:
+        """The sum of the next bucket, which is on the stream already, ends when all have read this one."""
 
     def _sum_part(self, index: int) -> Tensor:
         place, room = self._part(index), self._room(index)

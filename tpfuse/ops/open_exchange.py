@@ -35,15 +35,17 @@ def open_exchange(
         return Alone(specs, stage, device), "one rank"
     choice = choose(device, specs[0].sent, group)
     if choice.memory is not None:
-        return _kind(choice)(specs, stage, choice.memory, _name(choice.memory)), choice.reason
+        exchange = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
+        return exchange, f"{choice.implementation}: {choice.reason}"
     nodes = split_by_node(group) if choice.fallback else None
     if nodes is not None:
         within = choose(device, specs[0].sent, nodes.within)
         if within.memory is not None:
             hop = NodeHop(nodes.across, compression)
             exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
-            return exchange, f"{nodes.count} nodes of {nodes.ranks_per_node} ranks: {within.reason}"
-    return CollectiveExchange(specs, stage, group, device), choice.reason
+            where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
+            return exchange, f"{where}, within one {within.implementation}: {within.reason}"
+    return CollectiveExchange(specs, stage, group, device), f"collective: {choice.reason}"
 
 
 def _kind(choice: Choice) -> type[DirectExchange]:

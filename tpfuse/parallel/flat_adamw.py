@@ -109,6 +109,10 @@ class FlatAdamW:
                     self._buckets.writes(bucket, number),
                 )
 
+    def release(self) -> None:
+        """After a checkpoint has read the state: what need not stay in memory for that goes."""
+        self._store.release()
+
     @property
     def updates(self) -> int:
         """How many updates the moments have seen."""

@@ -46,15 +46,16 @@ GradientDtype = Literal["float32", "parameter"]
 class Bucket:
     """A bucket on this rank: bucket `index` of its exchange.
 
-    kept: where gradients are accumulated, [size]; None at stage 2 as long as nothing is. held: those of the last
-    micro-batch that wait, at stage 2, for the bucket's turn. missing, untouched: segments, by number, whose gradient of
-    this micro-batch has not come, or that had none in this step.
+    kept: where gradients are accumulated, [size]; None at stage 2 as long as nothing is. room: where those of the last
+    micro-batch go, at stage 2, when it is the bucket's turn; held: those that wait for it. missing, untouched:
+    segments, by number, whose gradient of this micro-batch has not come, or that had none in this step.
     """
 
     layout: BucketLayout
     exchange: Exchange
     index: int
     kept: Tensor | None = None
+    room: Tensor | None = None
     held: dict[int, Tensor] = field(default_factory=dict)
     missing: set[int] = field(default_factory=set)
     untouched: set[int] = field(default_factory=set)
@@ -194,8 +195,12 @@ class GradientBuckets:
             assert parameter.grad is not None
             gradient = local_tensor(parameter.grad)
             parameter.grad = None
+            if not self._accumulating or (self._last and number not in bucket.missing):
+                raise ValueError(f"a gradient of {segment.name} that no start() announced: one backward pass for each")
             if bucket.kept is None and self._last:
                 bucket.held[number] = gradient
+                if bucket is self.buckets[self._next]:
+                    self._put(bucket)  # and so its memory is free for the next ones
             else:
                 place = bucket.layout.view(self._kept(bucket), segment)
                 if number in bucket.untouched:
@@ -226,25 +231,30 @@ class GradientBuckets:
             self._next += 1
 
     def _fill(self, bucket: Bucket) -> None:
-        layout, room, kept = bucket.layout, bucket.exchange.room(bucket.index), bucket.kept
-        if kept is not None:
-            for number in bucket.untouched:
-                layout.view(kept, layout.segments[number]).zero_()
-            if kept is not room:
-                room.copy_(kept)
-            if not bucket.exchange.keeps_gradients:
-                bucket.kept = None
-            return
-        end = 0
-        for number, segment in enumerate(layout.segments):
-            room[end : segment.start].zero_()
-            place, gradient = layout.view(room, segment), bucket.held.pop(number, None)
-            if gradient is None:
-                place.zero_()
-            else:
-                place.copy_(gradient)
-            end = segment.stop
-        room[end:].zero_()
+        layout, kept = bucket.layout, bucket.kept
+        if kept is None:
+            room = self._put(bucket)
+            ends = [0, *(segment.stop for segment in layout.segments)]
+            starts = [*(segment.start for segment in layout.segments), layout.size]
+            for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
+                room[start:end].zero_()
+        else:
+            room = bucket.exchange.room(bucket.index)
+        for number in bucket.untouched:
+            layout.view(room if kept is None else kept, layout.segments[number]).zero_()
+        if kept is not None and kept is not room:
+            room.copy_(kept)
+        if not bucket.exchange.keeps_gradients:
+            bucket.kept = bucket.room = None
+
+    def _put(self, bucket: Bucket) -> Tensor:
+        """What the bucket holds goes to its room, which is opened by that."""
+        if bucket.room is None:
+            bucket.room = bucket.exchange.room(bucket.index)
+        for number, gradient in bucket.held.items():
+            bucket.layout.view(bucket.room, bucket.layout.segments[number]).copy_(gradient)
+        bucket.held.clear()
+        return bucket.room
 
     def start(self, *, last: bool) -> None:
         """Before each micro-batch; `last`: the one in whose backward the buckets are reduced.
@@ -292,6 +302,7 @@ class GradientBuckets:
             self._accumulating = self._last = False
             for bucket in self.buckets:
                 bucket.held.clear()
+                bucket.room = None
 
     @property
     def traffic(self) -> Traffic:

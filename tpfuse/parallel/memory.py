@@ -6,12 +6,12 @@
 | gradients  | whole buckets | whole buckets | sums of shards, a bucket unsent  | sums of shards, a unit unsent     |
 | master     | whole         | shards        | shards                           |                                   |
 | moments    | two, whole    | two of shards | two of shards                    | two of shards                     |
-| buffers    |               |               | two rooms for buckets in turn    | gathered units, one that is sent  |
+| buffers    |               |               | up to three rooms for buckets    | gathered units, one that is sent  |
 
 Masters are there where parameters are a half type, in float32. With several micro-batches whole gradients are there
 besides at stages 2 and 3: only the last one communicates. A bucket of one rank is held as at stage 1, of one shard.
-Buckets are padded until ranks have equal shards (`tpfuse.parallel.bucket_layout`), and `fully_shard` pads the first
-dimension of each parameter; all that is counted.
+Buckets are padded until ranks have equal shards (`tpfuse.parallel.bucket_layout`), and `fully_shard` pads the
+dimension of each parameter that it cuts; all that is counted.
 
 Counted is what lives through a step, and of what comes and goes by turns as much as is there at once. Not counted are
 workspaces of operators, slots of small collectives, and what an allocator keeps for itself. ZeRO: arXiv:1910.02054.
@@ -24,7 +24,9 @@ from typing import Literal
 
 import torch
 
+from tpfuse.ops.direct_exchange import ROOMS
 from tpfuse.parallel.bucket_layout import HALF, BucketLayout
+from tpfuse.parallel.fully_sharded import shard_dim
 
 STAGES = (0, 1, 2, 3)
 Width = Literal["float32", "parameter"]
@@ -110,7 +112,7 @@ def account(
     if stage == 3:
         raise ValueError("stage 3 has no buckets: account_sharded counts it")
     total = MemoryAccount(activations=activations)
-    slots: dict[tuple[bool, torch.dtype], int] = {}  # the largest bucket of each exchange, in bytes
+    slots: dict[tuple[bool, torch.dtype], list[int]] = {}  # the buckets of each exchange, in bytes
     held = 0
     for layout in layouts:
         kept = _dtype(layout.dtype, gradient_dtype)
@@ -119,12 +121,13 @@ def account(
         total += _bucket(layout, min(stage, 1) if alone else stage, kept, sent)
         if stage == 2 and not alone:
             key = layout.kind == "partial", sent
-            slots[key] = max(slots.get(key, 0), layout.size * sent.itemsize)
+            slots.setdefault(key, []).append(layout.size * sent.itemsize)
             if accumulating:  # and so none is unsent but there
                 total += MemoryAccount(gradients=layout.size * kept.itemsize)
             else:
                 held = max(held, _elements(layout) * layout.dtype.itemsize)
-    return total + MemoryAccount(gradients=held, buffers=2 * sum(slots.values()))
+    rooms = [min(ROOMS, len(sizes)) * max(sizes) for sizes in slots.values()]
+    return total + MemoryAccount(gradients=held, buffers=sum(rooms))
 
 
 def account_sharded(
@@ -148,7 +151,7 @@ def account_sharded(
     state = torch.float32 if dtype in HALF else dtype
     sent = _dtype(dtype, reduce_dtype)
     sizes = [sum(map(math.prod, unit)) for unit in units]
-    padded = [sum(-(-shape[0] // world) * math.prod(shape[1:]) for shape in unit) for unit in units]
+    padded = [sum(_padded_shard(shape, world) for shape in unit) for unit in units]
     whole, shard = sum(sizes), sum(padded)
     total = states(whole, shard, 3, Widths(state.itemsize, sent.itemsize, state.itemsize, 0, state.itemsize))
     if world == 1:
@@ -162,6 +165,12 @@ def account_sharded(
         activations=activations,
         padding=(shard - whole // world) * state.itemsize,
     )
+
+
+def _padded_shard(shape: tuple[int, ...], world: int) -> int:
+    """Elements that stage 3 has on each rank."""
+    size = shape[shard_dim(shape, world)]
+    return -(-size // world) * (math.prod(shape) // size)
 
 
 def _bucket(layout: BucketLayout, stage: int, kept: torch.dtype, sent: torch.dtype) -> MemoryAccount:

@@ -78,6 +78,9 @@ class ShardedAdamW:
             yield Piece(member.name, "exp_avg", shape, slices, self._exp_avg[member.name], member.writer)
             yield Piece(member.name, "exp_avg_sq", shape, slices, self._exp_avg_sq[member.name], member.writer)
 
+    def release(self) -> None:
+        """After a checkpoint has read the state: all of it stays where it is."""
+
     @property
     def updates(self) -> int:
         """How many updates the moments have seen."""

@@ -56,28 +56,33 @@ def train_rank(place: Place, run: Run) -> int:
         parallel = run.options.parallel
         ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
         mesh = build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
-    training = Training(place, run, mesh, device, stop)
+    training = None
     try:
+        training = Training(place, run, mesh, device, stop)
         training.run_to_end()
     except (RunError, checkpoint.CheckpointError, checkpoint.CheckpointMismatch) as error:
         if place.rank == 0:
             fail("train", str(error))
-        return 1
+        return 2 if isinstance(error, checkpoint.CheckpointMismatch) else 1
     except PeerTimeout as error:
-        fail("train", str(error) if error.step >= 0 else f"step {training.trainer.step}: {error}")
+        fail("train", str(error) if error.step >= 0 else f"{_when(training)}: {error}")
         return 1
     except Disagreement as error:
-        fail("train", f"step {training.trainer.step}: {error}")
+        fail("train", f"{_when(training)}: {error}")
         return 1
     except RuntimeError as error:
         if place.world == 1 or not is_lost_peer(error):
             raise
-        fail("train", f"rank {place.rank} lost another rank in step {training.trainer.step}: {_reason(error)}")
+        fail("train", f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}")
         return 1
     finally:
         if place.world > 1:
             dist.destroy_process_group()
     return 0
+
+
+def _when(training: "Training | None") -> str:
+    return "preparation" if training is None else f"step {training.trainer.step}"
 
 
 def _reason(error: BaseException) -> str:
@@ -174,7 +179,8 @@ class Training:
         account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
         kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
         parts = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
-        return f"ZeRO stage {stage}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(parts)}"
+        by = f" ({self.trainer.exchanged_by})" if self.trainer.replicas > 1 else ""
+        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(parts)}"
 
     def _measured(self) -> str:
         """And what is there after a step, with what the count leaves out."""
@@ -265,6 +271,7 @@ class Training:
             group=trainer.world_group,
             warn=warn,
         )
+        trainer.optimizer.release()
         if saved is not None:
             self.saved_step, self.retry_at, self.retry_delay = trainer.step, None, 1
         else:

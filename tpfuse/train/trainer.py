@@ -24,7 +24,7 @@ from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.offload import state_bytes, state_store
+from tpfuse.parallel.offload import StateStore, state_bytes, state_store
 from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Part
@@ -109,13 +109,21 @@ class Trainer:
             reduce_dtype=None if zero.reduce_dtype == "gradient" else zero.reduce_dtype,
             compression=self.compression,
         )
-        try:
-            nbytes = state_bytes([bucket.layout for bucket in engine.buckets], engine.stage)
-            store = state_store(zero.offload, self.device, zero.offload_path, nbytes)
-        except ValueError as error:
-            raise RunError(str(error)) from None
+        store = self._store(state_bytes([bucket.layout for bucket in engine.buckets], engine.stage))
         betas = optim.beta1, optim.beta2
         return engine, FlatAdamW(engine, betas=betas, weight_decay=optim.weight_decay, store=store)
+
+    def _store(self, nbytes: int) -> StateStore:
+        """For the optimizer's state. Raises RunError, on every rank, where one cannot have it."""
+        zero, problem = self.options.zero, ""
+        try:
+            store = state_store(zero.offload, self.device, zero.offload_path, nbytes)
+        except ValueError as error:
+            problem = str(error)
+        failed = torch.tensor([float(bool(problem))], device=self.device)
+        if collectives.all_reduce(failed, self.world_group).item():
+            raise RunError(problem or f"another rank has no room for its state under {zero.offload_path}")
+        return store
 
     def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
         """Stage 3."""
@@ -129,6 +137,13 @@ class Trainer:
             reduce_dtype="parameter" if zero.reduce_dtype == "parameter" else "float32",
         )
         return engine, ShardedAdamW(engine, betas=(optim.beta1, optim.beta2), weight_decay=optim.weight_decay)
+
+    @property
+    def exchanged_by(self) -> str:
+        """What exchanges gradients and parameters of data-parallel ranks, and why, in words."""
+        if isinstance(self.engine, FullySharded):
+            return "fully_shard"
+        return ", ".join(dict.fromkeys(self.engine.reasons))
 
     @property
     def share(self) -> range:
