@@ -93,7 +93,7 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                 if step == 2:
                     continue  # no update: gradients are written again all the same
                 # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.
-                rates = Rates(0.1, 0.0, 0.0, 0.0, 0.0, torch.tensor(1.0), 0.5)
+                rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
                 store = DeviceStore(CPU)
                 exchange.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
                 value -= 0.1

@@ -46,7 +46,8 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     rows = read_metrics(trained / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
     names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
-    assert all(set(row) == names for row in rows)
+    assert all(set(row) == names | {"sent_bytes", "received_bytes"} for row in rows)
+    assert all(row["sent_bytes"] == row["received_bytes"] == 0 for row in rows[1:]), "one rank"
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]
     assert all(0 < row["mfu"] < 1 and row["tokens_per_second"] > 0 and row["memory_bytes"] > 2**26 for row in rows[1:])
     assert sorted(path.name for path in trained.glob("step-*")) == ["step-10", "step-12"], "keeps two"
@@ -54,7 +55,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     board = EventAccumulator(str(trained / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("loss")] == [3, 6, 9, 12]
-    assert (trained / "config.toml").read_text().count("[") == 7
+    assert (trained / "config.toml").read_text().count("[") == 8
 
 
 def test_the_last_lines(text: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ class FlatAdamW:
         self._store = DeviceStore(device) if store is None else store
         self._state = [self._made(bucket) for bucket in buckets.buckets]
         state_device = self._state[0]["exp_avg"].device
-        self._staging = None if state_device == device else Staging(device)
+        self._staging = None if state_device == device else Staging()
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
         for bucket, state in zip(buckets.buckets, self._state, strict=True):
             if "model" in state:

@@ -42,7 +42,7 @@ from tpfuse.parallel.bucket_layout import KINDS, BucketLayout, Kind, plan_bucket
 GradientDtype = Literal["float32", "parameter"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """A bucket on this rank: bucket `index` of its exchange.
 
