@@ -14,6 +14,8 @@ from tpfuse.comm.handle import DONE, Handle
 from tpfuse.ops.bucket_exchange import BucketSpec, Exchange, OnDemand
 from tpfuse.ops.shard_update import ShardUpdate
 
+_UNDER_WAY = 2  # buckets of stage 2 that are being reduced at once
+
 
 class CollectiveExchange(Exchange):
     """Ranks that share no memory: NCCL, or Gloo."""
@@ -46,6 +48,8 @@ class CollectiveExchange(Exchange):
         self._count((self.world - 1) * part)
         if self.stage == 2:
             self._rooms.give_up(index)
+            if index >= _UNDER_WAY:
+                self.sums(index - _UNDER_WAY)  # and what was sent for them is free
 
     def end_backward(self) -> None:
         pass

@@ -235,6 +235,9 @@ class DirectExchange(Exchange):
                 for a, b in update.blocks():
                     update.block(a, b, sums[a:b], values[a:b])
             return
+        for index, update in enumerate(updates):
+            if self._sums_first(update):
+                self.sums(index)
         step = self._said[DONE]
         with self.memory.guard("update"):
             self._wait(DONE, step, "update")  # and so they have sent all buckets
@@ -243,11 +246,13 @@ class DirectExchange(Exchange):
             self._say(ENDED, step)
             self._wait(ENDED, step, "update")
 
+    def _sums_first(self, update: ShardUpdate) -> bool:
+        """Whether an update cannot sum on its way."""
+        return self._hop is not None
+
     def _sweep(self, index: int, update: ShardUpdate) -> None:
         """The update of a shard, and its parameters to all; its gradients are summed on the way if they are not yet."""
         shard, sums, parts = self.shard(index), self._sums[index], []
-        if sums is None and self._hop is not None:
-            sums = self.sums(index)
         if sums is None:
             parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
             self._count((self.memory.world - 1) * parts[0].nbytes)

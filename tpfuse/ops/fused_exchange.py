@@ -54,9 +54,11 @@ class FusedExchange(DirectExchange):
         self._count((self.memory.world - 1) * own[place].nbytes)
         return out
 
+    def _sums_first(self, update: ShardUpdate) -> bool:
+        return self._hop is not None or update.staging is not None
+
     def _sweep(self, index: int, update: ShardUpdate) -> None:
-        if self._hop is not None or update.staging is not None:
-            self.sums(index)
+        if self._sums_first(update):
             super()._sweep(index, update)
             return
         shard, sums, values = self.shard(index), self._sums[index], self._values[index]
