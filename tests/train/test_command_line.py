@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -66,6 +67,8 @@ def test_the_last_lines(text: Path, flags: list[str], tmp_path: Path, capsys: py
     assert "\nsample\n" in out
     assert f"files in {tmp_path / 'run'}/" in out
     assert "step 12/12  loss" in out
+    assert re.search(r"^memory   ZeRO stage 0, counted [\d.]+ MiB a rank: parameters [\d.]+, gradients ", out, re.M)
+    assert re.search(r"^memory   measured [\d.]+ MiB after the first step", out, re.M)
 
 
 def test_resuming_finishes_bit_exactly(trained: Path, tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from tpfuse.models.gpt import GPTConfig
 from tpfuse.ops.shard_update import ShardUpdate
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.ranks import pool
+from tpfuse.train import trainer as trainer_module
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import newest_good, save
+from tpfuse.train.errors import RunError
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.trainer import Trainer
 
@@ -207,3 +209,25 @@ def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_goes_on
     found = pool(3).run(train, options, 8, None, folder)[0]
     expected = one_rank(10)
     compare(found, (expected[0][2:], expected[1][2:], expected[2]))
+
+
+def without_room(options: TrainCommand) -> str:
+    """Of two ranks the second one's disk is full."""
+    real = trainer_module.state_store
+    if dist.get_rank() == 1:
+        trainer_module.state_store = lambda *_: full_disk()
+    try:
+        with pytest.raises(RunError) as caught:
+            made(options)
+    finally:
+        trainer_module.state_store = real
+    return str(caught.value)
+
+
+def full_disk() -> None:
+    raise ValueError("offload path /x has too little space")
+
+
+def test_all_ranks_end_where_one_has_no_room_for_its_state() -> None:
+    said = pool(2).run(without_room, options_for((1, 2, 1, 1, 1, {})))
+    assert said == ["another rank has no room for its optimizer state", "offload path /x has too little space"]

@@ -88,8 +88,8 @@ class _Member:
 class GradientBuckets:
     """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
-    model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
-    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0, 1 or 2.
+    model: equal on all ranks, parameters plain or DTensors on one tensor-parallel mesh; modules with a true
+    `sum_gradients` (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0 to 2.
     data_group: ranks with the same parameters and other tokens; world_group: all ranks of data × tensor parallelism.
     bucket_bytes: of float32 gradients; torch DDP's default. gradient_dtype: in which gradients are accumulated and
     kept; reduce_dtype: in which they travel, by default the same. "float32" means float64 for float64, "parameter" is

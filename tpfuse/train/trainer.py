@@ -122,7 +122,7 @@ class Trainer:
             problem = str(error)
         failed = torch.tensor([float(bool(problem))], device=self.device)
         if collectives.all_reduce(failed, self.world_group).item():
-            raise RunError(problem or f"another rank has no room for its state under {zero.offload_path}")
+            raise RunError(problem or "another rank has no room for its optimizer state")
         return store
 
     def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
