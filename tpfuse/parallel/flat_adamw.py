@@ -8,8 +8,9 @@ from torch import Tensor
 from tpfuse.comm.layout import local_slices
 from tpfuse.ops.bucket_exchange import Exchange
 from tpfuse.ops.shard_update import Rates, ShardUpdate
+from tpfuse.parallel.bucket import Bucket
 from tpfuse.parallel.bucket_layout import HALF
-from tpfuse.parallel.gradient_buckets import Bucket, GradientBuckets
+from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.offload import DeviceStore, Staging, StateStore
 from tpfuse.parallel.pieces import Kept, Piece, pieces_of
 

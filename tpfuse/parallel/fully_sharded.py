@@ -16,12 +16,11 @@ Here is what makes it an engine like the buckets of the other stages (`tpfuse.pa
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -34,6 +33,7 @@ from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.bucket_layout import HALF, decays
+from tpfuse.parallel.counted_collectives import CountedAllGather, CountedReduceScatter
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class FullySharded:
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
         )
-        gather, reduce = _AllGather(self.traffic), _ReduceScatter(self.traffic)
+        gather, reduce = CountedAllGather(self.traffic), CountedReduceScatter(self.traffic)
         self._units: list[FSDPModule] = []
         for unit in (*units, self.model):
             _widen(unit)
@@ -269,49 +269,3 @@ def _widen(unit: nn.Module) -> None:
                     wide = parameter.detach().float()
                     widened[parameter] = Parameter(wide, requires_grad=parameter.requires_grad)
                 module.register_parameter(name, widened[parameter])
-
-
-class _Counted:
-    """What `fully_shard` wants of a collective of its own: memory, and the call (in a subclass)."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(tuple(size), dtype=dtype, device=device)
-
-    def count(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Every rank sends a part to each of the others."""
-        nbytes = (group.size() - 1) * part.nbytes
-        self._traffic.add(nbytes, nbytes)
-
-
-# torch 2.13 renamed the two; older releases know only the second name.
-_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., dist.Work | None] = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-
-
-class _AllGather(_Counted):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """On CUDA the streams are `fully_shard`'s to order, and NCCL's work is what it knows."""
-        self.count(input_tensor, group)
-        if input_tensor.device.type != "cpu":
-            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        output_tensor.copy_(collectives.all_gather(input_tensor, group))
-        return None
-
-
-class _ReduceScatter(_Counted):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        """`op` is the sum, which was asked for."""
-        self.count(output_tensor, group)
-        if input_tensor.device.type != "cpu":
-            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        output_tensor.copy_(collectives.reduce_scatter(input_tensor, group))
-        return None

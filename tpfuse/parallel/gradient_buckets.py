@@ -21,68 +21,25 @@ accumulated and summed in float32 unless less is asked for. What is exchanged ho
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
-from tpfuse.comm.layout import from_local, local_tensor
+from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf
 from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
 from tpfuse.ops.node_hop import Compression
 from tpfuse.ops.open_exchange import open_exchange
+from tpfuse.parallel.bucket import Bucket
 from tpfuse.parallel.bucket_layout import KINDS, BucketLayout, Kind, plan_buckets
+from tpfuse.parallel.trained_parameters import Member, rebuilt, take_partial_gradients, trained_parameters
 
 GradientDtype = Literal["float32", "parameter"]
-
-
-@dataclass(eq=False)
-class Bucket:
-    """A bucket on this rank: bucket `index` of its exchange.
-
-    kept: where gradients are accumulated, [size]; None at stage 2 as long as nothing is. room: where those of the last
-    micro-batch go, at stage 2, when it is the bucket's turn; held: those that wait for it. missing, untouched:
-    segments, by number, whose gradient of this micro-batch has not come, or that had none in this step.
-    """
-
-    layout: BucketLayout
-    exchange: Exchange
-    index: int
-    kept: Tensor | None = None
-    room: Tensor | None = None
-    held: dict[int, Tensor] = field(default_factory=dict)
-    missing: set[int] = field(default_factory=set)
-    untouched: set[int] = field(default_factory=set)
-
-    @property
-    def values(self) -> Tensor:
-        """The parameters, [size], of their dtype."""
-        return self.exchange.values(self.index)
-
-    @property
-    def shard(self) -> range:
-        """The elements that this rank updates."""
-        return self.exchange.shard(self.index)
-
-    @property
-    def sums(self) -> Tensor:
-        """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
-        return self.exchange.sums(self.index)
-
-
-@dataclass
-class _Member:
-    """A parameter and the (module, attribute) pairs that hold it: several where weights are tied."""
-
-    name: str
-    parameter: Parameter
-    owners: list[tuple[nn.Module, str]]
 
 
 class GradientBuckets:
@@ -124,7 +81,7 @@ class GradientBuckets:
         partial = take_partial_gradients(model)
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
-        members = {member.name: member for member in reversed(_trained_parameters(model))}
+        members = {member.name: member for member in reversed(trained_parameters(model))}
         if not members:
             raise ValueError("the model has no parameter that requires a gradient")
         groups = _groups(data_group, world_group)
@@ -172,14 +129,14 @@ class GradientBuckets:
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
         return layout.dtype if choice == "parameter" else layout.state_dtype
 
-    def _move_in(self, bucket: Bucket, members: dict[str, _Member]) -> None:
+    def _move_in(self, bucket: Bucket, members: dict[str, Member]) -> None:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
         layout = bucket.layout
         for number, segment in enumerate(layout.segments):
             member = members.pop(segment.name)  # what it leaves is free
             storage = layout.view(bucket.values, segment)
             storage.copy_(local_tensor(member.parameter))
-            replacement = _rebuilt(member.parameter, storage)
+            replacement = rebuilt(member.parameter, storage)
             for module, attribute in member.owners:
                 module.register_parameter(attribute, replacement)
             leaves: list[Tensor] = [replacement]
@@ -352,16 +309,6 @@ def _within(shard: Tensor, whole: range, part: range) -> Tensor:
     return shard[part.start - whole.start : part.stop - whole.start]
 
 
-def take_partial_gradients(model: nn.Module) -> set[str]:
-    """Names of the parameters whose gradients their modules sum over tensor-parallel ranks, which they do no more."""
-    names = set()
-    for prefix, module in model.named_modules():
-        if getattr(module, "sum_gradients", False):
-            setattr(module, "sum_gradients", False)  # noqa: B010 (nn.Module's __setattr__ is typed for modules)
-            names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
-    return names
-
-
 def _groups(
     data_group: dist.ProcessGroup | None, world_group: dist.ProcessGroup | None
 ) -> dict[Kind, dist.ProcessGroup | None]:
@@ -375,21 +322,3 @@ def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
 
 def _mesh_rank(parameter: Tensor) -> int:
     return parameter.device_mesh.get_local_rank() if isinstance(parameter, DTensor) else 0
-
-
-def _trained_parameters(model: nn.Module) -> list[_Member]:
-    """The parameters that require a gradient, in the model's order, each once."""
-    members: dict[int, _Member] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            path, _, attribute = name.rpartition(".")
-            member = members.setdefault(id(parameter), _Member(name, parameter, []))
-            member.owners.append((model.get_submodule(path), attribute))
-    return list(members.values())
-
-
-def _rebuilt(parameter: Parameter, storage: Tensor) -> Parameter:
-    """The same parameter (mesh, placement, requires_grad) on other storage."""
-    mesh = getattr(parameter, "device_mesh", None)
-    dim = next((p.dim for p in getattr(parameter, "placements", ()) if hasattr(p, "dim")), None)
-    return Parameter(from_local(storage, mesh, dim, parameter.shape), requires_grad=parameter.requires_grad)
