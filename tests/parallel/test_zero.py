@@ -215,6 +215,24 @@ def test_over_messages(stage: int, dp: int, tp: int) -> None:
     check(Case("gpt", stage, dp, tp, name="collective"))
 
 
+def norm_of_ones(name: Implementation) -> float:
+    """Of a step whose gradients are all 1: three large buckets, and a small one where the first of them has been."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (1, 64, 64, 64)])
+    with implementation(name):
+        buckets = GradientBuckets(model, stage=2, data_group=dist.group.WORLD, bucket_bytes=1)
+        buckets.start(last=True)
+        sum(parameter.sum() for parameter in model).backward()  # type: ignore[union-attr]
+        buckets.finish()
+        norm = collectives.all_reduce(buckets.squared_norm(), dist.group.WORLD).item()
+    buckets.close()
+    return norm
+
+
+@pytest.mark.parametrize("name", ["auto", "collective"])
+def test_what_lies_between_parameters_is_not_in_the_norm(name: Implementation) -> None:
+    assert pool(2).run(norm_of_ones, name) == [2**2 * (1 + 3 * 64)] * 2
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ["auto", "collective"])
 def test_sums_on_the_way_of_the_update(world: int, name: Implementation) -> None:
