@@ -1,5 +1,6 @@
 """The board: what ranks of one host say to each other when one of them may not be there."""
 
+import fcntl
 import gc
 import os
 import pickle
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tpfuse.comm import board as boards
 from tpfuse.comm import host
 from tpfuse.comm.board import Board, Mapping
+from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.testing.ranks import pool
@@ -309,3 +312,23 @@ def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
     assert str(PeerTimeout("x", step=-1, rank=0, peer=None, waited=0)) == "x: rank 0 waited 0.0 s for a rank"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.op, copy.step, copy.peer) == (str(error), "all_reduce", 7, 2)
+
+
+def _many_files_are_open() -> None:
+    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    assert isinstance(memory, SharedMemory)
+    part = memory.board.parts[1 - memory.rank]
+    assert part.pidfd is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    before, part.pidfd = part.pidfd, fcntl.fcntl(part.pidfd, fcntl.F_DUPFD, 2000)
+    try:
+        assert not memory.board.ended(1 - memory.rank)
+    finally:
+        os.close(part.pidfd)
+        part.pidfd = before
+
+
+def test_a_rank_with_many_open_files_still_sees_its_peers() -> None:
+    """Descriptors from 1024 on, which select(2) does not take."""
+    pool(2).run(_many_files_are_open)

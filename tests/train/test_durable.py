@@ -93,7 +93,7 @@ def test_everything_is_synced_before_it_is_relied_upon(tmp_path, calls):
     """fsync of every file after its last write, and of the staging folder after its last file, before the rename;
     of the run's folder after the rename, before an older checkpoint goes."""
     run = tmp_path.resolve() / "run"
-    tensors = {name: Part((9, 9), ((0, 9), (0, 9)), torch.ones(9, 9), True) for name in "abc"}
+    tensors = {name: [Part((9, 9), ((0, 9), (0, 9)), torch.ones(9, 9), True)] for name in "abc"}
     for step in (1, 2):
         calls.clear()
         assert checkpoint.save(run, step, tensors, {}, keep=1, group=None, warn=pytest.fail)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.ops.shard_update import ShardUpdate
 from tpfuse.parallel import offload
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
+from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train import trainer as trainer_module
 from tpfuse.train.batches import Windows
@@ -49,7 +49,7 @@ def options_for(layout: Layout, dtype: str = "float64", accumulation: int = 1) -
 def made(options: TrainCommand) -> tuple[Trainer, Windows]:
     parallel, mesh = options.parallel, None
     if dist.get_world_size() > 1:
-        mesh = build_mesh("cpu", dp=parallel.dp, cp=parallel.cp, tp=parallel.tp)
+        mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % CONFIG.vocab_size).astype(np.uint16)
     windows = Windows(tokens, CONFIG.n_positions, options.train.seed, "train", options.train.batch)
@@ -184,6 +184,7 @@ def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
     """Saves after every step. Rank 1 ends itself in the third update, between two of its buckets' blocks."""
+    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
     rank.join()
     set_settings(timeout=LIMIT)
     trainer, windows = made(options)

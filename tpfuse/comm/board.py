@@ -201,7 +201,9 @@ class Board:
         pidfd = self.parts[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
-        return bool(select.select([pidfd], [], [], 0)[0])
+        poll = select.poll()  # which descriptors beyond 1023 do not trouble, as they do select
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def gone(self) -> int | None:
         """The first rank whose process has ended before it was through with this rank's last operation."""
