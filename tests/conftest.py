@@ -4,6 +4,7 @@ One thread: the tensors are small, and the ranks of the pools need the other cor
 """
 
 import os
+import resource
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; the ranks of the pools inherit it
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the ranks inherit it, and keep the groups of all tests
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
 
 
 @pytest.fixture(autouse=True)
