@@ -18,6 +18,7 @@ from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
 from tpfuse.testing.inputs import integers
 
 Program = Callable[[SimulatedMemory], None]
+ProgramOf = Callable[[ModuleType], Program]
 STAGES = (0, 1, 2)
 
 
@@ -50,10 +51,32 @@ def compute(exchange: Exchange, expected: list[Tensor]) -> None:
         assert torch.equal(exchange.values(index), values)
 
 
+class Twice:
+    """In the place of `NodeHop`: another node has the same gradients, and no part of the shards."""
+
+    nodes, node = 1, 0
+
+    def reduce_scatter(self, part: Tensor, *_: object) -> Tensor:
+        return part * 2
+
+    def all_reduce(self, part: Tensor, *_: object) -> None:
+        part.mul_(2)
+
+    def all_gather(self, shard: Tensor, out: Tensor, _: object) -> None:
+        assert shard.data_ptr() == out.data_ptr()
+        assert shard.numel() == out.numel()
+
+
 def one_step(
-    exchange: Exchange, memory: SimulatedMemory, step: int, expected: list[Tensor], update: bool, sums: bool
+    exchange: Exchange,
+    memory: SimulatedMemory,
+    step: int,
+    expected: list[Tensor],
+    update: bool,
+    sums: bool,
+    nodes: int = 1,
 ) -> None:
-    """Sends all gradients, looks at this rank's sums, and updates."""
+    """Sends all gradients, looks at this rank's sums, and updates; nodes: with the same gradients."""
     world = memory.world
     compute(exchange, expected)
     exchange.begin()
@@ -64,7 +87,7 @@ def one_step(
     compute(exchange, expected)
     exchange.end_backward()
     for index, spec in enumerate(exchange.specs):
-        whole, shard = gradients(step, index, world, spec.size).sum(0), exchange.shard(index)
+        whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), exchange.shard(index)
         if sums:
             own = whole[shard.start : shard.stop]
             assert torch.equal(exchange.sums(index).float(), own)
@@ -75,22 +98,23 @@ def one_step(
         exchange.update([Added(len(exchange.shard(index))) for index in range(len(exchange.specs))])  # type: ignore[misc]
 
 
-def program_of(stage: int, sent: torch.dtype = torch.float32) -> Callable[[ModuleType], Program]:
+def program_of(stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> ProgramOf:
     """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
+    nodes = 1 if hop is None else 2
 
     def of(module: ModuleType) -> Program:
         def program(memory: SimulatedMemory) -> None:
-            exchange = module.DirectExchange(specs(memory.world, sent), stage, memory, "exchange")
+            exchange = module.DirectExchange(specs(memory.world, sent), stage, memory, "exchange", hop)
             expected = [torch.zeros(spec.size) for spec in exchange.specs]
             for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
-                one_step(exchange, memory, step, expected, update, sums)
+                one_step(exchange, memory, step, expected, update, sums, nodes)
             compute(exchange, expected)
             for index, spec in enumerate(exchange.specs):
                 shard = exchange.shard(index)
                 exchange.values(index)[shard.start : shard.stop] = 7.0
                 expected[index] = torch.full((spec.size,), 7.0)
             exchange.publish()
-            one_step(exchange, memory, 9, expected, True, True)
+            one_step(exchange, memory, 9, expected, True, True, nodes)
 
         return program
 
@@ -104,23 +128,29 @@ def test_no_alarm(stage: int, world: int, sent: torch.dtype) -> None:
     explore(program_of(stage, sent)(direct_exchange), world)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_alarm_with_another_node(stage: int, world: int) -> None:
+    explore(program_of(stage, hop=Twice())(direct_exchange), world)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_alarm_in_thirty_seeds(stage: int) -> None:
     explore(program_of(stage)(direct_exchange), 2, schedules=map(PCT, range(30)))
 
 
-def _left(mutants: Sequence[Mutant], stages: Sequence[int] = STAGES, world: int = 2) -> list[str]:
-    """Those that the programs of none of these stages fail."""
+def _left(mutants: Sequence[Mutant], programs: Sequence[ProgramOf], world: int = 2) -> list[str]:
+    """Those that none of these programs fails."""
     left = list(mutants)
-    for stage in stages:
-        left = surviving(program_of(stage), [direct_exchange], world, mutants=left)
+    for program in programs:
+        left = surviving(program, [direct_exchange], world, mutants=left)
     return [str(mutant) for mutant in left]
 
 
 def test_every_line_is_needed() -> None:
     mutants = mutants_of(direct_exchange)
     assert len(mutants) >= 12
-    left = _left(mutants)
+    left = _left(mutants, [*map(program_of, STAGES), program_of(1, hop=Twice())])
     assert [text.partition(".py:")[2].partition(": ")[2] for text in left] == [
         "self._say(ENDED, self._said[DONE]): deleted"
     ], "that of stage 0 alone, which comes early; otherwise `begin` says it\n" + "\n".join(left)
@@ -149,7 +179,7 @@ def test_faults_that_are_no_deletion(fault: str) -> None:
         direct_exchange.__name__, str(direct_exchange.__file__), (1, 1), fault, "", source.replace(before, after)
     )
     for stage in stages:
-        assert not _left([mutant], [stage]), f"stage {stage}"
+        assert not _left([mutant], [program_of(stage)]), f"stage {stage}"
 
 
 @pytest.mark.parametrize("stage", STAGES)
