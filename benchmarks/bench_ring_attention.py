@@ -34,13 +34,13 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from benchmarks.timing import seconds_per_call
 from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.parallel.ring_attention import Group, Schedule, ring_attention
 from tpfuse.testing.ranks import RankPool
 
 TEMPLATES, PLAIN, IDEAL = "torch templates", "plain ring", "ideal"
-_SETTLING = 0.02  # before a turn: longer than OpenMP's threads spin
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -228,13 +228,7 @@ def pin() -> None:
 
 def turn(name: str, repeats: int) -> float:
     """Seconds of a call. On every rank of the contender."""
-    call = _calls[name]
-    time.sleep(_SETTLING)
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - started) / repeats
+    return seconds_per_call(_calls[name], repeats)
 
 
 def measure(

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from benchmarks.harness import OURS, keep, percentiles
+from benchmarks.timing import seconds_per_call
 from benchmarks.torch_gpt import TorchGPT, parallelize
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -51,7 +52,6 @@ from tpfuse.train.trainer import Trainer
 TORCH, ALONE = "torch", "one_process"
 _SECONDS = 0.15  # of a turn, about
 _LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
-_SETTLING = 0.02  # before a turn: longer than OpenMP's threads spin
 Call = Callable[[], object]
 
 _calls: dict[str, Call] = {}  # of this rank: what takes turns
@@ -228,13 +228,7 @@ def of_others(*pools: RankPool) -> float:
 
 def turn(name: str, repeats: int) -> float:
     """Seconds of a call. On every rank of the contender."""
-    call = _calls[name]
-    time.sleep(_SETTLING)
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - started) / repeats
+    return seconds_per_call(_calls[name], repeats)
 
 
 def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:

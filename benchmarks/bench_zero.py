@@ -27,11 +27,11 @@ import time
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.bench_tensor_parallel import of_others
 from benchmarks.figures import Figure, cost, figures_table, speedup
 from benchmarks.harness import OURS, Row, aligned, keep, percentiles
+from benchmarks.timing import seconds_per_call
 from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Call, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tpfuse.testing.ranks import RankPool
@@ -41,7 +41,6 @@ SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # the seco
     "training": (Training(), Training(2, 48, 4, 16, 2)),
     "update": (Update(), Update(2, 48)),
 }
-_SETTLING = 0.02  # seconds before a turn
 
 _calls: dict[str, Call] = {}  # of this rank: what takes turns
 
@@ -57,13 +56,7 @@ def prepare(subject: Training | Update) -> list[str]:
 
 def turn(name: str, repeats: int) -> float:
     """Seconds of a call. On every rank."""
-    call = _calls[name]
-    time.sleep(_SETTLING)
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - started) / repeats
+    return seconds_per_call(_calls[name], repeats)
 
 
 def measure(

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.harness import Row, aligned, keep
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import KINDS, plan_buckets
+from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, plan_buckets
 from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
@@ -29,7 +29,6 @@ from tpfuse.train.config import PRESETS, load_preset
 from tpfuse.train.hardware import keep_freed_memory
 
 LIMIT = 10.0  # GiB
-_BUCKET = 25 * 2**20  # bytes
 _CLIP = 1.0
 
 
@@ -72,7 +71,7 @@ def gpt2(preset: str) -> GPTConfig:
 def bytes_on_disk(config: GPTConfig) -> int:
     """Of master and moments, counted without making the model."""
     named = list(GPT(config, device="meta", dtype=torch.bfloat16).named_parameters())
-    return state_bytes(plan_buckets(named[::-1], (), dict.fromkeys(KINDS, 1), _BUCKET), 0)
+    return state_bytes(plan_buckets(named[::-1], (), dict.fromkeys(KINDS, 1), BUCKET_BYTES), 0)
 
 
 def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[list[Phase], list[float]]:
@@ -83,7 +82,7 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[lis
     model = GPT(config, dtype=torch.bfloat16)
     initialize(model, 1)
     phases.end("initial weights")
-    engine = GradientBuckets(model, gradient_dtype="parameter", bucket_bytes=_BUCKET)
+    engine = GradientBuckets(model, gradient_dtype="parameter")
     optimizer = FlatAdamW(engine, weight_decay=0.1, store=FileStore(folder, nbytes))
     phases.end("buckets, masters to disk")
     ids = torch.randint(config.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(1))

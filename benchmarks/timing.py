@@ -11,14 +11,16 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _CYCLES = 2e9  # per second, about what the multiprocessors of today's GPUs run at; for holding the stream
 _LONGEST_HOLD = 5e-3  # seconds
+_SETTLING = 0.02  # seconds before a turn of CPU ranks: longer than OpenMP's threads spin
 
 
 def _nothing() -> None:
@@ -172,6 +174,16 @@ def peak_bytes(contender: Contender, device: torch.device) -> int | None:
     contender.run(contender.prepare())
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
+
+
+def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
+    """A turn of CPU ranks, all of which call this: from a barrier to this rank's end."""
+    sleep(_SETTLING)
+    dist.barrier()
+    started = perf_counter()
+    for _ in range(repeats):
+        call()
+    return (perf_counter() - started) / repeats
 
 
 @dataclass(frozen=True)

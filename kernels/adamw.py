@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.launch import launch
 from tpfuse.kernels.tiles import rounded
@@ -179,8 +179,7 @@ def check_shard(
             check_shape(operator, name, x, tuple(master.shape))
             check_device(operator, "master", master, name, x)
             check_integers(operator, name, x, dtypes)
-            if not x.is_contiguous():
-                raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")
+            check_contiguous(operator, name, x)
     for name, x in scalars.items():
         if x is not None:
             check_device(operator, "master", master, name, x)

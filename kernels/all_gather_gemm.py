@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.activations import GATED, check_activation
-from tpfuse.kernels.checks import check_device, check_floats, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
@@ -314,6 +314,5 @@ def _check(
     if bias is not None:
         check_shape(operator, "bias", bias, (n,))
     check_shape(operator, "gathered", gathered, (endpoint.world, m, k))
-    if not gathered.is_contiguous():
-        raise ValueError(f"{operator}: gathered has strides {gathered.stride()}: expected contiguous")
+    check_contiguous(operator, "gathered", gathered)
     return m, k, n

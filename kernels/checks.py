@@ -30,6 +30,12 @@ def check_device(operator: str, first_name: str, first: Tensor, name: str, x: Te
         raise ValueError(f"{operator}: {name} is on {x.device}, {first_name} on {first.device}: expected one device")
 
 
+def check_contiguous(operator: str, name: str, x: Tensor) -> None:
+    """Raises ValueError unless x is contiguous."""
+    if not x.is_contiguous():
+        raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")
+
+
 def check_integers(operator: str, name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raises ValueError unless x has one of these dtypes."""
     if x.dtype not in dtypes:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import check_device, check_integers, check_shape
+from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
 from tpfuse.kernels.signals import peer_pointer
 from tpfuse.kernels.tiles import rounded
 
@@ -74,8 +74,7 @@ class Endpoint:
             check_shape(operator, name, tensor, shape)
             check_device(operator, "the channel", self.slots, name, tensor)
             check_integers(operator, name, tensor, (x.dtype,))
-            if not tensor.is_contiguous():
-                raise ValueError(f"{operator}: {name} has strides {tensor.stride()}: expected contiguous")
+            check_contiguous(operator, name, tensor)
 
     def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
         """How many programs share `tiles` tiles of each row; none where there is nothing to do.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.checks import FLOATS, check_device, check_integers, check_shape
+from tpfuse.kernels.checks import FLOATS, check_contiguous, check_device, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import launch
@@ -133,9 +133,3 @@ def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: in
         raise ValueError(f"{operator}: a shard of {m} elements, at most {_MOST} are counted: pass it in pieces")
     if start < 0 or start + m > len(x):
         raise ValueError(f"{operator}: the shard [{start}, {start + m}) is not inside {name} [{len(x)}]")
-
-
-def check_contiguous(operator: str, name: str, x: Tensor) -> None:
-    """Raises ValueError unless x is contiguous."""
-    if not x.is_contiguous():
-        raise ValueError(f"{operator}: {name} has strides {x.stride()}: expected contiguous")

@@ -17,7 +17,7 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.comm.settings import set_settings
-from tpfuse.testing.ranks import RankError, RankPool
+from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -25,22 +25,9 @@ pytestmark = [
 ]
 
 
-def _here() -> None:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-
-
-def _pool(world: int, monkeypatch: pytest.MonkeyPatch, *, overlapping: bool = True) -> RankPool:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1" if overlapping else "0")
-    running = RankPool(world, timeout=120.0, grace=20.0)
-    running.run(_here)
-    return running
-
-
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        running = _pool(request.param, monkeypatch)
+    running = GpuRankPool(request.param, timeout=120.0)
     yield running
     running.close()
 
@@ -228,8 +215,8 @@ def _killed() -> None:
     memory.check()
 
 
-def test_a_rank_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = _pool(2, monkeypatch)
+def test_a_rank_that_is_killed_is_named() -> None:
+    running = GpuRankPool(2, timeout=120.0)
     try:
         with pytest.raises(RankError, match=r"PeerTimeout: operation: rank 0 waited .* for rank 1; .* has ended"):
             running.run(_killed)
@@ -246,8 +233,8 @@ def _overlapping() -> str:
     return "made"
 
 
-def test_ranks_of_one_gpu_need_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = _pool(2, monkeypatch, overlapping=False)
+def test_ranks_of_one_gpu_need_to_ask_for_it() -> None:
+    running = GpuRankPool(2, timeout=120.0, overlapping=False)
     try:
         (message, other) = running.run(_overlapping)
     finally:

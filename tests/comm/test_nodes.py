@@ -13,6 +13,8 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
+from tpfuse.ops.bucket_exchange import BucketSpec
+from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.testing.ranks import RankError, pool
 
@@ -57,6 +59,19 @@ def test_four_ranks_of_two_nodes() -> None:
 )
 def test_where_there_is_nothing_to_gain_every_rank_hears_why(sizes: tuple[int, ...], reason: str) -> None:
     assert pool(sum(sizes)).run(_split, *sizes) == [reason] * sum(sizes)
+
+
+def _reason(*sizes: int) -> str:
+    with pretended_nodes(*sizes) as group:
+        exchange, reason = open_exchange([BucketSpec(64, torch.float32, torch.float32)], 1, group, CPU)
+        exchange.free()
+        return reason
+
+
+def test_buckets_of_nodes_that_cannot_be_split_say_why() -> None:
+    for reason in pool(3).run(_reason, 2, 1):
+        assert reason.startswith("collective: the ranks share no memory: ")
+        assert reason.endswith("; the 2 nodes have unequal numbers of ranks: 2, 1")
 
 
 def test_ranks_of_a_node_keep_their_order_wherever_they_are() -> None:

@@ -40,14 +40,15 @@ def test_equals_torchs_optimizer(name: Kernels) -> None:
         assert torch.equal(parameter, master.bfloat16())
 
 
+@pytest.mark.parametrize("clip", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_scalars_on_the_device_and_half_gradients(name: Kernels) -> None:
+def test_scalars_on_the_device_and_half_gradients(name: Kernels, clip: float | Tensor) -> None:
     expected, actual = _shards(), _shards()
     expected[1] = [x.bfloat16().float() * 0.25 for x in expected[1]]
     actual[1] = [x.bfloat16() * 2 for x in actual[1]]
     with kernels(name):
         adamw_(*expected, step=torch.tensor(3.0), **RATES)
-        factors = {"scale": torch.tensor([0.5]), "clip": torch.tensor(0.25)}
+        factors = {"scale": torch.tensor([0.5]), "clip": clip}
         adamw_(*actual, step=torch.tensor([3]), **RATES | {"lr": torch.tensor(1e-2)}, **factors)
     assert torch.equal(actual[1][0], _shards()[1][0].bfloat16() * 2)  # gradients are read alone
     for a, b in zip(actual, expected, strict=True):

@@ -21,23 +21,15 @@ from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.parallel_linear import parallel_linear
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.ranks import RankPool, pool
+from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.timeout(600)
 
 
-def _here() -> None:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-
-
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        running = RankPool(request.param, timeout=400.0, grace=20.0)
-        running.run(_here)
+    running = GpuRankPool(request.param)
     yield running
     running.close()
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.ops import direct_exchange
 from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
+from tpfuse.ops.shard_update import ShardUpdate
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
 from tpfuse.testing.inputs import integers
@@ -24,6 +25,8 @@ STAGES = (0, 1, 2)
 
 class Added:
     """In the place of AdamW: parameters grow by the sum of their gradients, in blocks of two sizes."""
+
+    apply = ShardUpdate.apply
 
     def __init__(self, size: int) -> None:
         self._size = size

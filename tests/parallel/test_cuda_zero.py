@@ -16,7 +16,7 @@ from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.offload import HostStore
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.ranks import RankPool, pool
+from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.timeout(600)
@@ -24,17 +24,9 @@ STEPS, LR, CLIP = 4, 1e-2, 1.0
 CASES = [(0, True, False), (1, True, False), (1, False, False), (2, True, False), (1, True, True)]
 
 
-def _here() -> None:
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-
-
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        running = RankPool(request.param, timeout=400.0, grace=20.0)
-        running.run(_here)
+    running = GpuRankPool(request.param)
     yield running
     running.close()
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.rank_order import HALF
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import HALF, Kind, plan_buckets
+from tpfuse.parallel.bucket_layout import Kind, plan_buckets
 from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.memory import ZERO_PAPER, MemoryAccount, Width, account, account_sharded, states

@@ -19,8 +19,13 @@ from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 
 SLOT_BYTES = 2**20  # of each half: not measured yet
 ONE_SHOT_BYTES = 2**16  # not measured yet
-PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
-INTERPRETED_PROGRAMS = 2
+_PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
+_INTERPRETED_PROGRAMS = 2
+
+
+def most_programs(memory: SymmetricMemory) -> int:
+    """Of a launch of kernels that only move and sum."""
+    return _PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 def open_channel(
@@ -50,8 +55,7 @@ class LaunchedCollectives:
     def __init__(self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES) -> None:
         """Collective. slot_bytes: of a piece, a multiple of 16."""
         self.memory, self._slot_bytes = memory, slot_bytes
-        programs = PROGRAMS if memory.device.type == "cuda" else INTERPRETED_PROGRAMS
-        _, self._endpoint = open_channel(memory, "launched collectives", slot_bytes, programs)
+        _, self._endpoint = open_channel(memory, "launched collectives", slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out[r] becomes rank r's x. x: [n]; out: [world, n]; of any dtype."""

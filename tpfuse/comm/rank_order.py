@@ -8,6 +8,11 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)  # summed in float32
 
 
+def summed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers of this dtype are summed, and their masters and moments kept."""
+    return torch.float32 if dtype in HALF else dtype
+
+
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
     if out.dtype in HALF:

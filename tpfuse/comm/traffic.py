@@ -17,3 +17,7 @@ class Traffic:
         """Counts one transfer."""
         self.sent += sent
         self.received += received
+
+    def exchange(self, nbytes: int) -> None:
+        """Counts as much each way."""
+        self.add(nbytes, nbytes)

@@ -28,14 +28,14 @@ def adamw_(
     weight_decay: float,
     step: Tensor,
     scale: Tensor | None = None,
-    clip: Tensor | None = None,
+    clip: float | Tensor | None = None,
 ) -> None:
     """Update number `step` (from 1) of every shard in place: of master and moments, and of the parameter from master.
 
     masters, exp_avgs, exp_avg_sqs: [n] each, float32 (float64 on torch's path); gradients: [n] of that dtype or a half
-    one; parameters: [n] of a half type, or None where the master is the parameter. lr: a tensor on the device where a
-    CUDA graph shall see it change. step, scale, clip: one element each, float32 (step also int64), on the device; the
-    gradients are multiplied by scale and clip. Raises ValueError where the lists differ in length or the tensors in
+    one; parameters: [n] of a half type, or None where the master is the parameter. The gradients are multiplied by
+    scale and clip. step, scale, and lr and clip where they are tensors, which a CUDA graph sees change: one element
+    each, float32 (step also int64), on the device. Raises ValueError where the lists differ in length or the tensors in
     shape, dtype or device.
     """
     lists = {"gradients": gradients, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "parameters": parameters}
@@ -43,7 +43,8 @@ def adamw_(
         if len(tensors) != len(masters):
             raise ValueError(f"adamw: {len(tensors)} {name}: expected {len(masters)}, as many as masters")
     shards = list(zip(masters, gradients, exp_avgs, exp_avg_sqs, parameters, strict=True))
-    scalars = {"lr": lr if isinstance(lr, Tensor) else None, "step": step, "scale": scale, "clip": clip}
+    given = {"lr": lr, "step": step, "scale": scale, "clip": clip}
+    scalars = {name: x if isinstance(x, Tensor) else None for name, x in given.items()}
     for shard in shards:
         adamw.check_shard(*shard, scalars)
     if not shards:
@@ -52,13 +53,17 @@ def adamw_(
     if not use_triton(masters[0]):
         _by_torch(shards, lr, *rates, step, scale, clip)
     else:
-        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=step.device)
+        rate, factor = _on_device(lr, step.device), None if clip is None else _on_device(clip, step.device)
         # Not through the operator where nothing is traced: it takes as long as the launch.
         update = _update if torch.compiler.is_compiling() else adamw.adamw_
         for shard in shards:
-            update(*shard, rate, *rates, step, scale, clip)
+            update(*shard, rate, *rates, step, scale, factor)
     if not torch.compiler.is_compiling():  # neither kernel tells autograd, which refuses what was saved before
         torch.autograd.graph.increment_version([x for shard in shards for x in (shard[0], shard[4]) if x is not None])
+
+
+def _on_device(x: float | Tensor, device: torch.device) -> Tensor:
+    return x if isinstance(x, Tensor) else torch.full((), x, dtype=torch.float32, device=device)
 
 
 def _by_torch(
@@ -70,7 +75,7 @@ def _by_torch(
     weight_decay: float,
     step: Tensor,
     scale: Tensor | None,
-    clip: Tensor | None,
+    clip: float | Tensor | None,
 ) -> None:
     masters, gradients, exp_avgs, exp_avg_sqs, parameters = (list(tensors) for tensors in zip(*shards, strict=True))
     gradients = [x.to(master.dtype) for x, master in zip(gradients, masters, strict=True)]

@@ -30,10 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.comm.traffic import Traffic
 from tpfuse.ops.shard_update import CPU_BLOCK, ShardUpdate
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class BucketSpec:
     @property
     def state_dtype(self) -> torch.dtype:
         """Of sums, masters and moments."""
-        return torch.float32 if self.dtype in HALF else self.dtype
+        return summed_dtype(self.dtype)
 
 
 def squared(block: Tensor) -> float:
@@ -189,9 +188,7 @@ class Alone(Exchange):
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         for index, update in enumerate(updates):
-            sums, values = self.sums(index), self.values(index)
-            for a, b in update.blocks():
-                update.block(a, b, sums[a:b], values[a:b])
+            update.apply(self.sums(index), self.values(index))
 
     def publish(self) -> None:
         pass

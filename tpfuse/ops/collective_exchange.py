@@ -40,12 +40,12 @@ class CollectiveExchange(Exchange):
         part = room.nbytes // self.world
         if self.stage == 0:
             self._reduced[index] = room, process_group.start_all_reduce(room, self._group), room
-            self._count(2 * (self.world - 1) * part)
+            self.traffic.exchange(2 * (self.world - 1) * part)
             return
         out = room.new_empty(len(self.shard(index)))
         handle = process_group.start_reduce_scatter(room.view(self.world, -1), out, self._group)
         self._reduced[index] = out, handle, room  # which is held until it has been sent
-        self._count((self.world - 1) * part)
+        self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
             self._rooms.give_up(index)
             if index >= _UNDER_WAY:
@@ -66,9 +66,7 @@ class CollectiveExchange(Exchange):
         gathered = []
         for index, update in enumerate(updates):
             sums, shard = self.sums(index), self.shard(index)
-            own = self.values(index)[shard.start : shard.stop]
-            for a, b in update.blocks():
-                update.block(a, b, sums[a:b], own[a:b])
+            update.apply(sums, self.values(index)[shard.start : shard.stop])
             self._reduced[index] = None
             gathered += self._gather(index)
         for handle in gathered:
@@ -83,8 +81,5 @@ class CollectiveExchange(Exchange):
             return []
         shard, values = self.shard(index), self.values(index)
         own = values[shard.start : shard.stop].clone()
-        self._count((self.world - 1) * own.nbytes)
+        self.traffic.exchange((self.world - 1) * own.nbytes)
         return [process_group.start_all_gather(own, values.view(self.world, -1), self._group)]
-
-    def _count(self, nbytes: int) -> None:
-        self.traffic.add(nbytes, nbytes)

@@ -183,7 +183,7 @@ class DirectExchange(Exchange):
                 self._sum_block(parts, a, b, out[a:b])
                 squares += squared(out[a:b])  # while it is in the cache
             self._squares[index] = torch.tensor(squares, dtype=torch.float64)
-            self._count((self.memory.world - 1) * parts[0].nbytes)
+            self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
         return out
 
     def _sum_block(self, parts: Sequence[Tensor], a: int, b: int, out: Tensor) -> None:
@@ -203,10 +203,6 @@ class DirectExchange(Exchange):
                 found.append((first + top * columns - place.start, bottom - top, columns))
         return tuple(found)
 
-    def _count(self, nbytes: int) -> None:
-        """What this rank takes from others they take from it."""
-        self.traffic.add(nbytes, nbytes)
-
     def _sum_everywhere(self) -> None:
         """Stage 0: all sums of all buckets, on every rank; afterwards this rank has read what it needs."""
         own = self.memory.rank
@@ -224,16 +220,14 @@ class DirectExchange(Exchange):
                     self.memory.wait(self._flags, rank, SUMMED, self._first + index + 1, op=op)
                     place = self._part_of(index, rank)
                     rooms[own][place].copy_(rooms[rank][place])
-                    self._count(rooms[own][place].nbytes)
+                    self.traffic.exchange(rooms[own][place].nbytes)
             self._sums[index] = rooms[own]
         self._say(ENDED, self._said[DONE])
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         if self.stage == 0:
             for index, update in enumerate(updates):
-                sums, values = self.sums(index), self.values(index)
-                for a, b in update.blocks():
-                    update.block(a, b, sums[a:b], values[a:b])
+                update.apply(self.sums(index), self.values(index))
             return
         for index, update in enumerate(updates):
             if self._sums_first(update):
@@ -255,7 +249,7 @@ class DirectExchange(Exchange):
         shard, sums, parts = self.shard(index), self._sums[index], []
         if sums is None:
             parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
-            self._count((self.memory.world - 1) * parts[0].nbytes)
+            self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
         values = [x[shard.start : shard.stop] for x in self._values[index]]
         own = values[self.memory.rank]
@@ -267,7 +261,7 @@ class DirectExchange(Exchange):
                 for rank in self._others:
                     values[rank][a:b].copy_(own[a:b])
         if self._hop is None:
-            self._count((self.memory.world - 1) * own.nbytes)
+            self.traffic.exchange((self.memory.world - 1) * own.nbytes)
         else:
             self._spread(index)
 
@@ -280,7 +274,7 @@ class DirectExchange(Exchange):
             self._hop.all_gather(own[shard.start : shard.stop], own[place], self.traffic)
         for rank in self._others:
             values[rank][place].copy_(own[place])
-        self._count((self.memory.world - 1) * own[place].nbytes)
+        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
 
     def publish(self) -> None:
         if self.stage == 0:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
-from tpfuse.comm.rank_order import HALF, sum_in_rank_order
+from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.row_channel import RowChannel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import flat
@@ -124,7 +124,7 @@ class DirectLinear:
         right = x.reshape(world, rows.shape[0], x.shape[-1])
         grad_x = torch.empty_like(right) if needs_x else None
         total = _WeightGradient(right, rows, grad_arrives=True) if needs_weight else None
-        wide = torch.float32 if rows.dtype in HALF else rows.dtype
+        wide = summed_dtype(rows.dtype)
         column_sums = rows.new_zeros(world, rows.shape[1], dtype=wide) if needs_bias else None
         with self.memory.guard(f"{op} {grad.dtype} {list(grad.shape)}"):
             for rank, part, chunk in self._gathered(rows, op):

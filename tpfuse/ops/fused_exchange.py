@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpfuse.comm.launched import INTERPRETED_PROGRAMS, PROGRAMS, open_channel
+from tpfuse.comm.launched import most_programs, open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
@@ -34,8 +34,7 @@ class FusedExchange(DirectExchange):
         """Collective."""
         super().__init__(specs, stage, memory, name, hop)
         self._found: dict[int, Tensor] = {}
-        programs = PROGRAMS if memory.device.type == "cuda" else INTERPRETED_PROGRAMS
-        _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, programs)
+        _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, most_programs(memory))
 
     def send(self, index: int) -> None:
         self._said[SENT] += 1
@@ -51,7 +50,7 @@ class FusedExchange(DirectExchange):
         with self.memory.guard(f"sum of bucket {index}", kernel=True):
             shard_sum(own, self._addresses(room), out, squares, place.start, self._endpoint)
         self._squares[index] = squares.double().sum()
-        self._count((self.memory.world - 1) * own[place].nbytes)
+        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
         return out
 
     def _sums_first(self, update: ShardUpdate) -> bool:
@@ -85,9 +84,9 @@ class FusedExchange(DirectExchange):
             endpoint=self._endpoint,
         )
         torch.autograd.graph.increment_version([own])
-        self._count((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
+        self.traffic.exchange((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
         if sums is None:
-            self._count((self.memory.world - 1) * len(shard) * room[0].element_size())
+            self.traffic.exchange((self.memory.world - 1) * len(shard) * room[0].element_size())
 
     def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
         """Of all ranks' buffers, as this rank's kernels see them."""

@@ -64,10 +64,10 @@ class NodeHop:
         rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
         process_group.start_reduce_scatter(rows, out, self.group).wait()
-        traffic.add(*2 * [(self.nodes - 1) * out.nbytes])
+        traffic.exchange((self.nodes - 1) * out.nbytes)
         return out
 
     def all_gather(self, part: Tensor, out: Tensor, traffic: Traffic) -> None:
         """out [n] becomes all nodes' parts, [n / nodes] each."""
         process_group.start_all_gather(part.clone(), out.view(self.nodes, -1), self.group).wait()
-        traffic.add(*2 * [(self.nodes - 1) * part.nbytes])
+        traffic.exchange((self.nodes - 1) * part.nbytes)

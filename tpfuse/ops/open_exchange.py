@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.choice import Choice, choose
-from tpfuse.comm.nodes import split_by_node
+from tpfuse.comm.nodes import split_by_node, why_not_split
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.bucket_exchange import Alone, BucketSpec, Exchange
 from tpfuse.ops.collective_exchange import CollectiveExchange
@@ -37,15 +37,17 @@ def open_exchange(
     if choice.memory is not None:
         exchange = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
         return exchange, f"{choice.implementation}: {choice.reason}"
-    nodes = split_by_node(group) if choice.fallback else None
-    if nodes is not None:
-        within = choose(device, specs[0].sent, nodes.within)
-        if within.memory is not None:
+    reason = choice.reason
+    if choice.fallback:
+        nodes = split_by_node(group)
+        within = None if nodes is None else choose(device, specs[0].sent, nodes.within)
+        if nodes is not None and within is not None and within.memory is not None:
             hop = NodeHop(nodes.across, compression)
             exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return exchange, f"{where}, within one {within.implementation}: {within.reason}"
-    return CollectiveExchange(specs, stage, group, device), f"collective: {choice.reason}"
+        reason += f"; {why_not_split(group) if within is None else within.reason}"
+    return CollectiveExchange(specs, stage, group, device), f"collective: {reason}"
 
 
 def _kind(choice: Choice) -> type[DirectExchange]:

@@ -9,10 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import use_triton
 from tpfuse.ops.adamw import adamw_
 
 # Of a block on a CPU, in elements: what is read and written of it fits in a core's second cache (2 MiB here).
@@ -82,6 +80,11 @@ class ShardUpdate:
             for a in range(part.start, part.stop, max(block, 1)):
                 yield a, min(a + block, part.stop)
 
+    def apply(self, gradient: Tensor, values: Tensor) -> None:
+        """The whole update. gradient: [n], of any floating dtype; values: [n], the parameters, written."""
+        for a, b in self.blocks():
+            self.block(a, b, gradient[a:b], values[a:b])
+
     def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
         """Updates elements [a, b) of the state, and the parameters.
 
@@ -94,12 +97,7 @@ class ShardUpdate:
             self._update(a, b, on_host, new)
 
     def _update(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
-        rates, clip = self.rates, None
-        if rates.factor != 1.0:
-            if use_triton(self.exp_avg):
-                clip = torch.full((), rates.factor, dtype=torch.float32, device=self.exp_avg.device)
-            else:
-                gradient = gradient.to(self.exp_avg.dtype) * rates.factor
+        rates = self.rates
         cut = min(max(self.border, a), b)
         for start, stop, weight_decay in ((a, cut, rates.weight_decay), (cut, b, 0.0)):
             if start == stop:
@@ -117,5 +115,5 @@ class ShardUpdate:
                 eps=rates.eps,
                 weight_decay=weight_decay,
                 step=rates.step,
-                clip=clip,
+                clip=None if rates.factor == 1.0 else rates.factor,
             )

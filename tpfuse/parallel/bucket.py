@@ -37,6 +37,11 @@ class Bucket:
         return self.exchange.shard(self.index)
 
     @property
+    def own(self) -> Tensor:
+        """The parameters of the shard."""
+        return self.values[self.shard.start : self.shard.stop]
+
+    @property
     def sums(self) -> Tensor:
         """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
         return self.exchange.sums(self.index)

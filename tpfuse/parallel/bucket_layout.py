@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.comm.rank_order import summed_dtype
 
 Kind = Literal["sharded", "replicated", "partial"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HALF = (torch.bfloat16, torch.float16)
+BUCKET_BYTES = 25 * 2**20  # of float32 gradients, where nothing else is said: torch DDP's default
 ALIGNMENT = 16  # elements: every parameter and every shard starts on a cache line
 
 
@@ -57,7 +58,7 @@ class BucketLayout:
     @property
     def state_dtype(self) -> torch.dtype:
         """Of master and moments: float32 for the half types."""
-        return torch.float32 if self.dtype in HALF else self.dtype
+        return summed_dtype(self.dtype)
 
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
         """The segment of a flat buffer [size] in its parameter's (local) shape."""

@@ -47,13 +47,13 @@ def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: tor
         parts = x.new_empty(world, x.numel(), dtype=sent)
         process_group.start_all_gather(x.to(sent), parts, group).wait()
         sum_in_rank_order(parts.to(x.dtype).unbind(), x)
-        traffic.add(parts[0].nbytes, parts[0].nbytes)
+        traffic.exchange(parts[0].nbytes)
         return
     total = shard_of_sum(x, group, traffic, sent=sent).to(sent)
     parts = total.new_empty(world, total.numel())
     process_group.start_all_gather(total, parts, group).wait()
     x.copy_(parts.view(-1)[: x.numel()])
-    traffic.add(*2 * [(world - 1) * total.nbytes])
+    traffic.exchange((world - 1) * total.nbytes)
 
 
 def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> Tensor:
@@ -68,7 +68,7 @@ def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent:
     process_group.start_all_to_all(parts, received, group).wait()
     total = x.new_empty(parts.shape[1])
     sum_in_rank_order(received.to(x.dtype).unbind(), total)
-    traffic.add(*2 * [(world - 1) * parts[0].nbytes])
+    traffic.exchange((world - 1) * parts[0].nbytes)
     return total
 
 

@@ -26,8 +26,7 @@ class _Counted:
 
     def count(self, part: Tensor, group: dist.ProcessGroup) -> None:
         """Every rank sends a part to each of the others."""
-        nbytes = (group.size() - 1) * part.nbytes
-        self._traffic.add(nbytes, nbytes)
+        self._traffic.exchange((group.size() - 1) * part.nbytes)
 
 
 # torch 2.13 renamed the two; older releases know only the second name.

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import local_slices
+from tpfuse.comm.rank_order import HALF
 from tpfuse.ops.bucket_exchange import Exchange
 from tpfuse.ops.shard_update import Rates, ShardUpdate
 from tpfuse.parallel.bucket import Bucket
-from tpfuse.parallel.bucket_layout import HALF
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.offload import DeviceStore, Staging, StateStore
 from tpfuse.parallel.pieces import Kept, Piece, pieces_of
@@ -37,15 +37,14 @@ class FlatAdamW:
         self._buckets, self._betas, self._eps, self._weight_decay = buckets, betas, eps, weight_decay
         device = buckets.buckets[0].values.device
         self._store = DeviceStore(device) if store is None else store
-        self._state = [self._made(bucket) for bucket in buckets.buckets]
-        state_device = self._state[0]["exp_avg"].device
+        self._state = {bucket: self._made(bucket) for bucket in buckets.buckets}
+        state_device = self._state[buckets.buckets[0]]["exp_avg"].device
         self._staging = None if state_device == device else Staging()
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
-        for bucket, state in zip(buckets.buckets, self._state, strict=True):
+        for bucket, state in self._state.items():
             if "model" in state:
-                own = bucket.values[bucket.shard.start : bucket.shard.stop]
                 for part in self._store.walk([state["model"]]):
-                    state["model"][part].copy_(own[part])
+                    state["model"][part].copy_(bucket.own[part])
 
     def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
         layout, size = bucket.layout, len(bucket.shard)
@@ -61,7 +60,7 @@ class FlatAdamW:
         rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
         updates: dict[Exchange, list[ShardUpdate]] = {}
         following: tuple[Tensor, ...] = ()
-        for bucket, state in zip(reversed(self._buckets.buckets), reversed(self._state), strict=True):
+        for bucket, state in reversed(self._state.items()):
             update = ShardUpdate(
                 state["exp_avg"],
                 state["exp_avg_sq"],
@@ -80,16 +79,14 @@ class FlatAdamW:
     def state(self, bucket: Bucket) -> dict[Kept, Tensor]:
         """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
         shard of a bucket, flat."""
-        own = bucket.values[bucket.shard.start : bucket.shard.stop]
-        return {"model": own, **self._state[self._buckets.buckets.index(bucket)]}
+        return {"model": bucket.own, **self._state[bucket]}
 
     def publish(self) -> None:
         """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
-        for bucket, state in zip(self._buckets.buckets, self._state, strict=True):
+        for bucket, state in self._state.items():
             if "model" in state:
-                own = bucket.values[bucket.shard.start : bucket.shard.stop]
                 for part in self._store.walk([state["model"]]):
-                    own[part].copy_(state["model"][part])
+                    bucket.own[part].copy_(state["model"][part])
         for exchange in self._buckets.exchanges:
             exchange.publish()
         self._store.release()

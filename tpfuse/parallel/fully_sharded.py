@@ -15,8 +15,7 @@ Here is what makes it an engine like the buckets of the other stages (`tpfuse.pa
   across. Neighbouring ranks form a group, so that parameters are gathered within a node.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -31,9 +30,11 @@ from tpfuse.comm import collectives
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
+from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
-from tpfuse.parallel.bucket_layout import HALF, decays
+from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.counted_collectives import CountedAllGather, CountedReduceScatter
+from tpfuse.parallel.micro_batches import MicroBatches
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Member:
         return local_tensor(self.sharded.grad)
 
 
-class FullySharded:
+class FullySharded(MicroBatches):
     """Takes over the parameters of `model`: shards them, and sums their gradients into `members`.
 
     model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype. mesh:
@@ -77,6 +78,8 @@ class FullySharded:
     gradient, and where the replicas do not divide the ranks.
     """
 
+    _cure = "shard a new model, with or without it"
+
     def __init__(
         self,
         model: nn.Module,
@@ -86,8 +89,8 @@ class FullySharded:
         replicas: int = 1,
         reduce_dtype: Literal["float32", "parameter"] = "float32",
     ) -> None:
-        self.model, self.traffic = model, Traffic()
-        self._last = self._accumulating = False
+        super().__init__(model)
+        self.traffic = Traffic()
         units = list(units)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
@@ -105,7 +108,7 @@ class FullySharded:
             same, place = (copies, copy) if name in spread else (copies * tp, copy * tp + tp_rank)
             decay = decays(name, parameter)
             self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
-        self._watched = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        self._watch()
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
         """Units first, the model last, which is left what they have not taken."""
@@ -146,30 +149,13 @@ class FullySharded:
         assert self._across is not None
         world = self._across.size()
         nbytes = 2 * (world - 1) * sums.nbytes // world
-        self.traffic.add(nbytes, nbytes)
+        self.traffic.exchange(nbytes)
         collectives.start_all_reduce(sums, self._across).wait()
 
-    def start(self, *, last: bool) -> None:
-        """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
-
-        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
-        where a parameter was frozen or released since the model was sharded.
-        """
-        if self._last:
-            raise ValueError("start() after the last micro-batch: call finish() first")
-        for name, parameter, required in self._watched:
-            if parameter.requires_grad != required:
-                raise ValueError(f"{name}.requires_grad is {not required} now: shard a new model, with or without it")
-        if not self._accumulating:
+    def _announce(self, *, first: bool, last: bool) -> None:
+        if first:
             self.clear()
         self._units[-1].set_requires_gradient_sync(last)
-        self._accumulating, self._last = True, last
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
-        self.start(last=False)
-        yield
 
     def finish(self, *, sums: bool = True) -> None:
         """After the last micro-batch: this rank's shards of the sums are there, whether they are asked for or not."""

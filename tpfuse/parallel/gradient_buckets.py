@@ -19,8 +19,7 @@ Parameters in a half type have float32 masters in the optimizer (`tpfuse.paralle
 accumulated and summed in float32 unless less is asked for. What is exchanged how: `tpfuse.ops.bucket_exchange`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -36,13 +35,14 @@ from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
 from tpfuse.ops.node_hop import Compression
 from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.parallel.bucket import Bucket
-from tpfuse.parallel.bucket_layout import KINDS, BucketLayout, Kind, plan_buckets
+from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
+from tpfuse.parallel.micro_batches import MicroBatches
 from tpfuse.parallel.trained_parameters import Member, rebuilt, take_partial_gradients, trained_parameters
 
 GradientDtype = Literal["float32", "parameter"]
 
 
-class GradientBuckets:
+class GradientBuckets(MicroBatches):
     """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
     model: equal on all ranks, parameters plain or DTensors on one tensor-parallel mesh; modules with a true
@@ -60,6 +60,8 @@ class GradientBuckets:
     Raises ValueError for another stage, where nothing requires a gradient, or `world_group` is missing but needed.
     """
 
+    _cure = "make new buckets, which take it in or out"
+
     def __init__(
         self,
         model: nn.Module,
@@ -67,16 +69,16 @@ class GradientBuckets:
         stage: int = 0,
         data_group: dist.ProcessGroup | None = None,
         world_group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int = BUCKET_BYTES,
         gradient_dtype: GradientDtype = "float32",
         reduce_dtype: GradientDtype | None = None,
         compression: Compression | None = None,
     ) -> None:
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.parallel.fully_sharded.FullySharded)")
-        self.model, self.stage = model, stage
+        super().__init__(model)
+        self.stage = stage
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
-        self._last = self._accumulating = False
         self._next = 0
         partial = take_partial_gradients(model)
         if partial and world_group is None:
@@ -94,14 +96,14 @@ class GradientBuckets:
         device = local_tensor(next(iter(members.values())).parameter).device
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, device, compression)
-        self._model_rank = min((_mesh_rank(member.parameter) for member in members.values()), default=0)
+        self._model_rank = max(_mesh_rank(member.parameter) for member in members.values())  # plain ones say 0
         for bucket in self.buckets:
             self._move_in(bucket, members)
         for bucket in self.buckets:
             if bucket.exchange.keeps_gradients:
                 room, kept = bucket.exchange.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
                 bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
-        self._watched = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+        self._watch()
 
     def _open(
         self,
@@ -213,34 +215,15 @@ class GradientBuckets:
         bucket.held.clear()
         return bucket.room
 
-    def start(self, *, last: bool) -> None:
-        """Before each micro-batch; `last`: the one in whose backward the buckets are reduced.
-
-        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
-        where a parameter was frozen or released since the buckets were made. Raises PeerTimeout.
-        """
-        if self._last:
-            raise ValueError("start() after the last micro-batch: call finish() first")
-        for name, parameter, required in self._watched:
-            if parameter.requires_grad != required:
-                raise ValueError(
-                    f"{name}.requires_grad is {not required} now: make new buckets, which take it in or out"
-                )
-        if not self._accumulating:
+    def _announce(self, *, first: bool, last: bool) -> None:
+        if first:
             for exchange in self.exchanges:
                 exchange.begin()
             self._next = 0
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.layout.segments)))
-            if not self._accumulating:
+            if first:
                 bucket.untouched = set(bucket.missing)
-        self._accumulating, self._last = True, last
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
-        self.start(last=False)
-        yield
 
     def finish(self, *, sums: bool = True) -> None:
         """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.

@@ -24,8 +24,9 @@ from typing import Literal
 
 import torch
 
+from tpfuse.comm.rank_order import HALF, summed_dtype
 from tpfuse.ops.direct_exchange import ROOMS
-from tpfuse.parallel.bucket_layout import HALF, BucketLayout
+from tpfuse.parallel.bucket_layout import BucketLayout
 from tpfuse.parallel.fully_sharded import shard_dim
 
 STAGES = (0, 1, 2, 3)
@@ -148,7 +149,7 @@ def account_sharded(
     Gathered at once are, of each block that computes, it and the next one, and the model's own parameters all the time.
     Of gradients those of one unit are whole: as they come, and as they are sent.
     """
-    state = torch.float32 if dtype in HALF else dtype
+    state = summed_dtype(dtype)
     sent = _dtype(dtype, reduce_dtype)
     sizes = [sum(map(math.prod, unit)) for unit in units]
     padded = [sum(_padded_shard(shape, world) for shape in unit) for unit in units]
@@ -191,4 +192,4 @@ def _elements(layout: BucketLayout) -> int:
 
 
 def _dtype(dtype: torch.dtype, choice: Width) -> torch.dtype:
-    return torch.float32 if choice == "float32" and dtype in HALF else dtype
+    return summed_dtype(dtype) if choice == "float32" else dtype

@@ -26,7 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tpfuse.parallel.bucket_layout import ALIGNMENT, HALF, BucketLayout
+from tpfuse.comm.rank_order import HALF
+from tpfuse.parallel.bucket_layout import ALIGNMENT, BucketLayout
 
 Offload = Literal["none", "optimizer", "nvme"]
 BLOCK = 4 * 2**20  # elements, 16 MiB in float32: long enough for a disk, and a few of them are little memory

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import local_slices, local_tensor
-from tpfuse.kernel_choice import use_triton
 from tpfuse.ops.adamw import adamw_
 from tpfuse.parallel.fully_sharded import FullySharded, Member
 from tpfuse.parallel.pieces import Piece
@@ -45,14 +44,9 @@ class ShardedAdamW:
 
     def _update(self, members: list[Member], lr: float, factor: float, weight_decay: float) -> None:
         masters = [local_tensor(member.sharded).view(-1) for member in members]
-        gradients, clip = [member.gradient.view(-1) for member in members], None
-        if factor != 1.0 and use_triton(masters[0]):
-            clip = torch.full((), factor, dtype=torch.float32, device=masters[0].device)
-        elif factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
         adamw_(
             masters,
-            gradients,
+            [member.gradient.view(-1) for member in members],
             [self._exp_avg[member.name].view(-1) for member in members],
             [self._exp_avg_sq[member.name].view(-1) for member in members],
             [None] * len(members),
@@ -62,7 +56,7 @@ class ShardedAdamW:
             eps=self._eps,
             weight_decay=weight_decay,
             step=self._step,
-            clip=clip,
+            clip=None if factor == 1.0 else factor,
         )
 
     def publish(self) -> None:

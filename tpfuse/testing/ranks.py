@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from time import monotonic
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -146,6 +147,27 @@ class RankPool:
                     fine, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 (results if fine else failures)[rank] = value
         return results, failures
+
+
+def _take_a_gpu() -> None:
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+
+
+class GpuRankPool(RankPool):
+    """Ranks on GPUs, each its own or all of them one; their kernels are compiled, not interpreted.
+
+    overlapping: whether ranks that share a GPU may have symmetric memory.
+    """
+
+    def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
+        super().__init__(world, timeout, grace=20.0)
+        self._overlapping = overlapping
+
+    def _start(self) -> None:
+        with mock.patch.dict(os.environ, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=str(int(self._overlapping))):
+            os.environ.pop("TRITON_INTERPRET", None)
+            super()._start()
+        self.run(_take_a_gpu)
 
 
 _pools: dict[int, RankPool] = {}

@@ -19,18 +19,16 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
-from tpfuse.parallel.bucket_layout import Kind, plan_buckets
-from tpfuse.parallel.context import check_context
+from tpfuse.parallel.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
 from tpfuse.parallel.memory import STAGES, MemoryAccount, Width, account, account_sharded
 from tpfuse.parallel.trained_parameters import take_partial_gradients
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import MemoryCommand, TrainCommand
-from tpfuse.train.setup import exchanging, with_layout
+from tpfuse.train.setup import exchanging, model_config, with_layout
 from tpfuse.train.token_file import open_token_file
 from tpfuse.train.tokenizer import build_tokenizer
 
-BUCKET_BYTES = 25 * 2**20  # of `GradientBuckets`, where nothing else is said
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # of tokenizers that need no file to be known
 
@@ -90,18 +88,7 @@ def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
 
 def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Counted:
     """What the first rank holds. options: with their layout. Raises UserError."""
-    model, parallel = options.model, options.parallel
-    config = GPTConfig(
-        vocabulary, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout
-    )
-    try:
-        config.check(parallel.tp)
-        if parallel.cp > 1:
-            ulysses = exchanging(parallel, config.n_head // parallel.tp)
-            heads = config.n_head // parallel.tp
-            check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    config, parallel = model_config(options, vocabulary), options.parallel
     if parallel.replicas < 1 or parallel.dp * parallel.cp % parallel.replicas:
         raise UserError(
             f"parallel.replicas {parallel.replicas} does not divide {parallel.dp * parallel.cp} data-parallel ranks"

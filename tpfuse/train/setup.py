@@ -12,9 +12,9 @@ import torch
 from tpfuse import kernel_choice
 from tpfuse.kernel_choice import implementation, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import HALF
+from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.parallel.context import check_context, heads_to_exchange
-from tpfuse.parallel.offload import check_space
+from tpfuse.parallel.offload import check_space, state_bytes
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import resolved
 from tpfuse.train.corpus import read_text
@@ -109,13 +109,11 @@ def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -
     zero, parallel = options.zero, options.parallel
     if zero.offload_path is None:
         return
-    dtype = getattr(torch, options.train.dtype)
-    elements = sum(parameter.numel() for parameter in GPT(config, device="meta").parameters())
-    each = 12 if dtype in HALF else 2 * dtype.itemsize
-    copies = parallel.dp * parallel.cp if zero.stage == 0 else 1
-    world = parallel.tp * parallel.cp * parallel.dp
+    model = GPT(config, device="meta", dtype=getattr(torch, options.train.dtype))
+    worlds: dict[Kind, int] = dict.fromkeys(KINDS, parallel.dp * parallel.cp)
+    layouts = plan_buckets(list(model.named_parameters()), (), worlds, BUCKET_BYTES)
     try:
-        check_space(zero.offload_path, elements * each * copies * local_ranks // world)
+        check_space(zero.offload_path, state_bytes(layouts, zero.stage) * local_ranks // parallel.tp)
     except ValueError as error:
         raise UserError(f"--zero.{error}") from None
 
@@ -161,7 +159,8 @@ def _run_folder(options: TrainCommand) -> Path:
     return folder
 
 
-def _model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
+def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
+    """The model of these options, with their layout. Raises UserError where its ranks cannot share it."""
     model = options.model
     config = GPTConfig(
         vocab_size, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout
@@ -212,16 +211,16 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     if mapped is not None:
         file = open_token_file(mapped)
         _check_lengths(options, file)
-        config = _model_config(options, file.tokenizer.vocab_size)
+        config = model_config(options, file.tokenizer.vocab_size)
         _check_offload(options, config, ranks)
         checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
         _write(folder, options, file.tokenizer)
         return Run(folder, options, config, mapped, checkpoint)
     # The checks that need no text come before it is read: a large one takes a while.
-    _model_config(options, 1)
+    model_config(options, 1)
     tokens, tokenizer, source = read_tokens(options.data)
     _check_lengths(options, tokens)
-    config = _model_config(options, tokenizer.vocab_size)
+    config = model_config(options, tokenizer.vocab_size)
     _check_offload(options, config, ranks)
     _write(folder, options, tokenizer)
     file = write_token_file(folder / "data", tokens, tokenizer, source)

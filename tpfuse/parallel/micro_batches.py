@@ -1,0 +1,52 @@
+"""What the engines of all stages have in common: the micro-batches of a step, and a model that is not to change."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class MicroBatches(ABC):
+    """An engine that takes over the parameters of `model`: `tpfuse.parallel.gradient_buckets`, `fully_sharded`.
+
+    Between the first micro-batch of a step and `finish()` it is accumulating; `_last` from the last one on.
+    """
+
+    _cure = ""  # for a parameter that was frozen or released: what to do
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._last = self._accumulating = False
+
+    def _watch(self) -> None:
+        """When the parameters are those that training will have: from here on none may be frozen or released."""
+        self._watched = [(name, p, p.requires_grad) for name, p in self.model.named_parameters()]
+
+    def start(self, *, last: bool) -> None:
+        """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
+
+        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
+        where a parameter was frozen or released since the engine was made. Raises PeerTimeout.
+        """
+        if self._last:
+            raise ValueError("start() after the last micro-batch: call finish() first")
+        for name, parameter, required in self._watched:
+            if parameter.requires_grad != required:
+                raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
+        self._announce(first=not self._accumulating, last=last)
+        self._accumulating, self._last = True, last
+
+    @abstractmethod
+    def _announce(self, *, first: bool, last: bool) -> None:
+        """What a micro-batch needs: the first of a step, the last, or both."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
+        self.start(last=False)
+        yield
+
+    @abstractmethod
+    def finish(self, *, sums: bool = True) -> None:
+        """After the last micro-batch: this rank's sums are there. Raises PeerTimeout."""
