@@ -67,12 +67,11 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
             bucket.layout.view(room, segment).copy_(gradient.view(shape)[int(segment.name)])
 
     def call() -> None:
-        for exchange in engine.exchanges:
-            exchange.begin()
-        for bucket in engine.buckets:
-            bucket.exchange.send(bucket.index)
-        for exchange in engine.exchanges:
-            exchange.end_backward()
+        engine.start(last=True)
+        for bucket in engine.buckets:  # as if a backward pass had put there what is in their rooms
+            bucket.missing.clear()
+            bucket.untouched.clear()
+        engine.finish(sums=norm)
         if norm:  # the sums take the gradients' place, which so grow from call to call
             engine.squared_norm().item()
         optimizer.step(LR)

@@ -83,6 +83,8 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
             for bucket in buckets.buckets:
                 for kind, x in optimizer.state(bucket).items():
                     x.copy_(old.state(bucket)[kind])
+        buckets.start(last=True)
+        buckets.finish()  # with zeros
         for index, (_, bucket, segment) in enumerate(places):
             gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
             bucket.layout.view(bucket.sums, segment).copy_(gradient)

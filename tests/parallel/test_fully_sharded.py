@@ -164,7 +164,7 @@ def sharded(name: str, layout: Layout, dtype: torch.dtype = torch.float64, **opt
 
 def micro_batches(layout: Layout, accumulation: int) -> tuple[Tensor, ...]:
     place = mesh_of(layout.dp, layout.tp, layout.cp).get_local_rank("dp")
-    return torch.arange(BATCH).chunk(layout.dp)[place].chunk(accumulation)
+    return torch.arange(BATCH).chunk(layout.dp)[place].tensor_split(accumulation)
 
 
 def train_step(
@@ -457,7 +457,15 @@ def refusals() -> None:
     engine.start(last=True)
     with pytest.raises(ValueError, match="call finish"):
         engine.start(last=False)
+    optimizer = ShardedAdamW(engine)
+    with pytest.raises(ValueError, match="an update without new gradients"):
+        optimizer.step(LR)
     engine.finish()
+    with pytest.raises(ValueError, match="without a last micro-batch"):
+        engine.finish()
+    optimizer.step(LR)
+    with pytest.raises(ValueError, match="an update without new gradients"):
+        optimizer.step(LR)
     engine.members[3].sharded.requires_grad_(False)
     with pytest.raises(ValueError, match=rf"{engine.members[3].name}.requires_grad is False now"):
         engine.start(last=True)

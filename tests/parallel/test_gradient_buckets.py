@@ -51,7 +51,7 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
     ids, targets = _batch()
     mine = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
     for step in range(2):
-        for index, rows in enumerate(mine.chunk(accumulation)):
+        for index, rows in enumerate(mine.tensor_split(accumulation)):
             buckets.start(last=index == accumulation - 1)
             losses = model(ids[rows], targets[rows], dropout_at=(7, step), sequences_B=rows)
             (losses.sum() / ids.numel()).backward()
@@ -267,6 +267,29 @@ def test_bad_input_is_refused() -> None:
     model.bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make new buckets"):
         buckets.start(last=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_update_uses_up_new_gradients(stage: int) -> None:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model, stage=stage)
+    optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)
+    for last in (False, True):
+        with pytest.raises(ValueError, match=r"call finish\(\) after the last backward pass"):
+            optimizer.step(1e-3)
+        buckets.start(last=last)
+        model(x).sum().backward()
+        if not last:
+            with pytest.raises(ValueError, match="without a last micro-batch"):
+                buckets.finish()
+    buckets.finish()
+    before = model.weight.detach().clone()
+    optimizer.step(1e-3)
+    assert not torch.equal(model.weight, before)
+    before.copy_(model.weight)
+    with pytest.raises(ValueError, match=r"step\(\) once"):
+        optimizer.step(1e-3)
+    assert optimizer.updates == 1 and torch.equal(model.weight, before)
 
 
 def _many_at_once() -> None:

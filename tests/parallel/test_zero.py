@@ -145,7 +145,7 @@ def train(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Weights, 
         before = 0
         for step in range(STEPS):
             before = buckets.traffic.received
-            micro = torch.arange(BATCH).chunk(case.dp)[dp_rank].chunk(case.accumulation)
+            micro = torch.arange(BATCH).chunk(case.dp)[dp_rank].tensor_split(case.accumulation)
             for index, rows in enumerate(micro):
                 buckets.start(last=index == len(micro) - 1)
                 loss(model, step, rows).backward()

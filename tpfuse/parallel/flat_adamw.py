@@ -54,8 +54,10 @@ class FlatAdamW:
     def step(self, lr: float, factor: float = 1.0) -> None:
         """One update with the buckets' gradients times `factor`; afterwards every rank has all new parameters.
 
-        Raises PeerTimeout; some parameters may then be new and others old: go on from a checkpoint.
+        Raises ValueError without a `finish()` of the buckets since the last update. Raises PeerTimeout; some parameters
+        may then be new and others old: go on from a checkpoint.
         """
+        self._buckets.take_sums()
         self._step += 1
         rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
         updates: dict[Exchange, list[ShardUpdate]] = {}

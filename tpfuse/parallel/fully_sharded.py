@@ -157,9 +157,8 @@ class FullySharded(MicroBatches):
             self.clear()
         self._units[-1].set_requires_gradient_sync(last)
 
-    def finish(self, *, sums: bool = True) -> None:
-        """After the last micro-batch: this rank's shards of the sums are there, whether they are asked for or not."""
-        self._accumulating = self._last = False
+    def _complete(self, *, sums: bool) -> None:
+        """They are there, whether they are asked for or not."""
 
     def clear(self) -> None:
         """Lets the gradients go."""

@@ -225,12 +225,7 @@ class GradientBuckets(MicroBatches):
             if first:
                 bucket.untouched = set(bucket.missing)
 
-    def finish(self, *, sums: bool = True) -> None:
-        """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
-
-        sums: False where nobody asks for them, or for their norm, before the update; it then takes them on its way
-        where it can, and memory is passed over once less.
-        """
+    def _complete(self, *, sums: bool) -> None:
         try:
             self._send(complete=False)
             for exchange in self.exchanges:
@@ -239,7 +234,6 @@ class GradientBuckets(MicroBatches):
                 for bucket in self.buckets:
                     bucket.exchange.sums(bucket.index)
         finally:
-            self._accumulating = self._last = False
             for bucket in self.buckets:
                 bucket.held.clear()
                 bucket.room = None

@@ -10,14 +10,15 @@ from torch import nn
 class MicroBatches(ABC):
     """An engine that takes over the parameters of `model`: `tpfuse.parallel.gradient_buckets`, `fully_sharded`.
 
-    Between the first micro-batch of a step and `finish()` it is accumulating; `_last` from the last one on.
+    Between the first micro-batch of a step and `finish()` it is accumulating, `_last` from the last one on; from
+    `finish()` to the update `_summed`.
     """
 
     _cure = ""  # for a parameter that was frozen or released: what to do
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._last = self._accumulating = False
+        self._last = self._accumulating = self._summed = False
 
     def _watch(self) -> None:
         """When the parameters are those that training will have: from here on none may be frozen or released."""
@@ -35,7 +36,7 @@ class MicroBatches(ABC):
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
         self._announce(first=not self._accumulating, last=last)
-        self._accumulating, self._last = True, last
+        self._accumulating, self._last, self._summed = True, last, False
 
     @abstractmethod
     def _announce(self, *, first: bool, last: bool) -> None:
@@ -47,6 +48,26 @@ class MicroBatches(ABC):
         self.start(last=False)
         yield
 
-    @abstractmethod
     def finish(self, *, sums: bool = True) -> None:
-        """After the last micro-batch: this rank's sums are there. Raises PeerTimeout."""
+        """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
+
+        sums: False where nobody asks for them, or for their norm, before the update; it then takes them on its way
+        where it can, and memory is passed over once less. Raises ValueError where no micro-batch was the last.
+        """
+        if not self._last:
+            raise ValueError("finish() without a last micro-batch: start(last=True) and its backward pass come first")
+        try:
+            self._complete(sums=sums)
+            self._summed = True
+        finally:
+            self._accumulating = self._last = False
+
+    @abstractmethod
+    def _complete(self, *, sums: bool) -> None:
+        """What is left to be done when backward is over."""
+
+    def take_sums(self) -> None:
+        """Before an update: it uses up what `finish()` has brought. Raises ValueError where that is not there."""
+        if not self._summed:
+            raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
+        self._summed = False

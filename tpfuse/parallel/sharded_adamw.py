@@ -33,7 +33,11 @@ class ShardedAdamW:
         self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items()}
 
     def step(self, lr: float, factor: float = 1.0) -> None:
-        """One update with the gradients times `factor`, which are used up."""
+        """One update with the gradients times `factor`, which are used up.
+
+        Raises ValueError without a `finish()` of the engine since the last update.
+        """
+        self._engine.take_sums()
         self._step += 1
         for decay in (True, False):
             members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
