@@ -17,6 +17,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else m
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    """What a test draws does not depend on the tests before it."""
+def _seed_and_threads() -> None:
+    """What a test draws, and how many threads it has, does not depend on the tests before it."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)

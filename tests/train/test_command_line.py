@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tpfuse import kernel_choice
@@ -21,12 +20,10 @@ from tpfuse.train.stop import StopRequest
 
 
 @pytest.fixture(autouse=True)
-def _threads_and_signals() -> object:
-    """A run in this process sets threads and signal handlers; put them back."""
-    threads = torch.get_num_threads()
+def _signals() -> object:
+    """A run in this process sets signal handlers; put them back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    torch.set_num_threads(threads)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -184,7 +184,6 @@ def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
     """Saves after every step. Rank 1 ends itself in the third update, between two of its buckets' blocks."""
-    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
     rank.join()
     set_settings(timeout=LIMIT)
     trainer, windows = made(options)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 LIMIT = 15.0  # seconds that a test waits for its ranks
@@ -53,6 +54,7 @@ class Rank:
 
 def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests before have left in this process
+    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
     try:
         result = function(rank, *args)
     except BaseException as error:
