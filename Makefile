@@ -12,10 +12,14 @@ BIN := .venv/bin
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
 TRITONS := 3.6.0 3.7.1 3.9.0
 
-.PHONY: help install train test verify long offload compiled compiled-matrix lint types format clean
+# What pyproject.toml's markers leave to `make test-all`.
+FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
+
+.PHONY: help install train test test-all verify long offload compiled compiled-matrix lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
-	@echo "make test    install, then run all tests"
+	@echo "make test    install, then run the tests that find most faults (within 10 minutes on 2 CPU cores)"
+	@echo "make test-all  install, then run every test (within 35 minutes)"
 	@echo "make verify  install, then train two steps with each implementation of tensor parallelism, side by side"
 	@echo "make long    install, then train a GPT at a context of 32768 tokens on one process and on four that share it"
 	@echo "make offload install, then take a training step of GPT-2 1558M with its optimizer state on disk (19 GB)"
@@ -37,6 +41,9 @@ train: install
 	$(BIN)/tpfuse train --model.preset tiny --parallel.tp $(TP)
 
 test: install
+	$(BIN)/python -m pytest -m "$(FIRST_TIER)"
+
+test-all: install
 	$(BIN)/python -m pytest
 
 verify: install

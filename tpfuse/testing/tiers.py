@@ -1,0 +1,52 @@
+"""The two tiers of the tests: `make test` runs what no marker defers, `make test-all` runs everything.
+
+    @pytest.mark.parametrize("world", [2, *exhaustive(1, 3, 4)])
+    @pytest.mark.parametrize(*pairwise(dtype=[F32, BF16, F16], rows=[63, 1, 100]))
+
+A parameter that a test needs in order to find a fault that no other test of the first tier finds stays unmarked.
+pyproject.toml lists the markers that defer a test; importing this module needs pytest.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def exhaustive(*rows: Any) -> list[Any]:
+    """The rows as parameters of the second tier. A row that is a tuple has a value for each parameter's name."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
+
+
+def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any]]:
+    """Names and rows for `parametrize`: every pair of values of two axes is in some row, instead of the full product.
+
+    The first row holds the first value of each axis. `first` rows belong to the first tier, the others to the second.
+    The rows are a greedy covering array and depend on the order of the values alone.
+    """
+    names, sizes = list(axes), [len(values) for values in axes.values()]
+    missing = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for a, b in itertools.product(range(sizes[i]), range(sizes[j]))
+    }
+    if len(names) == 1:
+        missing = {((0, a),) for a in range(sizes[0])}
+    rows: list[tuple[int, ...]] = []
+    while missing or not rows:
+        chosen = dict(min(missing)) if rows else dict.fromkeys(range(len(names)), 0)
+        for axis in range(len(names)):
+            if axis not in chosen:
+                counts = [len(_pairs(chosen | {axis: value}) & missing) for value in range(sizes[axis])]
+                chosen[axis] = counts.index(max(counts))
+        missing -= _pairs(chosen)
+        rows.append(tuple(chosen[axis] for axis in range(len(names))))
+    values = [tuple(axes[name][index] for name, index in zip(names, row, strict=True)) for row in rows]
+    return names, [*(pytest.param(*row) for row in values[:first]), *exhaustive(*values[first:])]
+
+
+def _pairs(chosen: dict[int, int]) -> set[tuple[tuple[int, int], ...]]:
+    """The pairs of (axis, value) that a row, or a part of one, covers; of a row of one axis, that axis alone."""
+    items = sorted(chosen.items())
+    return set(itertools.combinations(items, 2)) | {(item,) for item in items}
