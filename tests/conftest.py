@@ -5,15 +5,29 @@ One thread: the tensors are small, and the ranks of the pools need the other cor
 
 import os
 import resource
+from typing import Any
 
 import pytest
+import pytest_timeout
 import torch
+
+from tpfuse.testing import ranks
+from tpfuse.testing.patience import patient
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported; the ranks of the pools inherit it
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the ranks inherit it, and keep the groups of all tests
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
+
+ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # most tests import no more
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> object:
+    """A test may take as much longer as the machine is slower when the test begins."""
+    settings = settings._replace(timeout=patient(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, settings)
 
 
 @pytest.fixture(autouse=True)

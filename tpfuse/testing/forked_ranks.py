@@ -21,7 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT = 15.0  # seconds that a test waits for its ranks
+from tpfuse.testing.patience import Deadline, patient
+
+LIMIT = 60.0  # seconds that a test waits for its ranks on an idle machine, and they for each other
 
 
 class Rank:
@@ -38,7 +40,7 @@ class Rank:
             init_method=f"file://{self._store}",
             rank=self.rank,
             world_size=self.world,
-            timeout=timedelta(seconds=LIMIT),
+            timeout=timedelta(seconds=patient(LIMIT)),
         )
         assert dist.group.WORLD is not None
         return dist.group.WORLD
@@ -81,7 +83,9 @@ class Ranks:
 
     def hear(self, rank: int) -> Any:
         """What a rank says next."""
-        assert self.connections[rank].poll(LIMIT), f"rank {rank} says nothing"
+        deadline = Deadline(LIMIT)
+        while not self.connections[rank].poll(deadline.next_look()):
+            assert deadline.left(), f"rank {rank} says nothing"
         return self.connections[rank].recv()
 
     def heard_of_all(self) -> None:

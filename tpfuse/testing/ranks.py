@@ -20,13 +20,17 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from time import monotonic
 from types import FunctionType
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from tpfuse.testing.patience import Deadline, patient
+
+# What the server imports before it forks ranks; a program may add modules before it starts its first pool.
+PRELOADED = ["torch.distributed.tensor", "triton.language", "tpfuse.testing.ranks"]
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -73,10 +77,25 @@ def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bo
             connection.send((False, traceback.format_exc()))
 
 
+def _serve_in(environment: dict[str, str], *args: Any) -> None:
+    """Serves with the environment of the process that wants the rank: the server has kept that of its start."""
+    os.environ.clear()
+    os.environ.update(environment)
+    serve(*args)
+
+
+def _server() -> Any:
+    """The context whose processes are forked from the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class RankPool:
     """`world` processes that form a Gloo group and wait for work.
 
-    timeout: seconds for one `run`; grace: seconds that the others have to fail by themselves once one has.
+    timeout: seconds for one `run`; grace: seconds that the others have to fail by themselves once one has. Both are
+    those of an idle machine (see `patience`).
     """
 
     def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0) -> None:
@@ -85,15 +104,19 @@ class RankPool:
         self._connections: list[Connection] = []
         self._folder: str | None = None
 
+    def _context(self) -> Any:
+        return _server()
+
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = self._context()
         self._folder = tempfile.mkdtemp(prefix="tpfuse-ranks-")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         deterministic = torch.are_deterministic_algorithms_enabled()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, f"file://{self._folder}/store", self.timeout, deterministic, theirs)
-            process = context.Process(target=serve, args=args, daemon=True)
+            meeting = f"file://{self._folder}/store"
+            args = (rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
+            process = context.Process(target=_serve_in, args=(dict(os.environ), *args), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -130,12 +153,13 @@ class RankPool:
     def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        deadline = monotonic() + self.timeout
+        deadline, failed = Deadline(self.timeout), False
         while len(results) + len(failures) < self.world:
             open_ranks = [r for r in range(self.world) if r not in results and r not in failures]
-            limit = min(deadline, monotonic() + self.grace) if failures else deadline
-            ready = wait([self._connections[r] for r in open_ranks], max(0.0, limit - monotonic()))
-            if not ready:
+            if failures and not failed:
+                failed, deadline = True, Deadline(min(deadline.left(), self.grace))
+            ready = wait([self._connections[r] for r in open_ranks], deadline.next_look())
+            if not ready and not deadline.left():
                 failures |= dict.fromkeys(open_ranks, "no answer in time")
             for rank in open_ranks:
                 if self._connections[rank] not in ready:
@@ -143,7 +167,7 @@ class RankPool:
                 try:
                     fine, value = self._connections[rank].recv()
                 except (EOFError, OSError):
-                    self._processes[rank].join(1.0)
+                    self._processes[rank].join(patient(10.0))
                     fine, value = False, f"died with exit code {self._processes[rank].exitcode}"
                 (results if fine else failures)[rank] = value
         return results, failures
@@ -162,6 +186,10 @@ class GpuRankPool(RankPool):
     def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
         super().__init__(world, timeout, grace=20.0)
         self._overlapping = overlapping
+
+    def _context(self) -> Any:
+        # The server may have imported Triton's interpreter.
+        return multiprocessing.get_context("spawn")
 
     def _start(self) -> None:
         with mock.patch.dict(os.environ, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=str(int(self._overlapping))):
