@@ -1,0 +1,66 @@
+"""The command; the package's docstring says what it does."""
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+from tpfuse.testing import faults
+from tpfuse.testing.faults.record import record
+from tpfuse.testing.faults.run import run
+
+
+def report(folder: Path) -> str:
+    """A table by area, then the faults that the first tier missed; of those that no test reaches, the number."""
+    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    reached = [result for result in results if sum(result["reached"])]
+    lines = ["area            planted  first tier  both tiers  first/both"]
+    for area in (*dict.fromkeys(result["area"] for result in reached), "all"):
+        tiers = Counter(result["tier"] for result in reached if area in ("all", result["area"]))
+        both = tiers["first"] + tiers["second"]
+        share = f"{tiers['first'] / both:10.1%}" if both else "         -"
+        lines.append(f"{area:15} {tiers.total():7} {tiers['first']:11} {both:11} {share:>11}")
+    lines.append(f"{len(results) - len(reached)} more are in functions that no test calls")
+    for tier, title in (("second", "caught by the second tier alone"), ("", "survived both tiers")):
+        lines += ["", title]
+        lines += [
+            f"  {result['fault']}" + (f"  [{result['test']}]" if tier else "") + _cut(result["left"])
+            for result in reached
+            if result["tier"] == tier
+        ]
+    return "\n".join(lines)
+
+
+def _cut(left: list[int]) -> str:
+    return f"  ({sum(left)} tests left out)" if sum(left) else ""
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tpfuse.testing.faults",
+        description=faults.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("record", "run", "report"))
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the record and the results are kept")
+    parser.add_argument("--count", type=int, default=240, help="how many faults to plant (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the faults (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=2, help="how many faults are tried at a time (default: 2)")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds of tests of a tier that a fault gets at most"
+    )
+    options, rest = parser.parse_known_args()
+    if rest and options.command != "record":
+        parser.error(f"unknown arguments: {' '.join(rest)}; only record hands arguments to pytest")
+    root = Path.cwd()
+    if options.command == "record":
+        return record(root, options.folder.resolve(), rest)
+    if options.command == "run":
+        run(root, options.folder.resolve(), options.count, options.seed, options.workers, options.limit)
+    print(report(options.folder))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""Which tests reach which functions, recorded by running every test once."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STARTUP = Path(__file__).parent / "startup"
+DEFERRING = ("exhaustive", "compile", "processes", "nodes", "gpu")  # as the Makefile's FIRST_TIER
+
+
+@dataclass(frozen=True)
+class RecordedTest:
+    """A test that passed. name: pytest's node id; seconds: with its set-up; first: whether the first tier has it."""
+
+    name: str
+    seconds: float
+    first: bool
+
+
+def environment(root: Path, **more: str) -> dict[str, str]:
+    """The environment of a test run of the checkout in `root`."""
+    path = os.pathsep.join([str(STARTUP), str(root)])
+    return {**os.environ, "PYTHONPATH": path, "TPFUSE_CHECKOUT": str(root), **more}
+
+
+def record(root: Path, folder: Path, arguments: Sequence[str]) -> int:
+    """Runs pytest with these arguments; returns its exit status. `folder` must not hold a record yet."""
+    if sys.version_info < (3, 12):
+        raise SystemExit("record needs Python 3.12, for sys.monitoring; the other commands do not")
+    folder.mkdir(parents=True)
+    (folder / "current").write_bytes(bytes(8))
+    command = [sys.executable, "-m", "pytest", "-p", "tpfuse.testing.faults.recording", *arguments]
+    return subprocess.run(command, cwd=root, env=environment(root, TPFUSE_RECORD=str(folder))).returncode
+
+
+class Record:
+    """What `record` wrote to a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        entries = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
+        self._tests = {
+            entry["number"]: RecordedTest(entry["name"], entry["seconds"], not set(entry["markers"]) & set(DEFERRING))
+            for entry in entries
+            if entry["outcome"] == "passed"
+        }
+        self._reach: dict[tuple[str, str], set[int]] = {}
+        for number, file, function in _calls(folder):
+            if number in self._tests:
+                self._reach.setdefault((file, function), set()).add(number)
+
+    def tests_of(self, file: str, function: str) -> list[RecordedTest]:
+        """The tests that call a function, in the order of the run."""
+        return [self._tests[number] for number in sorted(self._reach.get((file, function), ()))]
+
+
+def _calls(folder: Path) -> Iterator[tuple[int, str, str]]:
+    for path in folder.glob("calls-*"):
+        for line in path.read_text().splitlines():
+            number, file, function = line.split("\t")
+            yield int(number), file, function.replace(".<locals>", "")
+
+
+class Plugin:
+    """Tells all processes which test runs, and writes a row for each test; pytest loads it by `recording.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number, self._rows = folder, 0, dict[str, Any]()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins."""
+        self._number += 1
+        with (self._folder / "current").open("r+b") as file:
+            file.write(self._number.to_bytes(8, "little"))
+        self._rows = {"number": self._number, "name": nodeid, "seconds": 0.0, "outcome": "passed", "markers": []}
+        sys.monitoring.restart_events()  # type: ignore[attr-defined]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """A phase of a test is over."""
+        self._rows["seconds"] += report.duration
+        if report.outcome != "passed":
+            self._rows["outcome"] = report.outcome
+        self._rows["markers"] = [name for name in report.keywords if name in DEFERRING]
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """A test is over."""
+        with (self._folder / "tests.jsonl").open("a") as file:
+            file.write(json.dumps(self._rows) + "\n")
+
+
+def plugin(settings: Mapping[str, str]) -> Plugin:
+    """The plugin of a run that `record` started."""
+    return Plugin(Path(settings["TPFUSE_RECORD"]))
