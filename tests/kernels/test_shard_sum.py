@@ -14,8 +14,9 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Connect = Callable[..., Endpoint]
 
 
@@ -31,8 +32,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
     explore(program, world, schedules=[RoundRobin()])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F16), (1, F32), (2, F32), (3, F16))])
 def test_sums_in_rank_order_in_float32(connect: Connect, world: int, dtype: torch.dtype) -> None:
     """To the bit; shards of one program and of several on one channel, what is not the shard stays as it is."""
 
@@ -87,7 +87,7 @@ def test_what_is_not_finite_is_in_the_sum_and_in_the_squares(connect: Connect) -
     once(program, 2)
 
 
-@pytest.mark.parametrize("flag_count", [3, 8, 64])
+@pytest.mark.parametrize("flag_count", [8, *exhaustive(3, 64)])
 def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory, flag_count=flag_count, programs=50)

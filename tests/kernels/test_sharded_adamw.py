@@ -17,10 +17,10 @@ from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
+from tpfuse.testing.tiers import exhaustive
 
 RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-PAIRS = ((F32, F32), (F32, BF16), (BF16, BF16), (BF16, F32), (F16, F16), (F16, F32))  # of values and gradients
 CLIP = torch.tensor(0.3)
 CASES = (
     (37, 20, None, False),
@@ -79,8 +79,14 @@ class Bucket:
         return [*state[:3], state[0] if self.values.dtype == F32 else state[3]]
 
 
-@pytest.mark.parametrize(("dtype", "sent"), PAIRS)
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "dtype", "sent"),
+    [
+        (2, BF16, F32),
+        (3, F32, BF16),
+        *exhaustive((1, F16, F32), (1, F32, F32), (2, F32, F32), (2, F16, F16), (3, BF16, BF16)),
+    ],
+)
 def test_as_the_sum_and_the_update_one_after_the_other(
     connect: Connect, world: int, dtype: torch.dtype, sent: torch.dtype
 ) -> None:
@@ -114,7 +120,7 @@ def test_as_the_sum_and_the_update_one_after_the_other(
     once(program, world)
 
 
-@pytest.mark.parametrize("border", [0, 13, 100])
+@pytest.mark.parametrize("border", [13, *exhaustive(0, 100)])
 def test_against_reference(connect: Connect, border: int) -> None:
     bucket, m = Bucket.draw(1, 2, 100, BF16, BF16), 100
     options: dict[str, Any] = {"lr": 1e-2, "step": 7, "border": border, "clip": 0.3} | RATES
@@ -145,7 +151,7 @@ def test_against_reference(connect: Connect, border: int) -> None:
     once(program, 2)
 
 
-@pytest.mark.parametrize("flag_count", [4, 9, 64])
+@pytest.mark.parametrize("flag_count", [9, *exhaustive(4, 64)])
 def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank, m = connect(memory, flag_count=flag_count, programs=50), memory.rank, 100
