@@ -167,7 +167,9 @@ def all_gather_gemm_forward_kernel(
     GATED: tl.constexpr = weight_up_ptr is not None
     SHARES: tl.constexpr = COPIERS if COPIERS > 0 else 1
     w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-    w_up = weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    w_up = (
+        weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA) if GATED else None
+    )
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         worker, workers = tl.program_id(0) - COPIERS, tl.num_programs(0) - COPIERS

@@ -96,7 +96,9 @@ def gemm_reduce_scatter_forward_kernel(
     gate = matrix(gate_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if gate_ptr is not None else None
     up = matrix(up_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if GATED else None
     w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-    w_up = weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
+    w_up = (
+        weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA) if GATED else None
+    )
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         programs, tiles_n = tl.num_programs(0), tl.cdiv(N, BLOCK_N)

@@ -14,7 +14,7 @@ from tpfuse.kernels.gemm_tiles import allows_tma, load_tile, matrix
 
 @triton.jit
 def weight_matrix(
-    weight_ptr,  # [N, K] any dtype, read; or None
+    weight_ptr,  # [N, K] any dtype, read
     N,
     K,
     stride_wn,
@@ -24,10 +24,8 @@ def weight_matrix(
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """What `load_weight` reads from; None of None."""
-    if weight_ptr is None:
-        return None
-    elif K_ADJACENT:
+    """What `load_weight` reads from. It is not called for a weight that is None: Triton 3.6 cannot return None."""
+    if K_ADJACENT:
         return matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
     else:
         return matrix(weight_ptr, K, N, stride_wk, BLOCK_K, BLOCK_N, TMA)

@@ -58,10 +58,10 @@ def _add_queries(
     """(dk, dv) after the queries of one run, in the heads that share the keys; for the tuples see the kernel."""
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     keys, values, k, v, k_pos = key_tile
-    q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr, counters_ptr = queries
+    q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     start, full_start, full_stop, stop = seen
     first, last = sight[0][:, None], sight[1][:, None]
-    dropout_key_ptr, dropout_threshold, dropout_scale = dropout
+    counters_ptr, counters_start, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tile_m = tl.arange(0, BLOCK_M)
     blocks = tl.cdiv(stop - start, BLOCK_M)
     # The heads' blocks in one loop: the loads of the next head are under way while this one's last block is computed.
@@ -82,7 +82,7 @@ def _add_queries(
         padded = row + head * PADDING + offs_m
         p = tl.exp2(scores * (scale * LOG2_E) - tl.load(log2_sum_ptr + padded)[None, :])
         if DROPOUT:
-            counter = tl.load(counters_ptr + row + offs_m, mask=offs_m < run_size, other=0)
+            counter = tl.load(counters_ptr + counters_start + row + offs_m, mask=offs_m < run_size, other=0)
             hashed = hashed_rows(counter, 1, tl.load(dropout_key_ptr))
             keep = kept(hashed[None, :], k_pos[:, None], dropout_threshold)
         grad_out = load_tile(grad_rows, 0, HEAD_SIZE, BLOCK_D)
@@ -104,14 +104,12 @@ def _add_queries(
 
 
 @triton.jit
-def _queries_of(
-    queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.constexpr, EXCHANGE: tl.constexpr, DROPOUT: tl.constexpr
-):
-    """Pointers to q, grad_out, log2_sum, delta and counters of rank `source`.
+def _queries_of(queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
+    """Pointers to q, grad_out, log2_sum and delta of rank `source`.
 
-    With an exchange the first four are one behind the other in its block in the own slot.
+    With an exchange they are one behind the other in its block in the own slot.
     """
-    q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr, counters_ptr = queries
+    q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     if EXCHANGE:
         slots_ptr, state_ptr, slot_bytes, block_words, queries_start, rank = exchange
         dtype: tl.constexpr = grad_out_ptr.dtype.element_ty
@@ -121,9 +119,7 @@ def _queries_of(
         grad_out_ptr = q_ptr + rows * HEAD_SIZE
         log2_sum_ptr = (grad_out_ptr + rows * HEAD_SIZE).to(tl.pointer_type(tl.float32))
         delta_ptr = log2_sum_ptr + rows + batch * heads * PADDING
-        if DROPOUT:
-            counters_ptr += source * rows
-    return q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr, counters_ptr
+    return q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr
 
 
 @triton.jit(do_not_specialize=_CHANGING)
@@ -196,18 +192,19 @@ def ring_attention_dkdv_kernel(
     for index in range(steps):
         source = (source_first + index * source_step) % WORLD
         queries = _queries_of(
-            (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr, counters_ptr),
+            (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr),
             (slots_ptr, state_ptr, slot_bytes, block_words, queries_start, rank),
-            source, batch, heads, n, HEAD_SIZE, EXCHANGE, DROPOUT,
+            source, batch, heads, n, HEAD_SIZE, EXCHANGE,
         )  # fmt: skip
+        counters_start = tl.cast(source if EXCHANGE else 0, tl.int64) * (batch * heads) * n
         for run in range(run_count):
             start = run_start(source, run, run_unit, WORLD)
             dk, dv = _add_queries(
                 dk, dv, (keys, values, k, v, k_pos), queries, kv_head * group, run * run_size,
                 index_range(first_ptr, last_ptr, tile_first, tile_last, start, run_step, run_size, BLOCK_M),
                 (first_index(first, start, run_step), last_index(last, start, run_step, run_size)),
-                (dropout_key_ptr, dropout_threshold, dropout_scale), group, n, run_size, scale,
-                HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D, DK, DV,
+                (counters_ptr, counters_start, dropout_key_ptr, dropout_threshold, dropout_scale), group, n, run_size,
+                scale, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D, DK, DV,
             )  # fmt: skip
     start = kv_head // kv_heads * stride_b + kv_head % kv_heads * stride_h + tl.cast(first_row, tl.int64) * stride_t
     if DK:

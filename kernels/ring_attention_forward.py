@@ -201,7 +201,8 @@ def ring_attention_forward_kernel(
     worker, workers = tl.program_id(0) - COPIERS, max(tl.num_programs(0) - COPIERS, 1)
     if COPIERS == 0:  # without a loop, around which the compiler would keep addresses in registers
         _attend_tile(
-            worker, 0, workers, q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
+            worker, tl.full((), 0, tl.int32), workers,
+            q_ptr, blocks_ptr, (first_ptr, last_ptr), dropout, out_ptr, lse_ptr,
             (None, None, None, 0, 0, 0, rank), sources, runs, heads, group, stride_qb, stride_qh, stride_qt, stride_v,
             scale, WORLD, COPIERS, HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N,
         )  # fmt: skip
