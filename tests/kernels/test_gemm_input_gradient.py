@@ -9,7 +9,9 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = (1, 16, 63, 64, 100, 257)
 SHAPES = sorted({(s, 64, 20) for s in SIZES} | {(20, s, 65) for s in SIZES} | {(65, 20, s) for s in SIZES})
 
@@ -20,16 +22,29 @@ def _gradient(grad: Tensor, weight: Tensor, preactivation: Tensor, activation: s
     return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0] @ weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype"),
+    [
+        (1, 1, 1, F32),
+        (63, 100, 65, BF16),
+        (100, 63, 257, F32),
+        *exhaustive(*((*shape, (F32, BF16)[i % 2]) for i, shape in enumerate(SHAPES))),
+    ],
+)
 def test_sizes(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     grad, weight = integers(1, m, n, dtype=dtype), integers(2, n, k, dtype=dtype)
     expected = (grad.double() @ weight.double()).float().to(dtype)
     assert torch.equal(gemm_input_gradient(grad, weight), expected)
 
 
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    ("n", "activation"),
+    [
+        (100, "relu"),
+        (63, "swiglu"),
+        *exhaustive((1, "relu"), (257, "relu"), (16, "swiglu"), (64, "swiglu"), (257, "swiglu")),
+    ],
+)
 def test_masks_with_an_activation(n: int, activation: str) -> None:
     halves = 2 if activation in GATED else 1
     grad, weight = integers(1, 20, n), integers(2, halves * n, 30)
@@ -40,8 +55,14 @@ def test_masks_with_an_activation(n: int, activation: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("gelu", BF16),
+        ("swiglu", F32),
+        *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(ACTIVATIONS))),
+    ],
+)
 def test_activations(activation: str | None, dtype: torch.dtype) -> None:
     m, n, k = 65, 70, 40
     width = n // 2 if activation in GATED else n
@@ -75,9 +96,9 @@ def test_nan_stays_in_its_row() -> None:
     assert torch.equal(out[others], clean[others])
 
 
-def test_ten_runs_are_equal() -> None:
+def test_every_run_gives_the_same_bits() -> None:
     grad, weight, preactivation = normal(1, 40, 257), normal(2, 257, 33), normal(3, 40, 257)
-    runs = [gemm_input_gradient(grad, weight, preactivation, activation="silu") for _ in range(10)]
+    runs = [gemm_input_gradient(grad, weight, preactivation, activation="silu") for _ in range(3)]
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 

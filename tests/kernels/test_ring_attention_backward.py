@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.comm.sequence import BALANCES, SequenceLayout
 from tpfuse.kernels.block_exchange import BlockExchange
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_backward import (
@@ -20,6 +21,7 @@ from tpfuse.ops.sight import Sight, sights
 from tpfuse.testing.compare import Yardstick, check_error
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
+from tpfuse.testing.tiers import exhaustive
 
 DROPOUT, KEY, WIDTH = 0.3, -(2**61) - 7, 200
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -146,15 +148,21 @@ def here(ring: Ring) -> list[Gradients]:
     return found
 
 
-BALANCES = ("zigzag", "contiguous", "striped")
 CASES = (
+    Ring(world=2, balance="striped", length=37, heads=4),
+    Ring(world=2, balance="contiguous", length=34, window=11, size=40),
+    Ring(world=3, balance="contiguous", length=40, causal=False, window=9),
+    Ring(world=2, length=60, documents=(0, 20, 21, 43, 55)),
+    Ring(world=2, balance="contiguous", length=40, heads=2, dropout_p=DROPOUT),
+)
+MORE = (
     Ring(world=1, length=33),
     Ring(world=1, length=40, balance="contiguous", causal=False, heads=2),
     Ring(world=2, length=75, heads=2),
-    *(Ring(world=2, balance=balance, length=37, heads=4) for balance in BALANCES[1:]),
-    *(Ring(world=2, balance=balance, length=34, window=11, size=40) for balance in BALANCES),
-    *(Ring(world=3, balance=balance, length=40, causal=False, window=9) for balance in BALANCES),
-    *(Ring(world=2, balance=balance, length=60, documents=(0, 20, 21, 43, 55)) for balance in BALANCES),
+    Ring(world=2, balance="contiguous", length=37, heads=4),
+    *(Ring(world=2, balance=balance, length=34, window=11, size=40) for balance in ("zigzag", "striped")),
+    *(Ring(world=3, balance=balance, length=40, causal=False, window=9) for balance in ("zigzag", "striped")),
+    *(Ring(world=2, balance=balance, length=60, documents=(0, 20, 21, 43, 55)) for balance in BALANCES[1:]),
     Ring(world=2, length=30, causal=False, batch=2, heads=2, kv_heads=2),
     Ring(world=4, length=9),  # fewer tokens than a tile has, and padding in most runs
     Ring(world=2, length=40, size=64),
@@ -162,15 +170,24 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("ring", CASES, ids=str)
+@pytest.mark.parametrize("ring", [*CASES, *exhaustive(*MORE)], ids=str)
 def test_blocks_that_are_here(ring: Ring) -> None:
     ring.check(here(ring))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("ring", [CASES[3], CASES[8], replace(CASES[-1], size=64, batch=1)], ids=str)
-def test_half_types(ring: Ring, dtype: torch.dtype) -> None:
-    ring = replace(ring, dtype=dtype)
+@pytest.mark.parametrize(
+    "ring",
+    [
+        Ring(world=2, balance="striped", length=34, window=11, size=40, dtype=torch.bfloat16),
+        *exhaustive(
+            Ring(world=2, balance="contiguous", length=37, heads=4, dtype=torch.float16),
+            Ring(world=3, length=40, causal=False, window=9, dtype=torch.bfloat16),
+            Ring(world=2, balance="striped", length=40, heads=2, dropout_p=DROPOUT, size=64, dtype=torch.float16),
+        ),
+    ],
+    ids=str,
+)
+def test_half_types(ring: Ring) -> None:
     ring.check(here(ring))
 
 
@@ -222,28 +239,35 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize(("world", "way"), [(1, True), (2, False), (3, True), (4, False)])
-def test_blocks_that_are_brought(world: int, way: bool) -> None:
-    calls = [replace(call, world=world) for call in CALLS[: 5 if world == 2 else 3]]
-    for call, ranks in zip(calls, brought(calls, way), strict=True):
+@pytest.mark.parametrize(
+    ("world", "way", "calls"),
+    [
+        (2, False, (0, 3)),
+        (3, True, (1,)),
+        *exhaustive((1, True, (0, 1, 2)), (2, False, (0, 1, 2, 3, 4)), (3, True, (0, 1, 2)), (4, False, (1, 0))),
+    ],
+)
+def test_blocks_that_are_brought(world: int, way: bool, calls: Sequence[int]) -> None:
+    rings = [replace(CALLS[call], world=world) for call in calls]
+    for ring, ranks in zip(rings, brought(rings, way), strict=True):
         for rank in ranks:
             for gradient in rank:
-                assert gradient.dtype == call.dtype and gradient.transpose(1, 2).is_contiguous()
-        call.check(ranks)
+                assert gradient.dtype == ring.dtype and gradient.transpose(1, 2).is_contiguous()
+        ring.check(ranks)
 
 
-def test_the_same_bits_in_every_run_and_either_way() -> None:
-    calls = [replace(CALLS[0], world=3, dtype=torch.bfloat16)]
-    first = brought(calls, True)
-    for way in (True, False):
-        for expected, actual in zip(first, brought(calls, way), strict=True):
-            for ours, theirs in zip(expected, actual, strict=True):
-                assert all(map(torch.equal, ours, theirs))
+@pytest.mark.parametrize("way", exhaustive(False, True))
+def test_the_same_bits_in_every_run_and_either_way(way: bool) -> None:
+    """The first run is around the ring."""
+    rings = [Ring(world=3, length=37, dtype=torch.bfloat16)]
+    for expected, actual in zip(brought(rings, True), brought(rings, way), strict=True):
+        for ours, theirs in zip(expected, actual, strict=True):
+            assert all(map(torch.equal, ours, theirs))
 
 
 def test_brought_is_what_is_here() -> None:
     """dq is the same sum in the same order; of dk and dv the parts are added one rank later."""
-    ring = Ring(world=2, length=37, heads=2)
+    ring = Ring(world=2, length=37)
     for ours, theirs in zip(brought([ring], True)[0], here(ring), strict=True):
         assert torch.equal(ours[0], theirs[0])
         for actual, expected in zip(ours[1:], theirs[1:], strict=True):
