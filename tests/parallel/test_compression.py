@@ -12,6 +12,7 @@ from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.compression import Bf16Compression, PowerSGDCompression, compression_of
 from tpfuse.testing.nodes import counted, run_on_nodes, why_not_permitted
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 # A vector, a matrix that is worth it at rank 2, a gap, one that is too small, a second one, another vector.
 PIECES = ((7, 20, 16), (340, 4, 5), (360, 12, 30))
@@ -45,7 +46,7 @@ def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple
     return x, shard, *((each.sent, each.received) for each in traffic)
 
 
-@pytest.mark.parametrize(("world", "size"), [(2, 100), (2, 63), (3, 1000), (3, 63), (4, 1000), (4, 2)])
+@pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((2, 100), (3, 63), (4, 1000), (4, 2))])
 def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
     truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
     share = -(-size // world)
@@ -63,7 +64,7 @@ def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
     return x, (traffic.sent, traffic.received)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
 def test_what_is_no_matrix_or_too_small_to_gain_is_sent_as_it_is(world: int) -> None:
     total = sum(_whole(rank, 0) for rank in range(world))
     for found, sent in pool(world).run(_whole_numbers, 6):  # at rank 6 not one is worth it
@@ -308,6 +309,7 @@ def _sent(name: str) -> tuple[int, int]:
     return count[0], traffic.sent
 
 
+@pytest.mark.nodes
 @pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
 @pytest.mark.parametrize(("name", "share"), [("bf16", 1 / 2), ("powersgd", 4 * 2 / ROWS)])
 def test_the_network_carries_as_much_as_is_counted(name: str, share: float) -> None:

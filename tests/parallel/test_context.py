@@ -11,8 +11,9 @@ from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
-CONFIG = GPTConfig(vocab_size=31, n_positions=21, n_embd=64, n_layer=1, n_head=4, dropout=0.1)  # 21 tokens: padding
+CONFIG = GPTConfig(vocab_size=31, n_positions=21, n_embd=32, n_layer=1, n_head=2, dropout=0.1)  # 21 tokens: padding
 
 
 def _trained(cp: int, name: Implementation, schedule: Schedule) -> tuple[Tensor, dict[str, Tensor]]:
@@ -30,7 +31,7 @@ def _trained(cp: int, name: Implementation, schedule: Schedule) -> tuple[Tensor,
     return found.pop("loss"), found
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather"])
+@pytest.mark.parametrize("schedule", exhaustive("ring", "all_gather"))
 def test_a_model_on_the_kernels_of_ring_attention(schedule: Schedule) -> None:
     loss, gradients = pool(1).run(_trained, 1, "auto", "auto")[0]
     for other_loss, other in pool(2).run(_trained, 2, "fused", schedule):

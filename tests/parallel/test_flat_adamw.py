@@ -14,6 +14,7 @@ from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
+from tpfuse.testing.tiers import exhaustive
 
 
 def _model(dtype: torch.dtype, n_layer: int = 1) -> GPT:
@@ -98,13 +99,16 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
     return state, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_twenty_updates_by_both_agree(dtype: torch.dtype) -> None:
-    truth, _ = _trained(_model(dtype).double(), ["torch"] * 20)
-    plain, _ = _trained(_model(dtype), ["torch"] * 20)
-    fused, optimizer = _trained(_model(dtype), ["triton"] * 20)
-    both, _ = _trained(_model(dtype), ["torch"] * 7 + ["triton"] * 6 + ["torch"] * 7)
-    assert optimizer.updates == 20
+@pytest.mark.parametrize(
+    ("dtype", "updates"), [(torch.bfloat16, 6), *exhaustive((torch.float32, 20), (torch.bfloat16, 20))]
+)
+def test_updates_by_both_agree(dtype: torch.dtype, updates: int) -> None:
+    third = updates // 3
+    truth, _ = _trained(_model(dtype).double(), ["torch"] * updates)
+    plain, _ = _trained(_model(dtype), ["torch"] * updates)
+    fused, optimizer = _trained(_model(dtype), ["triton"] * updates)
+    both, _ = _trained(_model(dtype), ["torch"] * third + ["triton"] * third + ["torch"] * (updates - 2 * third))
+    assert optimizer.updates == updates
     for name, expected in truth.items():
         error = (plain[name] - expected).abs().max().item()
         bound = 2 * error + torch.finfo(torch.float32).eps * expected.abs().max().item()

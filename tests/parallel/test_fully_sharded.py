@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +30,13 @@ from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint
 from tpfuse.train.checkpoint import Part
 
 # 61 tokens, 18 wide: rows that no world divides, and first dimensions smaller than a world.
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=20, n_layer=2, n_head=4, dropout=0.2)
-STEPS, BATCH, LR, CLIP = 10, 12, 1e-2, 0.5
+STEPS, BATCH, LR, CLIP = 7, 12, 1e-2, 0.5
 SPARED = 2 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else BATCH
 # Keys' biases have gradients that are rounding errors alone, which a smaller eps would make as large as all others.
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-1}
@@ -209,14 +209,28 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         assert (found[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
 
 
-DATA = [Layout(dp=2), Layout(dp=3), Layout(dp=4), Layout(dp=4, replicas=2), Layout(dp=2, replicas=2)]
-MIXED = [Layout(tp=2, dp=2), Layout(cp=2, dp=2), Layout(cp=2, dp=2, replicas=2), Layout(tp=2, dp=2, replicas=2)]
-TOYS = [("toy", layout, accumulation) for layout in DATA for accumulation in (1, 3)]
-GPTS = [("gpt", layout, 1 + 2 * (index % 2)) for index, layout in enumerate([*DATA, *MIXED])]
-BOTH = [("gpt", Layout(dp=2), 3), ("gpt", Layout(tp=2, dp=2), 1), ("gpt", Layout(cp=2, dp=2), 3)]
+# Each layout of data-parallel ranks is tried with both models and both numbers of micro-batches.
+FIRST = [
+    ("toy", Layout(dp=2), 3),
+    ("toy", Layout(dp=3), 1),
+    ("toy", Layout(dp=4, replicas=2), 3),
+    ("gpt", Layout(tp=2, dp=2), 3),
+    ("gpt", Layout(cp=2, dp=2, replicas=2), 1),
+]
+OTHERS = [
+    ("gpt", Layout(dp=2), 1),
+    ("gpt", Layout(dp=3), 3),
+    ("gpt", Layout(dp=4), 1),
+    ("toy", Layout(dp=4), 3),
+    ("gpt", Layout(dp=4, replicas=2), 1),
+    ("gpt", Layout(dp=2, replicas=2), 3),
+    ("toy", Layout(dp=2, replicas=2), 1),
+    ("gpt", Layout(cp=2, dp=2), 3),
+    ("gpt", Layout(tp=2, dp=2, replicas=2), 1),
+]
 
 
-@pytest.mark.parametrize(("name", "layout", "accumulation"), [*TOYS, *GPTS, *BOTH])
+@pytest.mark.parametrize(("name", "layout", "accumulation"), [*FIRST, *exhaustive(*OTHERS)])
 def test_trains_as_one_rank_does(name: str, layout: Layout, accumulation: int) -> None:
     expected, norms = plain(name)
     for found, found_norms in pool(layout.world).run(run, name, layout, accumulation):
@@ -224,16 +238,17 @@ def test_trains_as_one_rank_does(name: str, layout: Layout, accumulation: int) -
         assert found_norms == pytest.approx(norms, rel=1e-12)
 
 
-def run_recomputing(recompute: str) -> tuple[dict[str, Tensor], list[float]]:
-    return run("gpt", Layout(dp=2), 1, recompute=recompute)
+def run_recomputing() -> None:
+    expected, norms = run("gpt", Layout(dp=2), 1)
+    for recompute in ("selective", "full"):
+        found, found_norms = run("gpt", Layout(dp=2), 1, recompute=recompute)
+        assert found_norms == norms and found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_with_what_is_computed_again(recompute: str) -> None:
-    expected, norms = pool(2).run(run, "gpt", Layout(dp=2), 1)[0]
-    found, found_norms = pool(2).run(run_recomputing, recompute)[1]
-    assert found_norms == norms and found.keys() == expected.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+@pytest.mark.exhaustive
+def test_with_what_is_computed_again() -> None:
+    pool(2).run(run_recomputing)
 
 
 def gradients(name: str, layout: Layout) -> None:
@@ -305,9 +320,11 @@ def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype:
     ("layout", "accumulation", "dtype", "reduce_dtype", "reduced"),
     [
         (Layout(dp=3), 1, torch.float32, "float32", 4),
-        (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
-        (Layout(dp=4, replicas=2), 1, torch.bfloat16, "parameter", 2),
-        (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
+        (Layout(dp=4, replicas=2), 3, torch.bfloat16, "parameter", 2),
+        *exhaustive(
+            (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
+            (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
+        ),
     ],
 )
 def test_bytes_are_those_of_theory(
@@ -354,7 +371,7 @@ def half(accumulation: int) -> dict[str, Tensor]:
     return whole(engine)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [3, *exhaustive(1)])
 def test_half_parameters_have_float32_masters(accumulation: int) -> None:
     expected = masters(2, accumulation)
     for found in pool(2).run(half, accumulation):
@@ -393,7 +410,8 @@ def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Part]]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(Layout(tp=2, dp=2), Layout(dp=3)), (Layout(dp=4, replicas=2), Layout(tp=2, dp=2))]
+    ("saved", "loaded"),
+    [(Layout(tp=2, dp=2), Layout(dp=3)), *exhaustive((Layout(dp=4, replicas=2), Layout(tp=2, dp=2)))],
 )
 def test_checkpoints_of_one_layout_go_on_in_another(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
     pool(saved.world).run(save_some, str(tmp_path), saved)
@@ -418,12 +436,12 @@ def until_somebody_dies(rank: Rank) -> None:
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     with ranks(3, tmp_path, until_somebody_dies) as running:
         running.heard_of_all()
-        time.sleep(0.1)
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)
             assert isinstance(error, PeerTimeout), error
-            assert (error.peer, error.rank) == (1, survivor) and when - killed < 5.0
+            assert (error.peer, error.rank) == (1, survivor)
+            assert when - killed < LIMIT / 2, "the death is noticed, and not only a silence"
 
 
 def refusals() -> None:

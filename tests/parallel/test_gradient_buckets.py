@@ -15,9 +15,9 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
-LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
 
 
 def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
@@ -65,14 +65,27 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
 
 
-@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_gradients_are_those_of_one_rank(tp: int, dp: int, accumulation: int) -> None:
-    pool(tp * dp).run(_steps, tp, dp, accumulation, 10_000)
-
-
-def test_one_bucket_of_a_kind() -> None:
-    pool(4).run(_steps, 2, 2, 1, 2**30)
+@pytest.mark.parametrize(
+    ("tp", "dp", "accumulation", "bucket_bytes"),
+    [
+        (2, 1, 3, 10_000),
+        (3, 1, 1, 10_000),
+        (1, 2, 2, 2**30),  # one bucket of a kind
+        (1, 3, 3, 10_000),
+        *exhaustive(
+            (1, 1, 2, 10_000),
+            (1, 2, 3, 10_000),
+            (2, 1, 1, 10_000),
+            (2, 2, 1, 2**30),
+            (2, 2, 3, 10_000),
+            (4, 1, 2, 10_000),
+            (1, 4, 1, 10_000),
+            (1, 3, 2, 10_000),
+        ),
+    ],
+)
+def test_gradients_are_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+    pool(tp * dp).run(_steps, tp, dp, accumulation, bucket_bytes)
 
 
 class _Toy(nn.Module):
@@ -305,6 +318,6 @@ def _many_at_once() -> None:
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_many_reductions_at_once(world: int) -> None:
     pool(world).run(_many_at_once)

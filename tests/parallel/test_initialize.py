@@ -6,6 +6,7 @@ from tpfuse.parallel.initialize import draw, initialize
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)
 
@@ -17,14 +18,20 @@ def _weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: gather_whole(parameter) for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_same_bits_in_every_layout(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        (2, torch.bfloat16),
+        (3, torch.float32),
+        *exhaustive((1, torch.bfloat16), (2, torch.float32), (2, torch.float64), (4, torch.float64)),
+    ],
+)
+def test_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
     alone = GPT(CONFIG, dtype=dtype)
     initialize(alone, 3)
-    for world in (1, 2, 3, 4):
-        for weights in pool(world).run(_weights, dtype):
-            for name, parameter in alone.named_parameters():
-                assert torch.equal(weights[name], parameter), name
+    for weights in pool(world).run(_weights, dtype):
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(weights[name], parameter), name
 
 
 def test_distributions() -> None:

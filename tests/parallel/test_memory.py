@@ -14,6 +14,7 @@ from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.memory import ZERO_PAPER, MemoryAccount, Width, account, account_sharded, states
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 # A toy in bfloat16. Every parameter begins at a multiple of 16 elements:
 #     replicated: weight [10, 7] at 0 .. 70, bias [5] at 80 .. 85, which ends at 96; of these 75 are elements;
@@ -190,7 +191,7 @@ def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
     optimizer.step(1e-3)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, *exhaustive(2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_what_the_engine_holds(stage: int, tp: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -8,6 +8,7 @@ from tpfuse.parallel.whole import anywhere, gather_whole, load_part_, load_whole
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _round_trip() -> None:
@@ -27,7 +28,7 @@ def _round_trip() -> None:
         assert len(asked) == (1 if parameter.to_local().numel() else 0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
 def test_round_trip(world: int) -> None:
     pool(world).run(_round_trip)
 
@@ -46,7 +47,7 @@ def _anywhere() -> tuple[bool, bool]:
     return anywhere(dist.get_rank() == dist.get_world_size() - 1, tensor_mesh()), anywhere(False, tensor_mesh())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1)])
 def test_anywhere(world: int) -> None:
     assert pool(world).run(_anywhere) == [(True, False)] * world
     assert anywhere(True, None) and not anywhere(False, None)
