@@ -15,6 +15,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) -> tuple[Tensor, list[Tensor]]:
@@ -25,8 +26,7 @@ def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) ->
     return total.detach(), [parameter.grad.clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize(("name", "dropout"), [("torch", 0.2), *exhaustive(("triton", 0.2), ("torch", 0.0))])
 def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
     model = GPT(GPTConfig(61, 8, 32, 1, 2, dropout=dropout))
     initialize(model, 1)
@@ -44,7 +44,7 @@ def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", exhaustive("torch", "triton"))
 def test_logits_and_losses(name: Kernels) -> None:
     model = GPT(GPTConfig(61, 8, 32, 1, 2))
     initialize(model, 1)
@@ -81,6 +81,7 @@ def _sharded() -> None:
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_models_are_one_graph() -> None:
     pool(2).run(_sharded)
 
@@ -106,7 +107,7 @@ def _layers(sequence_parallel: bool) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
 def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     pool(2).run(_layers, sequence_parallel)
 

@@ -63,5 +63,6 @@ def test_slices_are_where_fully_shard_puts_them() -> None:
     pool(4).run(_slices)
 
 
+@pytest.mark.exhaustive
 def test_training_steps_are_those_of_one_rank() -> None:
     pool(4).run(_steps, 2, 2)

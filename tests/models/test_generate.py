@@ -8,6 +8,7 @@ from tpfuse.parallel.whole import load_whole_
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12)
 PROMPTS = integers(1, 2, 5, low=0, high=100, dtype=torch.int64)
@@ -27,9 +28,11 @@ def _naive(model: GPT, ids: Tensor, tokens: int) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("length", [1, 5, 15, 16, 17, 20])
-def test_greedy_at_every_length(use_cache: bool, length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "use_cache"),
+    [(5, True), (15, True), (17, True), (16, False), *exhaustive((1, True), (16, True), (20, True), (5, False))],
+)
+def test_greedy_at_every_length(length: int, use_cache: bool) -> None:
     model = _model()
     prompts = integers(2, 2, length, low=0, high=100, dtype=torch.int64)
     expected = _naive(model, prompts, 20)
@@ -42,14 +45,11 @@ def _on_ranks(temperature: float, top_k: int | None, use_cache: bool) -> Tensor:
     return generate(model, PROMPTS, 20, temperature=temperature, top_k=top_k, seed=3, use_cache=use_cache)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("top_k", [None, 5])
-def test_same_text_on_any_number_of_ranks(temperature: float, top_k: int | None) -> None:
+@pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None], use_cache=[True, False]))
+def test_same_text_on_any_number_of_ranks(world: int, temperature: float, top_k: int | None, use_cache: bool) -> None:
     expected = generate(_model(), PROMPTS, 20, temperature=temperature, top_k=top_k, seed=3)
-    for world in (1, 2, 4):
-        for use_cache in (True, False):
-            for text in pool(world).run(_on_ranks, temperature, top_k, use_cache):
-                assert torch.equal(text, expected)
+    for text in pool(world).run(_on_ranks, temperature, top_k, use_cache):
+        assert torch.equal(text, expected)
 
 
 def test_seeds() -> None:

@@ -20,6 +20,7 @@ from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
 
@@ -61,8 +62,10 @@ def _losses_and_gradients(config: GPTConfig, batch: int, length: int) -> None:
     torch.testing.assert_close(logits, plain(ids), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize(("batch", "length"), [(3, 13), (1, 1), (2, 16)])
+@pytest.mark.parametrize(
+    ("world", "batch", "length"),
+    [(2, 3, 13), (3, 1, 1), *exhaustive((1, 1, 1), (2, 1, 1), (3, 2, 16), (4, 2, 16), (4, 3, 13))],
+)
 def test_losses_and_gradients_are_those_of_one_rank(world: int, batch: int, length: int) -> None:
     pool(world).run(_losses_and_gradients, CONFIG, batch, length)
 
@@ -81,12 +84,12 @@ def _weighted_sum(config: GPTConfig) -> None:
         torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 def test_the_weighted_sum_of_the_losses_without_whole_logits(world: int) -> None:
     pool(world).run(_weighted_sum, GPTConfig(61, 8, 24, 2, 12))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
 def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
     pool(world).run(_losses_and_gradients, GPTConfig(2, 16, 24, 1, 12, dropout=0.1), 2, 5)
     pool(world).run(_losses_and_gradients, GPTConfig(5, 16, 24, 1, 12, bias=False), 2, 5)
@@ -130,42 +133,43 @@ def _spread(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "balance", "ulysses"),
+    ("tp", "cp", "schedule", "balance", "length", "ulysses"),
     [
-        ("ring", "zigzag", 1),
-        ("all_gather", "striped", 1),
-        ("ulysses", "contiguous", 1),
-        ("ulysses", "striped", 1),
-        ("ulysses_ring", "zigzag", 2),
-        ("ulysses_ring", "striped", 2),
-        ("auto", "striped", 1),
+        (1, 2, "ring", "zigzag", 13, 1),
+        (1, 2, "ulysses", "striped", 13, 1),
+        (1, 3, "ring", "zigzag", 4, 1),  # most of the tokens are padding
+        *exhaustive(
+            (1, 4, "ring", "zigzag", 16, 1),
+            (1, 4, "all_gather", "striped", 13, 1),
+            (1, 4, "ulysses", "contiguous", 13, 1),
+            (1, 4, "ulysses", "striped", 16, 1),
+            (1, 4, "ulysses_ring", "zigzag", 13, 2),
+            (1, 4, "ulysses_ring", "striped", 16, 2),
+            (1, 4, "auto", "striped", 13, 1),
+            (2, 2, "auto", "zigzag", 13, 1),
+        ),
     ],
 )
-@pytest.mark.parametrize("length", [16, 13])
 def test_context_ranks_give_losses_and_gradients_of_one(
-    schedule: Schedule, balance: Balance, ulysses: int, length: int
+    tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int
 ) -> None:
-    pool(4).run(_spread, 1, 4, schedule, balance, length, ulysses)
+    pool(tp * cp).run(_spread, tp, cp, schedule, balance, length, ulysses)
 
 
-def test_context_and_tensor_parallel_ranks_give_losses_and_gradients_of_one() -> None:
-    pool(4).run(_spread, 2, 2, "auto", "zigzag", 13)
-    pool(3).run(_spread, 1, 3, "ring", "zigzag", 4)  # most of the tokens are padding
-
-
-def _spread_generation() -> None:
-    model = _model(context_mesh=context_mesh(mesh_of(1, 1, 4)))
+def _spread_generation(cp: int) -> None:
+    model = _model(context_mesh=context_mesh(mesh_of(1, 1, cp)))
     ids, _ = _batch(2, 2, 101)
-    with pytest.raises(ValueError, match="a sequence of 2 tokens cannot be spread over 4 ranks"):
+    with pytest.raises(ValueError, match=f"a sequence of 2 tokens cannot be spread over {cp} ranks"):
         model(ids)
     expected = generate(_model(), ids, 18, temperature=0.7, seed=3)
     for use_cache in (True, False):
         assert torch.equal(generate(model, ids, 18, temperature=0.7, seed=3, use_cache=use_cache), expected)
 
 
-def test_context_ranks_generate_what_one_does() -> None:
-    """From a prompt that has no token for each rank to a window that is full and moves on."""
-    pool(4).run(_spread_generation)
+@pytest.mark.parametrize("cp", [3, *exhaustive(4)])
+def test_context_ranks_generate_what_one_does(cp: int) -> None:
+    """The prompt has no token for each rank, and the window is full before the end and moves on."""
+    pool(cp).run(_spread_generation, cp)
 
 
 def _does_not_spread() -> None:
@@ -201,8 +205,10 @@ def _training_dtypes(dtype: torch.dtype) -> None:
         yardstick.check(name, local_tensor(parameter.grad), part)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, torch.bfloat16), *exhaustive((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))],
+)
 def test_errors_are_those_of_one_rank_in_the_same_dtype(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_training_dtypes, dtype)
 
@@ -248,7 +254,7 @@ def _incremental() -> None:
         model(ids[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 def test_logits_with_a_cache_are_those_without(world: int) -> None:
     pool(world).run(_incremental)
 
@@ -275,7 +281,7 @@ def _clip() -> None:
         torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_torch_clips_by_the_norm_of_one_rank(world: int) -> None:
     pool(world).run(_clip)
 

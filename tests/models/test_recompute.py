@@ -35,6 +35,7 @@ from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 B, T, C, H = 3, 12, 32, 4
@@ -68,8 +69,9 @@ def _per_layer(recompute: Recompute, **options: Any) -> int:
     return _step(_built(two, recompute, **options))[0] - _step(_built(one, recompute, **options))[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("dropout", "dtype"), [(0.2, torch.bfloat16), *exhaustive((0.0, torch.float32), (0.2, torch.float64))]
+)
 def test_gradients_are_the_same_to_the_bit(dropout: float, dtype: torch.dtype) -> None:
     config = GPTConfig(61, 16, C, 2, H, dropout=dropout)
     plain, *others = (_step(_built(config, name, dtype=dtype), (3, 4)) for name in RECOMPUTE)
@@ -147,7 +149,9 @@ def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
             loss.backward()
 
 
-@pytest.mark.parametrize(("tp", "cp", "schedule"), [(1, 1, "auto"), (2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses")])
+@pytest.mark.parametrize(
+    ("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 1, "auto"), (1, 2, "ulysses"))]
+)
 def test_inputs_of_second_layers_are_let_go(tp: int, cp: int, schedule: Schedule) -> None:
     pool(tp * cp).run(_let_go, tp, cp, schedule)
 
@@ -165,10 +169,19 @@ def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, l
             assert found[0] < plain[0]
 
 
-@pytest.mark.parametrize("impl", ["direct", "collective"])
 @pytest.mark.parametrize(
-    ("tp", "cp", "schedule"),
-    [(2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses"), (1, 2, "all_gather"), (2, 2, "ring")],
+    ("tp", "cp", "schedule", "impl"),
+    [
+        (2, 1, "auto", "direct"),
+        (1, 2, "ring", "collective"),
+        *exhaustive(
+            (2, 1, "auto", "collective"),
+            (1, 2, "ring", "direct"),
+            (1, 2, "ulysses", "direct"),
+            (1, 2, "all_gather", "collective"),
+            (2, 2, "ring", "direct"),
+        ),
+    ],
 )
 def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: Schedule, impl: Implementation) -> None:
     for length, dropout in ((T, 0.0), (11, 0.2)):  # 33 tokens: padded
@@ -214,6 +227,7 @@ def test_under_fully_shard() -> None:
     pool(2).run(_fully_sharded)
 
 
+@pytest.mark.exhaustive
 def test_interpreted_kernels() -> None:
     """float32, where the activation's rounding is the same inside the product and behind it, up to its last bit."""
     config = GPTConfig(61, 16, C, 1, 2)
@@ -225,7 +239,7 @@ def test_interpreted_kernels() -> None:
     assert full[0] < selective[0] < plain[0]
 
 
-@pytest.mark.parametrize("name", RECOMPUTE)
+@pytest.mark.parametrize("name", exhaustive("selective", "full"))
 def test_one_graph(name: Recompute) -> None:
     model = _built(GPTConfig(61, 16, C, 1, 2), name)
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from tpfuse.parallel.recompute import RECOMPUTE, Recompute
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
 
 SIZES = [GPTConfig(61, 12, 32, 1, 2), GPTConfig(100, 7, 48, 3, 12, bias=False), GPTConfig(5, 16, 64, 2, 4)]
 
@@ -59,9 +60,18 @@ def _all_modes(tp: int, cp: int, schedule: Schedule) -> None:
             assert counted <= saved_bytes(batch, recompute)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_one_rank(dtype: torch.dtype, recompute: Recompute) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "dtype"),
+    [
+        ("none", torch.bfloat16),
+        ("selective", torch.float32),
+        ("full", torch.bfloat16),
+        *exhaustive(
+            ("none", torch.float64), ("none", torch.float32), ("selective", torch.bfloat16), ("full", torch.float64)
+        ),
+    ],
+)
+def test_one_rank(recompute: Recompute, dtype: torch.dtype) -> None:
     for config, sequences in itertools.product(SIZES, (1, 3)):
         counted = _counted(config, sequences, dtype, recompute, tp=1, cp=1, schedule="auto")
         assert counted == saved_bytes(MicroBatch(config, sequences, config.n_positions, dtype, triton=False), recompute)
@@ -76,20 +86,20 @@ def test_a_loss_in_several_chunks() -> None:
 
 @pytest.mark.parametrize(
     ("tp", "cp", "schedule"),
-    [(2, 1, "auto"), (1, 2, "ring"), (1, 2, "ulysses"), (1, 2, "all_gather"), (2, 2, "ring")],
+    [(2, 1, "auto"), (1, 2, "ulysses"), *exhaustive((1, 2, "ring"), (1, 2, "all_gather"), (2, 2, "ring"))],
 )
 def test_ranks(tp: int, cp: int, schedule: Schedule) -> None:
     pool(tp * cp).run(_all_modes, tp, cp, schedule)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_interpreted_kernels(dropout: float, recompute: Recompute) -> None:
+@pytest.mark.parametrize(
+    *pairwise(recompute=["none", "selective", "full"], dropout=[0.2, 0.0], dtype=[torch.bfloat16, torch.float32])
+)
+def test_interpreted_kernels(recompute: Recompute, dropout: float, dtype: torch.dtype) -> None:
     config = GPTConfig(61, 12, 32, 1, 2, dropout=dropout)
-    for dtype in (torch.float32, torch.bfloat16):
-        with kernels("triton"):
-            counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto")
-        assert counted == saved_bytes(MicroBatch(config, 3, 12, dtype), recompute)
+    with kernels("triton"):
+        counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto")
+    assert counted == saved_bytes(MicroBatch(config, 3, 12, dtype), recompute)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
