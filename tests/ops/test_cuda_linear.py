@@ -1,11 +1,13 @@
-"""The tensor-parallel products of ranks on GPUs, each its own or all of them one; compiled, not interpreted.
+"""The tensor-parallel products of ranks on GPUs, one for each rank or one for all; compiled, not interpreted.
 
 What the ranks do here is also done by CPU ranks, so that this file is known to be right where there is no GPU.
 """
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.parallel_linear import parallel_linear
-from tpfuse.testing.compare import Yardstick
-from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.cases import naming
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,71 +37,26 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     running.close()
 
 
-def _column(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None) -> Tensor:
-    return torch.stack([reference.linear(x, w, b, activation) for w, b in zip(weight, bias, strict=True)])
+PRODUCTS = (
+    gathering(all_gather_linear, reference.linear),
+    scattering(linear_reduce_scatter, reference.linear),
+    summing(linear_all_reduce, reference.linear),
+)
 
 
-def _row(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-    return reference.linear(torch.cat(list(x), -1), torch.cat(list(weight), -1), bias) + residual
-
-
-def _pair(device: str, dtype: torch.dtype, rows: int, width: int, activation: str | None) -> None:
-    """Both operators of a sequence-parallel block, and linear_all_reduce, with every gradient."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    own, height = slice(rank * rows, (rank + 1) * rows), 2 * width
-    inputs = {
-        "x": normal(1, world * rows, width, dtype=dtype),
-        "weight": normal(2, world, height, width, dtype=dtype) / width**0.5,
-        "bias": normal(3, world, height, dtype=dtype),
-    }
-
-    def column(**tensors: Tensor) -> Tensor:
-        return _column(**tensors, activation=activation)
-
-    shape = world, world * rows, height // 2 if activation in ("swiglu", "geglu") else height
-    grad = normal(4, *shape, dtype=dtype)
-    yardstick = Yardstick(column, inputs, grad)
-    parts: dict[str, object] = {"x": own, "weight": rank, "bias": rank}
-    leaves = {name: x[parts[name]].to(device).requires_grad_() for name, x in inputs.items()}  # type: ignore[index]
-    out = all_gather_linear(*leaves.values(), group, activation=activation)
-    out.backward(grad[rank].to(device))
-    yardstick.check("out", out.cpu(), rank)
-    for name, leaf in leaves.items():
-        yardstick.check(name, leaf.grad.cpu(), parts[name])
-
-    inputs = {
-        "x": normal(5, world, world * rows, width, dtype=dtype),
-        "weight": normal(6, world, height, width, dtype=dtype) / (world * width) ** 0.5,
-        "bias": normal(7, height, dtype=dtype),
-        "residual": normal(8, world * rows, height, dtype=dtype),
-    }
-    grad = normal(9, world * rows, height, dtype=dtype)
-    yardstick = Yardstick(_row, inputs, grad)
-    for scattered in (True, False):
-        mine = own if scattered else slice(None)
-        parts = {"x": rank, "weight": rank, "bias": slice(None), "residual": mine}
-        leaves = {name: x[parts[name]].to(device).requires_grad_() for name, x in inputs.items()}  # type: ignore[index]
-        operator = linear_reduce_scatter if scattered else linear_all_reduce
-        out = operator(leaves["x"], leaves["weight"], leaves["bias"], group, residual=leaves["residual"])
-        out.backward(grad[mine].to(device))
-        yardstick.check("out", out.cpu(), mine)
-        for name, leaf in leaves.items():
-            yardstick.check(name, leaf.grad.cpu(), parts[name])
-
-
-def _all_pairs(device: str, names: tuple[Implementation, ...], small: bool) -> None:
-    for name in names:
-        with implementation(name):
-            cases = [(torch.float32, 5, 24, "gelu")]
-            if not small:
-                cases += [(torch.bfloat16, 200, 64, activation) for activation in ("gelu_tanh", "swiglu", None)]
-                cases += [
-                    (torch.float16, 1, 128, "silu"),
-                    (torch.bfloat16, 2100, 512, "geglu"),
-                    (torch.float32, 63, 100, None),
-                ]
-            for case in cases:
-                _pair(device, *case)
+def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -> None:
+    cases = [Case(torch.float32, (5,), k=24, n=48, activation="gelu")]
+    if not small:
+        cases += [Case(torch.bfloat16, (200,), k=64, n=128, activation=name) for name in ("gelu_tanh", "swiglu", None)]
+        cases += [
+            Case(torch.float16, (1,), k=128, n=256, activation="silu"),
+            Case(torch.bfloat16, (2100,), k=512, n=1024, activation="geglu"),
+            Case(torch.float32, (63,), k=100, n=200),
+        ]
+    for name, product, case in itertools.product(names, PRODUCTS, cases):
+        activation = None if "residual" in product.held else case.activation
+        with implementation(name), naming((name, product.function.__name__, case)):
+            product.check(replace(case, activation=activation, device=device), dist.group.WORLD)
 
 
 def _iterations(device: str, count: int, large: int) -> None:
@@ -148,21 +106,25 @@ def _graph(device: str) -> None:
             assert torch.equal(out, expected), f"replay {step}"
 
 
+@pytest.mark.gpu
 @GPU
 def test_against_reference(ranks: RankPool) -> None:
-    ranks.run(_all_pairs, "cuda", ("fused", "collective"), False)
+    ranks.run(_all_products, "cuda", ("fused", "collective"), False)
 
 
+@pytest.mark.gpu
 @GPU
 def test_200_iterations(ranks: RankPool) -> None:
     ranks.run(_iterations, "cuda", 200, 100)
 
 
+@pytest.mark.gpu
 @GPU
 def test_graphs(ranks: RankPool) -> None:
     ranks.run(_graph, "cuda")
 
 
+@pytest.mark.exhaustive
 def test_what_the_gpus_are_asked() -> None:
-    pool(2).run(_all_pairs, "cpu", ("fused", "collective"), True)
+    pool(2).run(_all_products, "cpu", ("fused", "collective"), True)
     pool(2).run(_iterations, "cpu", 20, 4)

@@ -1,10 +1,13 @@
-"""What all tensor-parallel products have in common: who computes them, in whatever order ranks come, and what is said
-where ranks do not agree."""
+"""What all tensor-parallel products have in common beside their numbers, which test_parallel_products.py compares.
 
+Which implementation computes them, that ranks may come in any order, that runs and ranks agree to the bit, and what is
+said where ranks have unequal numbers of rows.
+"""
+
+import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import reference
 from tpfuse.ops import parallel_linear as parallel_linear_module
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collective_linear import CollectiveLinear
@@ -23,9 +27,11 @@ from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.parallel_linear import ParallelLinear, parallel_linear
-from tpfuse.testing.compare import evaluate
+from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -46,7 +52,7 @@ def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 def test_who_computes(world: int) -> None:
     expected = [DirectLinear, DirectLinear, CollectiveLinear, FusedLinear, FusedLinear]
     assert pool(world).run(_served, F32) == [[(kind, True) for kind in expected]] * world
@@ -56,7 +62,7 @@ def test_who_computes(world: int) -> None:
 
 def _warned() -> list[str]:
     """Two groups, of which ranks 0 and 2 are the first."""
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    group = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]
     x = torch.ones(2, K, dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -71,119 +77,67 @@ def _warned() -> list[str]:
 
 def test_what_cannot_be_is_said_once_by_one_rank() -> None:
     said = ["tensor-parallel products are direct: there are no kernels for float64"]
-    assert pool(4).run(_warned) == [said, [], said, []]
+    assert pool(3).run(_warned) == [said, [], said]
 
 
-Leaves = dict[str, Tensor]
-Part = int | slice
+PRODUCTS = (
+    gathering(all_gather_linear, reference.linear),
+    scattering(linear_reduce_scatter, reference.linear),
+    summing(linear_all_reduce, reference.linear),
+)
 
 
-class _Product:
-    """An operator, with its inputs [world, ...] of n rows of each rank, and what all ranks' results are.
-
-    run(leaves, group); plain(inputs): as on one rank; parts(rank, n): which of the inputs are a rank's, and of the
-    result, [n or world, ...].
-    """
-
-    def __init__(self, name: str, world: int, n: int, seed: int, dtype: torch.dtype, *middle: int) -> None:
-        shapes = {
-            "all_gather": ((world * n, *middle, K), (world, N, K), (world, N), None, (world, world * n, *middle, N)),
-            "reduce_scatter": (
-                (world, world * n, *middle, K), (world, N, K), (N,), (world * n, *middle, N), (world * n, *middle, N),
-            ),
-            "all_reduce": ((world, n, *middle, K), (world, N, K), (N,), (n, *middle, N), (n, *middle, N)),
-        }[name]  # fmt: skip
-        names = ("x", "weight", "bias", "residual", "grad")
-        self.inputs: Leaves = {
-            key: integers(seed + i, *shape, low=-2, high=2)
-            for i, (key, shape) in enumerate(zip(names, shapes, strict=True))
-            if shape is not None
-        }
-        self.grad = self.inputs.pop("grad")
-        self.name, self.world, self.n, self.dtype = name, world, n, dtype
-
-    def _plain(self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is None:
-            return torch.stack([x @ w.t() + b for w, b in zip(weight, bias, strict=True)])
-        total: Tensor = torch.einsum("r...k,rnk->...n", x, weight) + bias + residual
-        return total
-
-    def parts(self, rank: int) -> dict[str, Part]:
-        own = slice(rank * self.n, (rank + 1) * self.n)
-        if self.name == "all_gather":
-            return {"x": own, "weight": rank, "bias": rank, "out": rank}
-        rows = own if self.name == "reduce_scatter" else slice(None)
-        return {"x": rank, "weight": rank, "bias": slice(None), "residual": rows, "out": rows}
-
-    def expected(self, rank: int) -> Leaves:
-        whole = evaluate(self._plain, {key: x.double() for key, x in self.inputs.items()}, self.grad.double())
-        return {key: x[self.parts(rank)[key]].to(self.dtype) for key, x in whole.items()}
-
-    def leaves(self, rank: int) -> Leaves:
-        parts = self.parts(rank)
-        return {key: x[parts[key]].to(self.dtype, copy=True).requires_grad_() for key, x in self.inputs.items()}
-
-    def run(self, leaves: Leaves, group: dist.ProcessGroup) -> Tensor:
-        operators = {
-            "all_gather": all_gather_linear,
-            "reduce_scatter": linear_reduce_scatter,
-            "all_reduce": linear_all_reduce,
-        }
-        run: Callable[..., Tensor] = operators[self.name]
-        return run(**leaves, group=group)
-
-    def check(self, rank: int, group: dist.ProcessGroup, *, backward: bool = True) -> None:
-        leaves, expected = self.leaves(rank), self.expected(rank)
-        out = self.run(leaves, group)
-        assert torch.equal(out, expected["out"])
-        if not backward:
-            return
-        out.backward(self.grad[self.parts(rank)["out"]].to(self.dtype))
-        for key, leaf in leaves.items():
-            assert torch.equal(leaf.grad, expected[key]), key
-
-
-OPERATORS = ("all_gather", "reduce_scatter", "all_reduce")
-NAMES = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
+def _case(rows: int, *middle: int, dtype: torch.dtype = F32) -> Case:
+    """Whole numbers, which differ where the numbers of rows do."""
+    return Case(dtype, (rows, *middle), k=K, n=N, whole_numbers=True, seed=rows)
 
 
 def _late(name: Implementation, iterations: int) -> int:
     """Ranks that come in any order, over and over the same memory."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    late, products = random.Random(rank), [_Product(op, world, n, n, F32) for n in (1, 3, 8) for op in OPERATORS]
+    group, late = dist.group.WORLD, random.Random(dist.get_rank())
+    calls = list(itertools.product((1, 3, 8), PRODUCTS))
     with implementation(name):
         for i in range(iterations):
             if late.random() < 0.1:
                 time.sleep(late.random() * 2e-3)
-            products[i % len(products)].check(rank, group, backward=name != "fused" or i % 8 == 0)
+            rows, product = calls[i % len(calls)]
+            with naming(f"iteration {i}, {product.function.__name__}, {rows} rows"):
+                product.check(_case(rows), group, backward=name != "fused" or i % 8 == 0)
     return iterations
 
 
-@pytest.mark.parametrize(("name", "world"), [("direct", 2), ("direct", 4), ("collective", 2), ("fused", 2)])
-def test_200_iterations_of_ranks_that_are_late(name: Implementation, world: int) -> None:
-    assert pool(world).run(_late, name, 200) == [200] * world
+@pytest.mark.parametrize(
+    ("name", "world", "iterations"),
+    [
+        ("direct", 3, 100),
+        ("collective", 2, 30),
+        ("fused", 2, 36),
+        *exhaustive(("direct", 4, 200), ("fused", 2, 120)),
+    ],
+)
+def test_iterations_of_ranks_that_are_late(name: Implementation, world: int, iterations: int) -> None:
+    assert pool(world).run(_late, name, iterations) == [iterations] * world
 
 
-def _in_pieces(n: int, dtype: torch.dtype, middle: tuple[int, ...]) -> None:
-    """Pieces of one row of the backward of an all-gather, and of two or three of the others."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    small = DirectLinear(connect(group, torch.device("cpu")), (1 + world) * K * 8)
+def _in_pieces() -> None:
+    """Pieces of one row in the backward of an all-gather, and of two or three rows elsewhere."""
+    group = dist.group.WORLD
+    small = DirectLinear(connect(group, torch.device("cpu")), (1 + group.size()) * K * 8)
     with pytest.MonkeyPatch.context() as patch:
-        for operator in OPERATORS:
-            product = _Product(operator, world, n, 7, dtype, *middle)
-            _serve_by(small, patch)
-            product.check(rank, group)
+        _serve_by(small, patch)
+        for product in PRODUCTS:
+            for case in (_case(17), _case(3, 2, 2, dtype=torch.float64), _case(7, 2, dtype=BF16)):
+                with naming((product.function.__name__, case)):
+                    product.check(case, group)
 
 
 def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(parallel_linear_module._made, dist.group.WORLD, {type(products): products})
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
 def test_shards_longer_than_a_piece(world: int) -> None:
-    pool(world).run(_in_pieces, 17, F32, ())
-    pool(world).run(_in_pieces, 3, torch.float64, (2, 2))
-    pool(world).run(_in_pieces, 7, BF16, (2,))
+    pool(world).run(_in_pieces)
 
 
 def _by_copy_engines() -> None:
@@ -192,9 +146,9 @@ def _by_copy_engines() -> None:
     products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
     with pytest.MonkeyPatch.context() as patch, implementation("fused"):
         _serve_by(products, patch)
-        for n in (8, 1, 8):
-            for operator in OPERATORS:
-                _Product(operator, world, n, n, F32).check(rank, group)
+        for rows, product in itertools.product((8, 1, 8), PRODUCTS):
+            with naming((product.function.__name__, rows)):
+                product.check(_case(rows), group)
         _several_by_copy_engines(rank, world)
 
 
@@ -207,7 +161,7 @@ def _several_by_copy_engines(rank: int, world: int) -> None:
         assert torch.equal(out, x @ weight.t()) and torch.equal(weight.grad, out.t() @ x)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 def test_shards_that_copy_engines_bring(world: int) -> None:
     pool(world).run(_by_copy_engines)
 
@@ -217,26 +171,32 @@ def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     said = []
     with implementation(name):
-        for operator in OPERATORS:
-            for n in known:
-                _Product(operator, world, n, 1, F32).check(rank, group)
-            odd = _Product(operator, world, 4 if rank == world - 1 else 3, 2, F32)
+        for product in PRODUCTS:
+            for rows in known:
+                product.check(_case(rows), group)
+            odd = _case(4 if rank == world - 1 else 3)
             with pytest.raises(ValueError) as caught:
-                odd.run(odd.leaves(rank), group)
+                product.run(odd, product.leaves(odd, group), group)
             said.append(str(caught.value))
-            for n in (3, 4):
-                _Product(operator, world, n, 1, F32).check(rank, group)
+            for rows in (3, 4):
+                product.check(_case(rows), group)
     return said
 
 
-@pytest.mark.parametrize("known", [(), (3,), (3, 4)])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("direct", (3,)),
+        ("collective", (3, 4)),
+        ("fused", ()),
+        *exhaustive(("direct", ()), ("direct", (3, 4)), ("collective", ()), ("fused", (3, 4))),
+    ],
+)
 def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
     world = 2 if name == "fused" else 3
     for rank, said in enumerate(pool(world).run(_uneven, name, known)):
-        for operator, text in zip(
-            ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce"), said, strict=True
-        ):
+        for product, text in zip(PRODUCTS, said, strict=True):
+            operator = product.function.__name__
             times = world if operator == "linear_reduce_scatter" else 1
             if name == "direct":
                 other = (rank + 1) % world if rank == world - 2 else world - 1 if rank < world - 1 else 0
@@ -273,8 +233,16 @@ def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Ten
     return [x.detach() for x in runs[0][:2]]
 
 
-@pytest.mark.parametrize(("name", "world"), [("direct", 4), ("collective", 4), ("fused", 3)])
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [
+        ("direct", 3, F32),
+        ("direct", 3, BF16),
+        ("collective", 3, F32),
+        ("fused", 2, BF16),
+        *exhaustive(("direct", 4, F32), ("collective", 4, BF16), ("fused", 3, F32)),
+    ],
+)
 def test_runs_and_ranks_agree_to_the_bit(name: Implementation, world: int, dtype: torch.dtype) -> None:
     """The sum over all ranks, and the gradient of a bias, which every rank has whole."""
     first, *others = pool(world).run(_twice, name, dtype, 9)
@@ -311,42 +279,31 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world", "dtype"),
-    [("direct", 4, F32), ("direct", 4, BF16), ("collective", 4, F32), ("fused", 3, F32), ("fused", 3, BF16)],
+    [
+        ("direct", 3, F32),
+        ("direct", 3, BF16),
+        ("collective", 3, F32),
+        ("fused", 3, BF16),
+        *exhaustive(("direct", 4, BF16), ("collective", 4, F32), ("fused", 3, F32)),
+    ],
 )
 def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, world: int, dtype: torch.dtype) -> None:
     pool(world).run(_sums, name, dtype)
 
 
-def _without_gradients(name: Implementation) -> None:
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    with implementation(name):
-        for operator in OPERATORS:
-            product = _Product(operator, world, 4, 1, F32)
-            for context in (torch.no_grad(), torch.inference_mode()):
-                with context:
-                    out = product.run(product.leaves(rank), group)
-                assert not out.requires_grad and torch.equal(out, product.expected(rank)["out"])
-            frozen = {key: x.detach() for key, x in product.leaves(rank).items()}
-            assert not product.run(frozen, group).requires_grad
-
-
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_without_gradients(name: Implementation) -> None:
-    pool(2).run(_without_gradients, name)
-
-
 def _never_waits(name: Implementation) -> None:
-    """One rank alone, and its group."""
+    """Each rank in a group of its own."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     set_settings(timeout=0.5)
     try:
-        group = dist.new_group([0])
         with implementation(name):
-            for operator in OPERATORS:
-                _Product(operator, 1, 4, 1, F32).check(0, group)
+            for product in PRODUCTS:
+                with naming(product.function.__name__):
+                    product.check(_case(4), group)
     finally:
         set_settings(timeout=60.0)
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_a_group_of_one(name: Implementation) -> None:
-    pool(1).run(_never_waits, name)
+    pool(2).run(_never_waits, name)

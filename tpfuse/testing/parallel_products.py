@@ -1,0 +1,219 @@
+"""The suite of tensor-parallel products: a product is described once, and its checks follow from the description.
+
+    product = gathering(all_gather_linear, reference.linear)
+    product.check(Case(torch.bfloat16, (21, 2), activation="gelu"), group)  # on every rank of the group
+
+The description says what each rank holds of the inputs and of the result. It determines the whole inputs, which every
+rank draws by itself, the plain computation on one rank that the product is compared with, and a rank's parts of both.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.testing.compare import Yardstick, evaluate
+from tpfuse.testing.inputs import integers, normal
+
+# What a rank holds of a whole tensor: its index of a first dimension over ranks, its rows of dimension 0, or all of it.
+Held = Literal["index", "rows", "all"]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of one call.
+
+    rows: dimensions before the last of a rank's shard, or of x where no tensor is sharded by rows. k, n: columns and
+    rows of the weight of each rank. whole_numbers: every sum is exact, and the results must be equal to the bit.
+    wanted: the inputs that need a gradient, by default all. device: where the operator runs; all else is the CPU's.
+    """
+
+    dtype: torch.dtype = torch.float32
+    rows: tuple[int, ...] = (5,)
+    bias: bool = True
+    residual: bool = True
+    activation: str | None = None
+    k: int = 33
+    n: int = 70
+    whole_numbers: bool = False
+    wanted: tuple[str, ...] | None = None
+    seed: int = 1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class ParallelProduct:
+    """A tensor-parallel product.
+
+    function: the operator, called with the inputs by name and `group`. linear: what it means on one rank, called with
+    (x, weight, bias, activation). held: what each rank holds of every input and of the result, "out".
+    """
+
+    function: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
+    held: Mapping[str, Held]
+
+    def part(self, tensor: str, case: Case, rank: int) -> int | slice:
+        """The index of this rank's part in the whole tensor."""
+        if self.held[tensor] == "index":
+            return rank
+        return slice(rank * case.rows[0], (rank + 1) * case.rows[0]) if self.held[tensor] == "rows" else slice(None)
+
+    def draw(self, case: Case, world: int) -> tuple[Tensors, Tensor]:
+        """The whole inputs, and the gradient of the whole result: the same on every rank."""
+        n, k, rows = case.n, case.k, case.rows
+        if "rows" in self.held.values():
+            rows = (world * rows[0], *rows[1:])
+        width = self.linear(torch.zeros(1, k), torch.zeros(n, k), None, case.activation).shape[-1]
+        shapes = {"x": (*rows, k), "weight": (n, k), "bias": (n,), "residual": (*rows, width), "out": (*rows, width)}
+        left_out = {name for name, given in (("bias", case.bias), ("residual", case.residual)) if not given}
+        tensors = {}
+        for index, (name, held) in enumerate(self.held.items()):
+            shape = (world, *shapes[name]) if held == "index" else shapes[name]
+            if name not in left_out:
+                tensors[name] = _drawn(10 * case.seed + index, shape, case)
+        if not case.whole_numbers:
+            tensors["weight"] /= k**0.5  # activations get values where they are curved
+        grad = tensors.pop("out")
+        return tensors, grad
+
+    def plain(self, case: Case) -> Callable[..., Tensor]:
+        """The product of the whole inputs by plain torch, on one rank."""
+
+        def whole(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+            if self.held["out"] == "index":  # each rank has other rows of the weight
+                biases = [None] * len(weight) if bias is None else list(bias)
+                outs = [self.linear(x, w, b, case.activation) for w, b in zip(weight, biases, strict=True)]
+                return torch.stack(outs)
+            out = self.linear(torch.cat(list(x), -1), torch.cat(list(weight), -1), bias, case.activation)
+            return out if residual is None else out + residual
+
+        return whole
+
+    def leaves(self, case: Case, group: dist.ProcessGroup) -> Tensors:
+        """This rank's parts of the inputs: views of several strides, of which all elements between are NaN."""
+        inputs, _ = self.draw(case, group.size())
+        parts = {name: x[self.part(name, case, group.rank())] for name, x in inputs.items()}
+        leaves = {name: x.to(case.device, copy=True) for name, x in parts.items()}
+        if len(case.rows) > 1:
+            leaves = {name: strided(x) for name, x in leaves.items()}
+        else:
+            leaves["weight"] = leaves["weight"].t().contiguous().t()
+        return {name: x.requires_grad_(case.wanted is None or name in case.wanted) for name, x in leaves.items()}
+
+    def run(self, case: Case, leaves: Tensors, group: dist.ProcessGroup | None) -> Tensor:
+        """The operator's result for this rank's inputs."""
+        options = {} if case.activation is None else {"activation": case.activation}
+        return self.function(**{"bias": None} | leaves, group=group, **options)
+
+    def check(self, case: Case, group: dist.ProcessGroup, *, backward: bool = True) -> Tensors:
+        """Compares the result and every gradient with the plain ones; returns those that all ranks must have alike."""
+        inputs, grad = self.draw(case, group.size())
+        leaves = self.leaves(case, group)
+        out = self.run(case, leaves, group)
+        found = {"out": out.detach()}
+        if backward:
+            given = strided(grad[self.part("out", case, group.rank())].to(case.device))
+            out.backward(given)  # type: ignore[no-untyped-call]
+            for name, leaf in leaves.items():
+                assert (leaf.grad is not None) == leaf.requires_grad, f"{name}: a gradient without need, or none"
+            found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        compare = self._equal if case.whole_numbers else self._near
+        found = {name: x.cpu() for name, x in found.items()}
+        compare(case, group, inputs, grad, found)
+        return {name: x for name, x in found.items() if self.held[name] == "all"}
+
+    def _near(
+        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]
+    ) -> None:
+        yardstick = Yardstick(self.plain(case), inputs, grad)
+        for name, actual in found.items():
+            yardstick.check(name, actual, self.part(name, case, group.rank()))
+
+    def _equal(
+        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]
+    ) -> None:
+        expected = evaluate(self.plain(case), {name: x.double() for name, x in inputs.items()}, grad.double())
+        for name, actual in found.items():
+            assert actual.dtype == case.dtype, f"{name}: {actual.dtype}"
+            assert torch.equal(actual.double(), expected[name][self.part(name, case, group.rank())]), name
+
+    def check_each_gradient_alone(self, group: dist.ProcessGroup) -> None:
+        """Runs backward for the gradient of one input after the other."""
+        for name in self.held.keys() - {"out"}:
+            self.check(Case(rows=(3,), k=4, n=5, whole_numbers=True, wanted=(name,)), group)
+
+    def check_autocast(self, group: dist.ProcessGroup) -> None:
+        """Under autocast products are bfloat16; float32 inputs get float32 gradients; a residual keeps its dtype."""
+        case = Case(torch.bfloat16, (6,), k=9, n=7, residual=False)
+        inputs, grad = self.draw(case, group.size())
+        leaves = {name: x.detach().float().requires_grad_() for name, x in self.leaves(case, group).items()}
+        given = grad[self.part("out", case, group.rank())]
+        added = {"residual": torch.full_like(given, 1000.0, dtype=torch.float32).requires_grad_()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = self.run(case, leaves, group)
+            more = self.run(case, leaves | added, group) if "residual" in self.held else None
+        out.backward(given)  # type: ignore[no-untyped-call]
+        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        assert gradients.keys() == leaves.keys() and all(x.dtype == torch.float32 for x in gradients.values())
+        found = {"out": out} | {name: x.bfloat16() for name, x in gradients.items()}
+        self._near(case, group, inputs, grad, found)
+        if more is not None:
+            more.backward(given.float())  # type: ignore[no-untyped-call]
+            assert more.dtype == torch.float32 and torch.equal(more, out.float() + 1000)
+            assert added["residual"].grad is not None and torch.equal(added["residual"].grad, given.float())
+
+    def check_second_derivative(self, group: dist.ProcessGroup) -> None:
+        """A gradient of a gradient is an error, not a wrong number."""
+        case = Case(rows=(2,), k=3, n=4)
+        leaves = self.leaves(case, group)
+        out = self.run(case, leaves, group)
+        (grad,) = torch.autograd.grad(out.square().sum(), leaves["x"], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    def check_without_gradients(self, group: dist.ProcessGroup) -> None:
+        """Where no gradient can be asked for, the result is the same and needs none."""
+        case = Case(rows=(4,), k=5, n=3, whole_numbers=True)
+        inputs, grad = self.draw(case, group.size())
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                out = self.run(case, self.leaves(case, group), group)
+            assert not out.requires_grad
+            self._equal(case, group, inputs, grad, {"out": out})
+        frozen = {name: x.detach() for name, x in self.leaves(case, group).items()}
+        assert not self.run(case, frozen, group).requires_grad
+
+
+def gathering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
+    """act(all_gather(x) Wᵀ + bias): rows of x are sharded; each rank has its own rows of the weight."""
+    return ParallelProduct(function, linear, {"x": "rows", "weight": "index", "bias": "index", "out": "index"})
+
+
+def scattering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
+    """reduce_scatter(x Wᵀ) + bias + residual: each rank has its own features, and gets its rows of the sum."""
+    held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "rows", "out": "rows"}
+    return ParallelProduct(function, linear, held)
+
+
+def summing(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
+    """all_reduce(x Wᵀ) + bias + residual: each rank has its own features, and gets the whole sum."""
+    held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "all", "out": "all"}
+    return ParallelProduct(function, linear, held)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x as a view between elements that must not be read: they are NaN."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+
+
+def _drawn(seed: int, shape: tuple[int, ...], case: Case) -> Tensor:
+    if not case.whole_numbers:
+        return normal(seed, *shape, dtype=case.dtype)
+    most = 4 if case.dtype in (torch.float32, torch.float64) else 1  # half types hold small whole numbers alone
+    return integers(seed, *shape, low=-most, high=most, dtype=case.dtype)
