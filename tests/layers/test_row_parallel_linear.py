@@ -1,3 +1,5 @@
+"""RowParallelLinear: results and gradients of each option, parameters, initial weights, refusals."""
+
 from typing import Any
 
 import pytest
@@ -10,10 +12,12 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 WIDTH = 60  # of the input: 2, 3 and 4 divide it
 
@@ -64,11 +68,24 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_against_reference(world: int, dtype: torch.dtype) -> None:
+def _every_option(dtype: torch.dtype) -> None:
     for options in OPTIONS:
-        pool(world).run(_check, dtype, options)
+        with naming(options):
+            _check(dtype, options)
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        (2, torch.bfloat16),
+        (3, torch.float32),
+        *exhaustive(
+            (1, torch.float32), (2, torch.float64), (3, torch.bfloat16), (4, torch.float64), (4, torch.bfloat16)
+        ),
+    ],
+)
+def test_against_reference(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_every_option, dtype)
 
 
 def _parameters() -> None:
@@ -80,7 +97,7 @@ def _parameters() -> None:
     assert "tp=" in repr(layer)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, *exhaustive(1, 2, 4)])
 def test_parameters_are_dtensors(world: int) -> None:
     pool(world).run(_parameters)
 
@@ -91,11 +108,12 @@ def _reset() -> tuple[Tensor, Tensor]:
     return layer.weight.full_tensor().detach(), layer.bias.full_tensor().detach()
 
 
-def test_initial_weights_do_not_depend_on_the_world() -> None:
+@pytest.mark.parametrize("worlds", [(2, 3), *exhaustive(((1, 4),))])
+def test_initial_weights_do_not_depend_on_the_world(worlds: tuple[int, ...]) -> None:
     torch.manual_seed(5)
     layer = RowParallelLinear(WIDTH, 9)
     assert not isinstance(layer.weight, DTensor)
-    for world in (1, 2, 3, 4):
+    for world in worlds:
         for weight, bias in pool(world).run(_reset):
             assert torch.equal(weight, layer.weight) and torch.equal(bias, layer.bias)
 
@@ -118,8 +136,9 @@ def _from_linear(dtype: torch.dtype) -> None:
         assert torch.equal(layer(x[:, rank * piece : (rank + 1) * piece]), linear(x)[rank : rank + 1])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, torch.float32), (3, torch.float64), *exhaustive((1, torch.float64), (4, torch.float32))]
+)
 def test_from_linear(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_from_linear, dtype)
 
@@ -160,6 +179,6 @@ def _autocast_pair() -> None:
     torch.testing.assert_close(x.grad, expected, rtol=0.05, atol=0.02)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 def test_autocast(world: int) -> None:
     pool(world).run(_autocast_pair)

@@ -1,3 +1,7 @@
+"""VocabParallelEmbedding: the embedding and the projection with its weight, parameters, refusals."""
+
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,10 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import shard_range
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool) -> None:
@@ -37,13 +43,24 @@ def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool)
     yardstick.check("weight", local_tensor(layer.weight.grad), slices)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("table", [2, 63, 100])
-def test_embedding_and_projection(world: int, dtype: torch.dtype, table: int) -> None:
-    for sequence_parallel in (False, True):
-        for gather in (False, True):
-            pool(world).run(_tied, dtype, table, sequence_parallel, gather)
+def _every_use(dtype: torch.dtype, tables: tuple[int, ...]) -> None:
+    for case in itertools.product(tables, (False, True), (False, True)):
+        with naming(case):
+            _tied(dtype, *case)
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        (2, torch.bfloat16),
+        (3, torch.float32),
+        *exhaustive(
+            (1, torch.float32), (2, torch.float64), (3, torch.bfloat16), (4, torch.float64), (4, torch.bfloat16)
+        ),
+    ],
+)
+def test_embedding_and_projection(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_every_use, dtype, (2, 63, 100))
 
 
 def _exact(table: int) -> None:
@@ -58,10 +75,15 @@ def _exact(table: int) -> None:
         assert torch.equal(layer(ids), whole[ids][rows])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("table", [1, 3, 63, 1000])
-def test_rows_are_copied_exactly(world: int, table: int) -> None:
-    pool(world).run(_exact, table)
+def _every_table() -> None:
+    for table in (1, 3, 63, 1000):
+        with naming(table):
+            _exact(table)
+
+
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+def test_rows_are_copied_exactly(world: int) -> None:
+    pool(world).run(_every_table)
 
 
 def _parameters() -> Tensor:
@@ -73,11 +95,12 @@ def _parameters() -> Tensor:
     return layer.weight.full_tensor().detach()
 
 
-def test_parameters_are_dtensors_and_do_not_depend_on_the_world() -> None:
+@pytest.mark.parametrize("worlds", [(2, 3), *exhaustive(((1, 4),))])
+def test_parameters_are_dtensors_and_do_not_depend_on_the_world(worlds: tuple[int, ...]) -> None:
     torch.manual_seed(5)
     weight = VocabParallelEmbedding(63, 9).weight
     assert not isinstance(weight, DTensor) and 0.9 < weight.std() < 1.1
-    for world in (1, 2, 3, 4):
+    for world in worlds:
         assert all(torch.equal(whole, weight) for whole in pool(world).run(_parameters))
 
 
