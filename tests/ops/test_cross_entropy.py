@@ -1,3 +1,7 @@
+"""Cross entropy over a vocabulary that is sharded among ranks, by torch and by the kernels."""
+
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -6,10 +10,12 @@ from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -41,30 +47,35 @@ def _against_reference(kind: str, dtype: torch.dtype, vocabulary: int, scale: fl
     assert torch.count_nonzero(mine.grad[target == -1]) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [1, 2, 63, 1000])
-def test_against_reference(world: int, dtype: torch.dtype, vocabulary: int) -> None:
-    pool(world).run(_against_reference, "torch", dtype, vocabulary, 1.0)
+Case = tuple[torch.dtype, int, float]  # the dtype, the size of the vocabulary, the scale of the logits
+OF_TORCH: list[Case] = [
+    *itertools.product((torch.float32, torch.float64, torch.bfloat16), (1, 2, 63, 1000), (1.0,)),
+    *((torch.float32, 100, scale) for scale in (1e-4, 1e4, 1e30)),
+]
+FEW: list[Case] = [(torch.float32, 257, 1.0), (torch.bfloat16, 2, 1.0), (torch.float32, 100, 1e30)]
+MANY: list[Case] = [
+    *itertools.product((torch.float32, torch.float16, torch.bfloat16), (2, 257), (1.0,)),
+    *((torch.float32, 100, scale) for scale in (1e-4, 1e4, 1e30)),
+    (torch.float64, 63, 1.0),  # is torch's
+]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [2, 257])
-def test_kernels_against_reference(world: int, dtype: torch.dtype, vocabulary: int) -> None:
-    pool(world).run(_against_reference, "triton", dtype, vocabulary, 1.0)
+def _every_case(kind: str, cases: list[Case]) -> None:
+    for case in cases:
+        with naming(case):
+            _against_reference(kind, *case)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_float64_is_torchs(world: int) -> None:
-    pool(world).run(_against_reference, "triton", torch.float64, 63, 1.0)
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+def test_against_reference(world: int) -> None:
+    pool(world).run(_every_case, "torch", OF_TORCH)
 
 
-@pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("scale", [1e-4, 1e4, 1e30])
-def test_extreme_logits(world: int, kind: str, scale: float) -> None:
-    pool(world).run(_against_reference, kind, torch.float32, 100, scale)
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, FEW), (3, FEW[:1]), *exhaustive((1, MANY), (2, MANY), (3, MANY), (4, FEW))]
+)
+def test_kernels_against_reference(world: int, cases: list[Case]) -> None:
+    pool(world).run(_every_case, "triton", cases)
 
 
 def _nothing_to_learn(kind: str) -> None:
@@ -79,13 +90,13 @@ def _nothing_to_learn(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 def test_all_ignored(world: int, kind: str) -> None:
     pool(world).run(_nothing_to_learn, kind)
 
 
 def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of the vocabulary is -inf, all of what the last ranks of four hold; the last row has a NaN."""
+    """Half of the vocabulary is -inf, all that the last of three ranks holds; the last row has a NaN."""
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(12, rank, world)
     whole = normal(5, 6, 12)
@@ -99,7 +110,7 @@ def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, *exhaustive(1, 4)])
 def test_a_masked_vocabulary_and_a_nan(world: int, kind: str) -> None:
     whole = normal(5, 6, 12)[:, :6].requires_grad_()
     expected = torch.nn.functional.cross_entropy(whole, torch.tensor([0, 1, 2, 3, 4, 5]), reduction="none")
@@ -140,12 +151,12 @@ def _used_twice(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
 def test_the_logits_are_the_callers(world: int, kind: str) -> None:
     pool(world).run(_used_twice, kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive(torch.bfloat16)])
 def test_logits_of_any_stride(dtype: torch.dtype) -> None:
     target = _targets(20, 50)
     for logits in (
@@ -171,7 +182,7 @@ def test_no_tokens(kind: str) -> None:
     assert losses.shape == (0,) and logits.grad.shape == (0, 10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive(torch.float32)])
 def test_the_custom_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
     logits, target = normal(7, 12, 20, dtype=dtype).requires_grad_(), _targets(12, 20)
     forward, backward = torch.ops.tpfuse.cross_entropy_forward.default, torch.ops.tpfuse.cross_entropy_backward.default
@@ -180,7 +191,7 @@ def test_the_custom_operators_keep_torchs_rules(dtype: torch.dtype) -> None:
         torch.library.opcheck(backward, (logits.detach(), target, torch.ones(2, 12), torch.ones(12), 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", exhaustive(torch.float32, torch.bfloat16))
 def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
     def loss(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(x * 2, target, 30, None).mean()
@@ -219,6 +230,6 @@ def _errors(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [3, *exhaustive(1)])
 def test_bad_input_is_refused(world: int, kind: str) -> None:
     pool(world).run(_errors, kind)

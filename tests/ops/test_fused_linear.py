@@ -13,6 +13,7 @@ from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _memory() -> SymmetricMemory:
@@ -58,7 +59,7 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
     return len(sent)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", exhaustive(1, 2, 3))
 def test_copy_engines_bring_the_same_numbers(world: int) -> None:
     assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [14 if world > 1 else 0] * world
 
@@ -78,7 +79,7 @@ def _taking_turns() -> None:
         assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
 def test_engines_and_programs_take_turns(world: int) -> None:
     pool(world).run(_taking_turns)
 

@@ -12,6 +12,7 @@ from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
 NAMES = (None, *ACTIVATIONS)
 HALVES = [torch.float32, torch.float16, torch.bfloat16]
@@ -52,15 +53,35 @@ def test_kernels_and_operators_know_the_same_names() -> None:
     assert KERNEL_GATED == GATED
 
 
-@pytest.mark.parametrize("choice", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("activation", NAMES)
+ROWS = [
+    *((activation, torch.float32, "torch") for activation in NAMES),
+    (None, torch.float32, "triton"),
+    ("gelu_tanh", torch.bfloat16, "triton"),
+    ("swiglu", torch.float32, "triton"),
+]
+MORE_ROWS = [
+    *((activation, dtype, "torch") for activation in (None, "relu", "geglu") for dtype in HALVES[1:]),
+    *((activation, torch.float32, "triton") for activation in NAMES),
+    *((activation, HALVES[1 + index % 2], "triton") for index, activation in enumerate(NAMES)),
+]
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "choice"), [*ROWS, *exhaustive(*(row for row in MORE_ROWS if row not in ROWS))]
+)
 def test_output_and_every_gradient(activation: str | None, dtype: torch.dtype, choice: str) -> None:
     _check_all(_inputs(activation, dtype), activation, choice)
 
 
-@pytest.mark.parametrize("names", ["x weight", "x weight bias", "x weight residual"])
-@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize(
+    ("activation", "names"),
+    [
+        (None, "x weight"),
+        ("gelu", "x weight residual"),
+        ("swiglu", "x weight bias"),
+        *exhaustive(("gelu", "x weight bias"), ("swiglu", "x weight residual"), (None, "x weight residual")),
+    ],
+)
 def test_without_bias_or_residual(activation: str | None, names: str) -> None:
     _check_all(_inputs(activation, torch.bfloat16, names), activation, "triton")
 
@@ -104,7 +125,9 @@ def test_empty(shape: tuple[int, ...], choice: Any) -> None:
     assert torch.equal(grads["weight"], torch.zeros(5, shape[-1]))
 
 
-@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize(
+    "activation", [None, "gelu", *exhaustive(*(name for name in NAMES if name not in (None, "gelu")))]
+)
 def test_gradcheck_of_the_torch_path(activation: str | None) -> None:
     inputs = {name: x.requires_grad_() for name, x in _inputs(activation, torch.float64).items()}
     small = (inputs["x"][0, :3], inputs["weight"][:6], inputs["bias"][:6])
@@ -128,7 +151,7 @@ def test_opcheck(activation: str | None) -> None:
     torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, False))
 
 
-@pytest.mark.parametrize("choice", ["torch", "triton"])
+@pytest.mark.parametrize("choice", ["triton", *exhaustive("torch")])
 def test_compiles_as_one_graph(choice: Any) -> None:
     def block(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return gemm(x, weight, bias, activation="gelu", residual=residual).square()
@@ -177,7 +200,7 @@ def test_autocast(choice: Any) -> None:
     torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("activation", NAMES)
+@pytest.mark.parametrize("activation", [None, "relu2", "geglu", *exhaustive("gelu", "gelu_tanh", "silu", "swiglu")])
 def test_products_by_themselves(activation: str | None) -> None:
     inputs = _inputs(activation, torch.float32, "x weight bias")
     grad = normal(9, 3, 11, 35 if activation in GATED else 70)

@@ -1,3 +1,6 @@
+"""layer_norm, also added to a residual and on shards of the tokens, by torch and by the kernels."""
+
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +13,12 @@ from tpfuse.comm.mesh import group_of
 from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
 
 
 def test_formula() -> None:
@@ -49,12 +54,15 @@ def _on_shards(dtype: torch.dtype, bias: bool, summed: bool) -> None:
         yardstick.check(name, parameter.grad)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("summed", [True, False])
-def test_on_shards(world: int, dtype: torch.dtype, bias: bool, summed: bool) -> None:
-    pool(world).run(_on_shards, dtype, bias, summed)
+def _every_case_on_shards() -> None:
+    for case in itertools.product((torch.float32, torch.float64, torch.bfloat16), (True, False), (True, False)):
+        with naming(case):
+            _on_shards(*case)
+
+
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+def test_on_shards(world: int) -> None:
+    pool(world).run(_every_case_on_shards)
 
 
 def _inputs(rows: int, columns: int, dtype: torch.dtype, *names: str) -> dict[str, Tensor]:
@@ -74,10 +82,16 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return torch.cat([reference.layer_norm(x + residual, weight, bias, 1e-5), x + residual])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("names", [("x", "weight"), ("x", "weight", "bias"), ("x", "weight", "bias", "residual")])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 100), (63, 64), (64, 63), (100, 257), (257, 16)])
-def test_kernels(rows: int, columns: int, names: tuple[str, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        first=4,
+        shape=[(63, 64), (100, 257), (1, 1), (16, 100), (64, 63), (257, 16)],
+        names=[("x", "weight", "bias", "residual"), ("x", "weight"), ("x", "weight", "bias")],
+        dtype=[torch.float32, torch.bfloat16, torch.float16],
+    )
+)
+def test_kernels(shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dtype) -> None:
+    rows, columns = shape
     inputs = _inputs(rows, columns, dtype, *names)
     grad = normal(9, rows * (2 if "residual" in names else 1), columns, dtype=dtype)
     yardstick = Yardstick(_plain, inputs, grad)
@@ -90,9 +104,8 @@ def test_kernels(rows: int, columns: int, names: tuple[str, ...], dtype: torch.d
         yardstick.check(name, leaf.grad)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_kernels_on_shards(world: int) -> None:
-    pool(world).run(_kernels_on_shards)
+def test_kernels_on_shards() -> None:
+    pool(2).run(_kernels_on_shards)
 
 
 def _kernels_on_shards() -> None:
@@ -141,8 +154,9 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(_fused, inputs)
 
 
-@pytest.mark.parametrize("centered", [True, False])
-@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize(
+    ("centered", "extra"), [(True, True), (False, False), *exhaustive((True, False), (False, True))]
+)
 def test_operators_are_registered_right(centered: bool, extra: bool) -> None:
     x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
     leaves = [y.requires_grad_() for y in (x, residual, weight)]
@@ -153,6 +167,7 @@ def test_operators_are_registered_right(centered: bool, extra: bool) -> None:
     torch.library.opcheck(_gradients, (*arguments, centered, extra))
 
 
+@pytest.mark.exhaustive
 def test_compiled_as_one_graph() -> None:
     inputs = _inputs(7, 64, torch.float32, "x", "weight", "bias", "residual")
     gradients = []

@@ -13,6 +13,7 @@ from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import pairwise
 
 
 def _fused(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -36,11 +37,17 @@ def test_formula() -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-2), expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (16, 100), (63, 64), (64, 63), (100, 257)])
-def test_against_reference(rows: int, columns: int, with_residual: bool, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        first=6,
+        shape=[(63, 64), (100, 257), (1, 1), (16, 100), (64, 63)],
+        with_residual=[True, False],
+        dtype=[torch.float32, torch.bfloat16, torch.float16],
+        name=["triton", "torch"],
+    )
+)
+def test_against_reference(shape: tuple[int, int], with_residual: bool, dtype: torch.dtype, name: str) -> None:
+    rows, columns = shape
     inputs = _inputs(rows, columns, dtype, with_residual)
     grad = normal(9, rows * (1 + with_residual), columns, dtype=dtype)
     yardstick = Yardstick(_plain, inputs, grad)
@@ -85,6 +92,7 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(_fused, [x.requires_grad_() for x in _inputs(3, 5, torch.float64, True).values()])
 
 
+@pytest.mark.exhaustive
 def test_compiled_as_one_graph() -> None:
     gradients = []
     with kernels("triton"):

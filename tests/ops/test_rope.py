@@ -9,6 +9,7 @@ from tpfuse.kernels import reference
 from tpfuse.ops.rope import _forward, rope
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import pairwise
 
 ANGLES = normal(7, 300, 50)
 POSITIONS = integers(6, 2, 257, low=0, high=299, dtype=torch.int64)
@@ -46,15 +47,19 @@ def test_only_distances_count(name: str) -> None:
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"interleaved": True}, {"inverse": True}])
 @pytest.mark.parametrize(
-    ("time", "heads", "size", "half"), [(1, (1, 1), 16, 8), (63, (3, 1), 100, 50), (100, (2, 2), 64, 9)]
+    *pairwise(
+        first=6,
+        shape=[(63, (3, 1), 100, 50), (100, (2, 2), 64, 9), (1, (1, 1), 16, 8)],
+        options=[{}, {"interleaved": True}, {"inverse": True}],
+        name=["triton", "torch"],
+        dtype=[torch.float32, torch.bfloat16, torch.float16],
+    )
 )
 def test_against_reference(
-    time: int, heads: tuple[int, int], size: int, half: int, options: dict[str, bool], dtype: torch.dtype, name: str
+    shape: tuple[int, tuple[int, int], int, int], options: dict[str, bool], name: str, dtype: torch.dtype
 ) -> None:
+    time, heads, size, half = shape
     positions = POSITIONS[:, :time]
     inputs = {key: normal(i, 2, time, heads[i], size, dtype=dtype) for i, key in enumerate(("q", "k"))}
     grad = normal(9, 2, time, sum(heads), size, dtype=dtype)
@@ -109,6 +114,7 @@ def test_operator_is_registered_right(interleaved: bool) -> None:
     torch.library.opcheck(_forward, (q, k, *_tables(4), POSITIONS[0, :5], interleaved, False))
 
 
+@pytest.mark.exhaustive
 def test_compiled_as_one_graph() -> None:
     def function(q: Tensor, k: Tensor) -> Tensor:
         return torch.cat(rope(q, k, *tables, positions), dim=2)
