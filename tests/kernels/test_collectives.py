@@ -14,6 +14,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
 EPOCHS = [(torch.float32, n) for n in (63, 0, 1000, 1)]
 EPOCHS += [(dtype, 100) for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.int64)]
@@ -24,7 +25,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
     explore(program, world, schedules=[RoundRobin()])
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, *exhaustive(1, 4)])
 def test_every_size_and_dtype_one_after_another(collective: Any, connect: Connect, world: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory)
@@ -37,7 +38,7 @@ def test_every_size_and_dtype_one_after_another(collective: Any, connect: Connec
     once(program, world)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *exhaustive(torch.float16)])
 def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, dtype: torch.dtype) -> None:
     """To the bit, which no other order and no other rounding gives; so one shot and two are the same too."""
 
@@ -67,8 +68,9 @@ def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Con
     once(program, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn])
-@pytest.mark.parametrize("n", [7, 48])
+@pytest.mark.parametrize(
+    ("dtype", "n"), [(torch.bool, 48), (torch.uint8, 7), (torch.complex64, 7), (torch.float8_e4m3fn, 48)]
+)
 def test_whatever_has_bytes_is_moved(connect: Connect, dtype: torch.dtype, n: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory)
@@ -89,9 +91,9 @@ def test_ranks_whose_tensors_begin_anywhere(connect: Connect) -> None:
 
     def program(memory: SimulatedMemory) -> None:
         endpoint, first = connect(memory), (0, 1, 2)[memory.rank]
-        xs = [integers(rank, 1000, dtype=torch.int16) for rank in range(3)]
-        x = torch.empty(1003, dtype=torch.int16)[first : first + 1000].copy_(xs[memory.rank])
-        out = torch.empty(3003, dtype=torch.int16)[first : first + 3000].view(3, 1000)
+        xs = [integers(rank, 200, dtype=torch.int16) for rank in range(3)]
+        x = torch.empty(203, dtype=torch.int16)[first : first + 200].copy_(xs[memory.rank])
+        out = torch.empty(603, dtype=torch.int16)[first : first + 600].view(3, 200)
         all_gather_forward(x, out, endpoint)
         assert torch.equal(out, torch.stack(xs))
 
@@ -102,7 +104,7 @@ def test_ranks_whose_tensors_begin_anywhere(connect: Connect) -> None:
 def test_in_place(connect: Connect) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
-        xs = [integers(r, 3, 100) for r in range(3)]
+        xs = [integers(r, 3, 50) for r in range(3)]
         gathered, exchanged, scattered = (xs[rank].clone() for _ in range(3))
         all_gather_forward(gathered[rank], gathered, endpoint)
         assert torch.equal(gathered, torch.stack([x[r] for r, x in enumerate(xs)]))
@@ -119,12 +121,12 @@ def test_in_place(connect: Connect) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("flag_count", [6, 17])
-def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, flag_count: int) -> None:
+@pytest.mark.parametrize(("flag_count", "n"), [(6, 70), *exhaustive((17, 300))])
+def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, flag_count: int, n: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory, flag_count=flag_count, programs=50)
-        for n in (100, 300):
-            xs = [integers(rank, 3, n) for rank in range(3)]
+        for seed in (0, 3):
+            xs = [integers(seed + rank, 3, n) for rank in range(3)]
             assert torch.equal(collective.run(xs[memory.rank], endpoint), collective.plain(xs, memory.rank))
 
     once(program, 3)

@@ -13,8 +13,7 @@ from tpfuse.kernels.layer_norm_backward import layer_norm_backward
 from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import integers, normal
-
-SHAPES = [(1, 1), (16, 16), (63, 100), (64, 64), (100, 257), (257, 63)]  # blocks are 32 by 64, or by 128
+from tpfuse.testing.tiers import exhaustive
 
 
 def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None) -> dict[str, Tensor]:
@@ -35,7 +34,9 @@ def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None)
     return {name: y for name, y in (results | {"summed": summed, "rstd": rstd}).items() if y is not None}
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (63, 100), *exhaustive((16, 16), (64, 64), (100, 257), (257, 63))]
+)  # blocks are 32 by 64, or by 128
 def test_statistics_and_what_is_summed(rows: int, columns: int) -> None:
     x, residual = normal(1, rows, columns), normal(2, rows, columns)
     results = _both(x, x, rms=False, residual=residual)
@@ -49,8 +50,7 @@ def test_statistics_and_what_is_summed(rows: int, columns: int) -> None:
     torch.testing.assert_close(rms["rstd"].double(), (summed.square().mean(1) + 1e-5).rsqrt(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("columns", [63, 257])
+@pytest.mark.parametrize(("rms", "columns"), [(False, 257), (True, 63), *exhaustive((False, 63), (True, 257))])
 def test_strides(rms: bool, columns: int) -> None:
     x, grad, residual = (normal(seed, 40, columns) for seed in (1, 2, 3))
     expected = _both(x, grad, rms=rms, residual=residual)
@@ -98,8 +98,9 @@ def test_huge_values_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("columns", [63, 257])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(
+    ("columns", "value"), [(63, torch.nan), (257, torch.inf), *exhaustive((257, torch.nan), (63, -torch.inf))]
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where inf - inf is computed
 def test_what_is_not_finite_stays_in_its_row(rms: bool, columns: int, value: float) -> None:
     x, grad = normal(1, 40, columns), normal(2, 40, columns)
@@ -117,12 +118,11 @@ def test_what_is_not_finite_stays_in_its_row(rms: bool, columns: int, value: flo
         assert results["dbias"].isfinite().all()  # of the gradient alone
 
 
-@pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("columns", [64, 257])
+@pytest.mark.parametrize(("rms", "columns"), [(False, 257), *exhaustive((False, 64), (True, 64), (True, 257))])
 def test_same_bits_in_every_run(rms: bool, columns: int) -> None:
-    x, grad = normal(1, 100, columns, dtype=torch.bfloat16), normal(2, 100, columns, dtype=torch.bfloat16)
+    x, grad = normal(1, 70, columns, dtype=torch.bfloat16), normal(2, 70, columns, dtype=torch.bfloat16)
     first = _both(x, grad, rms=rms, residual=x)
-    for _ in range(9):
+    for _ in range(2):
         for name, value in _both(x, grad, rms=rms, residual=x).items():
             assert torch.equal(value, first[name]), name
 
