@@ -6,7 +6,6 @@ import os
 import pickle
 import resource
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,12 @@ from tpfuse.comm.board import Board, Mapping
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.testing.patience import wait_until
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
-def _board(timeout: float = 20.0) -> Board:
+def _board(timeout: float = 60.0) -> Board:
     group = dist.group.WORLD
     assert group is not None
     return Board(group, timeout)
@@ -40,7 +41,7 @@ def _exchange(texts: list[str]) -> list[list[str]]:
     return [board.exchange(f"{text}{board.rank}" if len(text) < 4000 else text, "test") for text in texts]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
 def test_every_rank_hears_what_every_rank_says(world: int) -> None:
     texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
     for heard in pool(world).run(_exchange, texts):
@@ -161,11 +162,13 @@ def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
 
 
 def _reset_late() -> None:
-    board = _board(timeout=0.3)
+    board = _board()
     if board.rank == 0:
+        board.timeout = 0.3
         with pytest.raises(PeerTimeout) as caught:
             board.reset(lambda: None)
         assert caught.value.peer == 1 and caught.value.op == "reset"
+        board.timeout = 60.0
     dist.barrier()
     cleared: list[int] = []
     for turn in range(3):
@@ -179,24 +182,34 @@ def test_a_reset_that_nobody_came_to_can_be_tried_again() -> None:
 
 
 def _come_and_end() -> None:
-    """Rank 1 comes, and its process ends, between rank 0's look at its word and the look at its process."""
+    """Rank 1 comes, and its process ends, between rank 0's look at its word and rank 0's look at its process."""
     group = dist.group.WORLD
     assert group is not None
-    memory = SharedMemory(group, 20.0)
-    flags = memory.signals("flags", 1)
+    memory = SharedMemory(group, 60.0)
+    flags, looks = memory.signals("flags", 1), memory.signals("looks", 1)
     if memory.rank == 0:
 
         def ended(rank: int) -> bool:
-            time.sleep(0.6)
+            """Says at each look at rank 1's process that it has ended, but not before rank 1 has gone on."""
+            look = int(looks.peers[1][0]) + 1
+            memory.put(looks, 1, 0, look)
+            if look == 1:
+                wait_until(lambda: int(flags.peers[1][0]), "rank 1 has come to the wait")
+            else:
+                wait_until(lambda: epoch() == memory.board._epoch, "rank 1 has come to the barrier")
             return True
+
+        def epoch() -> int:
+            return int(memory.board.parts[1].numbers[boards._EPOCH])
 
         memory.board.ended = ended  # type: ignore[method-assign]
         memory.wait(flags, 1, 0, 1, op="test")
         memory.barrier()
+        assert int(looks.peers[1][0]) == 2, "both waits have looked at the process"
     else:
-        time.sleep(0.2)
+        memory.wait(looks, 1, 0, 1, op="the first look")
         memory.put(flags, 1, 0, 1)
-        time.sleep(0.7)
+        memory.wait(looks, 1, 0, 2, op="the second look")
         memory.barrier()
 
 

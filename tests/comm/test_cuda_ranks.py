@@ -20,6 +20,7 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
 
 pytestmark = [
+    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.timeout(300),
 ]

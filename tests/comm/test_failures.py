@@ -19,10 +19,23 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.kernels import signals
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
+from tpfuse.testing.patience import patient
+from tpfuse.testing.tiers import exhaustive
 
 
-def connect(rank: Rank, timeout: float) -> SharedMemory:
-    return SharedMemory(rank.join(), timeout)
+def connect(rank: Rank) -> SharedMemory:
+    """Memory with a deadline that ranks of a slow machine can meet too."""
+    return SharedMemory(rank.join(), patient(LIMIT))
+
+
+def set_timeout(memory: SharedMemory, timeout: float) -> None:
+    """Collective: the deadline that a test is about, for what all ranks begin now."""
+    memory.barrier()
+    memory.timeout = memory.board.timeout = timeout
+
+
+def be_patient(memory: SharedMemory) -> None:
+    memory.timeout = memory.board.timeout = patient(LIMIT)
 
 
 class Sum:
@@ -65,7 +78,7 @@ def _spin(memory: SharedMemory) -> None:
 
 
 def _until_somebody_dies(rank: Rank, operation: str) -> None:
-    memory = connect(rank, 20.0)
+    memory = connect(rank)
     memory.step = 7
     total = Sum(memory)
     never = memory.signals("never", 1)
@@ -87,16 +100,16 @@ def _until_somebody_dies(rank: Rank, operation: str) -> None:
             else:
                 _spin(memory)
     except PeerTimeout:
-        with pytest.raises(PeerTimeout, match=r"reset, step 7: rank . waited 0\.. s for rank 1; .* has ended"):
+        with pytest.raises(PeerTimeout, match=r"reset, step 7: rank . waited \d+\.\d s for rank 1; .* has ended"):
             memory.reset()
         raise
 
 
-@pytest.mark.parametrize("operation", ["sum", "barrier", "allocation", "wait", "kernel"])
+@pytest.mark.parametrize("operation", ["allocation", "wait", "kernel", *exhaustive("sum", "barrier")])
 def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) -> None:
     with ranks(3, tmp_path, _until_somebody_dies, operation) as running:
         running.heard_of_all()
-        time.sleep(0.3)
+        time.sleep(0.1)  # most are inside of the operation by then; what is expected is the same of those that are not
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)
@@ -106,12 +119,12 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
             op = {"allocation": ("buffer x", "free x")}.get(operation, (operation,))
             assert error.step == 7 and error.op in op
             assert str(error).startswith(f"{error.op}, step 7: rank {survivor} waited ")
-            assert when - killed < 2.0
+            assert when - killed < LIMIT / 2, "nobody waits until the deadline"
 
 
-def _sums(rank: Rank, timeout: float, stopped: int) -> list[int]:
+def _sums(rank: Rank, stopped: int) -> list[int]:
     """One rank is stopped in the middle of the second sum."""
-    total = Sum(connect(rank, timeout))
+    total = Sum(connect(rank))
 
     def pause() -> None:
         rank.tell("here")
@@ -124,12 +137,11 @@ def _sums(rank: Rank, timeout: float, stopped: int) -> list[int]:
 
 
 def test_a_rank_that_stops_for_a_while_changes_nothing(tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _sums, 10.0, 2) as running:
+    with ranks(3, tmp_path, _sums, 2) as running:
         assert running.hear(2) == "here"
         running.send(2, signal.SIGSTOP)
         running.connections[2].send("go")
-        time.sleep(1.0)
-        assert not running.connections[0].poll(0)
+        assert not running.connections[0].poll(0.5), "rank 0 waits"
         continued = running.send(2, signal.SIGCONT)
         for rank in range(3):
             when, result = running.result(rank)
@@ -137,10 +149,11 @@ def test_a_rank_that_stops_for_a_while_changes_nothing(tmp_path: Path) -> None:
             assert when > continued
 
 
-def _stopped_too_long(rank: Rank, stopped: int) -> tuple[PeerTimeout, float, list[int]]:
-    memory = connect(rank, 1.0)
+def _stopped_too_long(rank: Rank, stopped: int, timeout: float) -> tuple[PeerTimeout, float, list[int]]:
+    memory = connect(rank)
     total = Sum(memory)
     assert total(1) == 3
+    set_timeout(memory, timeout)
 
     def pause() -> None:
         rank.tell("here")
@@ -159,16 +172,17 @@ def _stopped_too_long(rank: Rank, stopped: int) -> tuple[PeerTimeout, float, lis
         memory.barrier()
     rank.tell("here")
     rank.hear()
+    be_patient(memory)
     memory.reset()
     sums = [total(10**turn * (memory.rank + 1)) for turn in range(5)]
     memory.barrier()
     return caught, when, sums
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [2, *exhaustive(0)])
 def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(stopped: int, tmp_path: Path) -> None:
-    survivors = [rank for rank in range(3) if rank != stopped]
-    with ranks(3, tmp_path, _stopped_too_long, stopped) as running:
+    survivors, timeout = [rank for rank in range(3) if rank != stopped], patient(1.0)
+    with ranks(3, tmp_path, _stopped_too_long, stopped, timeout) as running:
         assert running.hear(stopped) == "here"
         began = running.send(stopped, signal.SIGSTOP)
         running.connections[stopped].send("go")
@@ -182,14 +196,15 @@ def test_a_rank_that_stops_for_too_long_is_named_and_all_can_go_on(stopped: int,
             assert (error.op, error.peer, error.rank) == ("sum", stopped, rank)
             assert sums == [6 * 10**turn for turn in range(5)]
             if rank != stopped:
-                assert 0.9 < error.waited < 2.5 and 0.9 < when - began < 3.0
+                assert 0.9 * timeout < error.waited < timeout + patient(3.0) and when - began > 0.9 * timeout
                 assert f"waited {error.waited:.1f} s for rank {stopped}; process" in str(error)
                 assert str(error).endswith("last seen in sum")
 
 
-def _stopped_together(rank: Rank, operation: str) -> int:
-    memory = connect(rank, 2.3)
+def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
+    memory = connect(rank)
     total, flags, out = Sum(memory), memory.signals("told", 1), torch.zeros(1, dtype=torch.int32)
+    set_timeout(memory, timeout)
 
     def pause() -> None:
         rank.tell("here")
@@ -209,23 +224,25 @@ def _stopped_together(rank: Rank, operation: str) -> int:
 @pytest.mark.parametrize("operation", ["sum", "kernel"])
 def test_a_run_that_is_stopped_as_a_whole_goes_on(operation: str, tmp_path: Path) -> None:
     """Ctrl-Z and fg: nobody was late."""
-    with ranks(2, tmp_path, _stopped_together, operation) as running:
+    timeout = patient(1.5)
+    with ranks(2, tmp_path, _stopped_together, operation, timeout) as running:
         assert running.hear(1) == "here"
-        time.sleep(0.2)
+        time.sleep(0.1)  # rank 0 waits by then, or begins to wait afterwards
         for rank in range(2):
             running.send(rank, signal.SIGSTOP)
-        time.sleep(3.5)
+        time.sleep(1.5 * timeout)
         for rank in range(2):
             running.send(rank, signal.SIGCONT)
         running.connections[1].send("go")
         assert [running.result(rank)[1] for rank in range(2)] == [3, 3]
 
 
-def _one_stays_away(rank: Rank, operation: str) -> int:
-    memory = connect(rank, 1.0)
+def _one_stays_away(rank: Rank, operation: str, timeout: float) -> int:
+    memory = connect(rank)
     memory.step = 7
     total = Sum(memory)
     memory.signals("never", 1)
+    set_timeout(memory, timeout)
     if rank.rank == 1:
         rank.hear()
     with pytest.raises(PeerTimeout) as caught:
@@ -237,6 +254,7 @@ def _one_stays_away(rank: Rank, operation: str) -> int:
             memory.barrier("end of the epoch")
     rank.tell(caught.value)
     rank.hear()
+    be_patient(memory)
     memory.reset()
     memory.barrier()  # not every rank had come to the one before
     return total(memory.rank)
@@ -244,12 +262,13 @@ def _one_stays_away(rank: Rank, operation: str) -> int:
 
 @pytest.mark.parametrize("operation", ["sum", "kernel", "end of the epoch"])
 def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _one_stays_away, operation) as running:
+    timeout = patient(0.7)
+    with ranks(3, tmp_path, _one_stays_away, operation, timeout) as running:
         for rank in (0, 2):
             error = running.hear(rank)
             assert isinstance(error, PeerTimeout), error
             assert (error.op, error.peer, error.rank, error.step) == (operation, 1, rank, 7)
-            assert "not seen yet" in str(error) and 0.9 < error.waited < 2.5
+            assert "not seen yet" in str(error) and 0.9 * timeout < error.waited < timeout + patient(3.0)
         running.connections[1].send("go")
         assert running.hear(1).op == "sum"  # it comes late, and does not wait in turn
         running.go()
@@ -257,10 +276,10 @@ def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> Non
 
 
 def _late(rank: Rank) -> list[int]:
-    time.sleep(0.5 * rank.rank)
-    memory = connect(rank, 5.0)
+    time.sleep(0.2 * rank.rank)
+    memory = connect(rank)
     total = Sum(memory)
-    time.sleep(0.5 * (rank.world - rank.rank))
+    time.sleep(0.2 * (rank.world - rank.rank))
     return [total(rank.rank), total(1)]
 
 
@@ -271,12 +290,13 @@ def test_ranks_may_start_at_different_times(tmp_path: Path) -> None:
 
 def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
     set_settings(flight_folder=folder)
-    memory = connect(rank, 0.5)
+    memory = connect(rank)
     total = Sum(memory)
     memory.step = 3
     for _ in range(80):  # more than the record holds
         total(1)
     memory.step = 4
+    memory.timeout = memory.board.timeout = 0.5
     if rank.rank == 0:
         with memory.guard("something else"):
             rank.hear()
@@ -307,8 +327,9 @@ def test_the_flight_record_has_the_last_operations_of_every_rank(tmp_path: Path)
 
 def _no_disk(rank: Rank, folder: Path) -> list[str]:
     set_settings(flight_folder=folder / "missing")
-    memory = connect(rank, 0.3)
+    memory = connect(rank)
     flags = memory.signals("flags", 1)
+    memory.timeout = memory.board.timeout = 0.3
     with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
         memory.wait(flags, 1 - rank.rank, 0, 1, op="test")
     return caught.value.__notes__
@@ -323,7 +344,7 @@ def test_a_disk_that_fails_does_not_hide_the_error(tmp_path: Path) -> None:
 
 def _fingerprints(rank: Rank) -> list[str]:
     set_settings(fingerprint=True)
-    memory = connect(rank, 10.0)
+    memory = connect(rank)
     with memory.guard("all_gather float32 (4,)"):
         pass
     with pytest.raises(Disagreement) as caught, memory.guard(f"all_gather float32 ({4 + rank.rank // 2},)"):
@@ -342,10 +363,10 @@ def test_fingerprints_show_both_sides(tmp_path: Path) -> None:
 
 
 def _interrupted(rank: Rank, operation: str) -> str:
-    memory = connect(rank, 10.0)
+    memory = connect(rank)
     never = memory.signals("never", 1)
-    rank.tell("here")
     try:
+        rank.tell("here")
         if operation == "kernel":
             _wait_forever(memory)
         elif operation == "wait":
@@ -373,10 +394,10 @@ def _wait_forever(memory: SharedMemory) -> None:
 def test_control_c_ends_a_wait(operation: str, tmp_path: Path) -> None:
     with ranks(2, tmp_path, _interrupted, operation) as running:
         running.heard_of_all()
-        time.sleep(0.3)
+        time.sleep(0.1)  # most are waiting by then; the others begin to, and are interrupted all the same
         sent = [running.send(rank, signal.SIGINT) for rank in range(2)]
         for rank in range(2):
             kind, when = running.hear(rank)
-            assert kind == "interrupted" and when - sent[rank] < 1.0
+            assert kind == "interrupted" and when - sent[rank] < LIMIT / 2
         running.go()
         assert [running.result(rank)[1] for rank in range(2)] == ["free again", "free again"]

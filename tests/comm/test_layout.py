@@ -7,6 +7,7 @@ from tpfuse.comm.layout import copy_whole_, from_local, is_sharded, local_slices
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _agrees_with_dtensor() -> None:
@@ -24,7 +25,7 @@ def _agrees_with_dtensor() -> None:
             assert torch.equal(x.full_tensor(), whole)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])
 def test_slices_are_where_dtensor_puts_them(world: int) -> None:
     pool(world).run(_agrees_with_dtensor)
 
@@ -41,7 +42,7 @@ def _from_local() -> None:
         local_slices(partial)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [3, *exhaustive(1, 2)])
 def test_from_local(world: int) -> None:
     pool(world).run(_from_local)
 

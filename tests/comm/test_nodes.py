@@ -1,6 +1,6 @@
 """Ranks by node: pretended ones everywhere, and two network namespaces where this machine lets us make them."""
 
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +16,15 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.ops.bucket_exchange import BucketSpec
 from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
+from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankError, pool
 
-on_two_nodes = pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
+
+def on_two_nodes(test: Callable[[], None]) -> Callable[[], None]:
+    """Marks a test that needs two network namespaces."""
+    return pytest.mark.nodes(pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())(test))
+
+
 CPU = torch.device("cpu")
 
 
@@ -141,17 +147,19 @@ def test_the_groups_have_the_deadline_of_the_settings() -> None:
 
 
 def _late() -> str:
-    set_settings(timeout=0.5)
-    try:
-        with pretended_nodes(2, 2) as group:
-            if dist.get_rank() == 2:
-                time.sleep(1.0)
-                return "late"
+    with pretended_nodes(2, 2) as group:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            dist.barrier()
+            return "late"
+        set_settings(timeout=patient(0.5))
+        try:
             split_by_node(group)
-    except PeerTimeout as error:
-        return f"{error.op} {error.peer}"
-    finally:
-        set_settings(timeout=60.0)
+        except PeerTimeout as error:
+            return f"{error.op} {error.peer}"
+        finally:
+            set_settings(timeout=60.0)
+            dist.barrier()
     return "split"
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from tpfuse.comm.sequence import BALANCES, Balance, SequenceLayout
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.tiers import exhaustive
 
 LENGTHS = (8, 9, 15, 16, 17, 48, 63, 100)
 WORLDS = ((1, 1), (2, 1), (3, 1), (4, 1), (8, 1), (2, 2), (3, 3), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8), (6, 2))
@@ -90,7 +91,7 @@ def _starts_kernel(
         tl.store(starts + rank * 2 + run, run_start(rank, run, unit, WORLD))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 8)])
 def test_kernels_count_alike(world: int) -> None:
     for balance in BALANCES:
         runs = SequenceLayout(100, world, balance).runs
@@ -104,7 +105,7 @@ def _parts(layout: SequenceLayout, x: Tensor, dim: int, value: float) -> Tensor:
     return torch.stack([layout.shard(x, rank, dim, value) for rank in range(layout.world)])
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2])
+@pytest.mark.parametrize("dim", [0, -2, *exhaustive(1, 2, -1)])
 def test_whole_is_the_inverse_of_shard(dim: int) -> None:
     for layout in _layouts():
         shape = [2, 3, 2]

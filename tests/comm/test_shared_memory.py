@@ -18,7 +18,9 @@ from tpfuse.comm import board, shared_memory
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankPool, pool
+from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.float8_e4m3fn),
@@ -26,7 +28,7 @@ DTYPES = (
 )
 
 
-def _memory(timeout: float = 20.0) -> SharedMemory:
+def _memory(timeout: float = 60.0) -> SharedMemory:
     group = dist.group.WORLD
     assert group is not None
     return SharedMemory(group, timeout)
@@ -57,7 +59,7 @@ def _every_dtype() -> None:
         assert bool((_bits(buffer.local) == 100 + (memory.rank + 1) % memory.world).all())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
 def test_every_rank_reads_and_writes_every_ranks_part(world: int) -> None:
     pool(world).run(_every_dtype)
 
@@ -167,7 +169,7 @@ def _signals() -> None:
     assert flags.local.tolist() == [0, 0, 0] and memory.generation == 1
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
 def test_signals(world: int) -> None:
     pool(world).run(_signals)
 
@@ -194,9 +196,9 @@ def _ring(rounds: int, first: int) -> None:
     memory.barrier()
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_is_signalled_is_there(world: int) -> None:
-    pool(world).run(_ring, 2000, 0)
+@pytest.mark.parametrize(("world", "rounds"), [(3, 500), *exhaustive((2, 2000), (3, 2000), (4, 2000))])
+def test_what_is_signalled_is_there(world: int, rounds: int) -> None:
+    pool(world).run(_ring, rounds, 0)
 
 
 def test_signals_may_wrap_around() -> None:
@@ -240,11 +242,11 @@ def _two_threads() -> None:
     def first() -> None:
         with memory.guard("first"):
             inside.set()
-            leave.wait(10)
+            leave.wait(patient(60.0))
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(patient(60.0))
     with pytest.raises(RuntimeError, match="second: another operation of this group is under way in another thread"):
         memory.guard("second").__enter__()
     leave.set()
@@ -269,7 +271,7 @@ def _overlapping() -> None:
     if not _groups:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         _groups.append(pairs[dist.get_rank() // 2])
-    everyone, pair = _memory(), SharedMemory(_groups[0], 20.0)
+    everyone, pair = _memory(), SharedMemory(_groups[0], 60.0)
     delays = random.Random(dist.get_rank())
     all_x, pair_x = everyone.buffer("x", (3,), torch.int64), pair.buffer("x", (3,), torch.int64)
     all_flags, pair_flags = everyone.signals("flags", 1), pair.signals("flags", 1)
@@ -341,9 +343,16 @@ def _exhausted(rank: int, name: str) -> tuple[str, bool]:
     return message, clean
 
 
-@pytest.mark.parametrize("function", ["posix_fallocate", "memfd_create", "_map"])
-def test_no_memory_on_one_rank_is_said_on_all(function: str) -> None:
-    for rank in (0, 2):
+@pytest.mark.parametrize(
+    ("function", "ranks"),
+    [
+        ("posix_fallocate", (2,)),
+        ("_map", (0,)),
+        *exhaustive(("memfd_create", (0, 2)), ("posix_fallocate", (0,)), ("_map", (2,))),
+    ],
+)
+def test_no_memory_on_one_rank_is_said_on_all(function: str, ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
         found = pool(3).run(_exhausted, rank, function)
         for message, clean in found:
             assert message.startswith(f"rank {rank}: 400 bytes of shared memory for x cannot be ")

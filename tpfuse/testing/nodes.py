@@ -12,27 +12,27 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tpfuse.comm import host
-from tpfuse.testing.ranks import RankPool, serve
+from tpfuse.testing.patience import Deadline, patient
+from tpfuse.testing.ranks import RankPool, serve_in
 
 NODES, RANKS_PER_NODE = 2, 2
 CABLE = "tpfuse0"  # the network interface of either node
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _PORT = 29500  # nobody else is there to take it
 _HOLD = "echo ready; exec cat"  # until its standard input is closed, as when the process that wrote there is gone
 
@@ -87,14 +87,18 @@ class NetworkNodes:
         """What, put before a command, runs it on `node`."""
         return ["nsenter", "--target", str(self._holders[node].pid), "--net", *self._as_user]
 
+    def place(self, node: int) -> tuple[int, bool]:
+        """The process whose namespaces are those of `node`, and whether one of users is among them."""
+        return self._holders[node].pid, bool(self._as_user)
+
     def networks(self) -> set[str]:
         """What the nodes' networks are called in /proc."""
         return {network_of(holder.pid) for holder in self._holders}
 
     def close(self) -> None:
         """Ends every process on the nodes, and with them the nodes."""
-        networks, deadline = self.networks() - {network_of("self")}, monotonic() + 10.0
-        while (processes := processes_in(networks)) and monotonic() < deadline:  # one may start another meanwhile
+        networks, deadline = self.networks() - {network_of("self")}, Deadline(10.0)
+        while (processes := processes_in(networks)) and deadline.left():  # one may start another meanwhile
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -149,16 +153,13 @@ def counted() -> Iterator[list[int]]:
     dist.barrier()
 
 
-class _Process(subprocess.Popen[bytes]):
-    """With the names of multiprocessing's processes."""
-
-    def join(self, timeout: float | None = None) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(timeout)
-
-    @property
-    def exitcode(self) -> int | None:
-        return self.poll()
+def _serve_on_node(holder: int, as_user: bool, *args: Any) -> None:
+    """Serves as a rank in the namespaces of the process `holder`. This process has one thread, as setns wants it."""
+    for kind in ("user", "net") if as_user else ("net",):
+        with Path(f"/proc/{holder}/ns/{kind}").open() as namespace:
+            if _LIBC.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "setns")
+    serve_in(*args)
 
 
 class NodePool(RankPool):
@@ -170,17 +171,16 @@ class NodePool(RankPool):
 
     def _start(self) -> None:
         self._nodes = NetworkNodes()
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        context, deterministic = self._context(), torch.are_deterministic_algorithms_enabled()
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE}
+        meeting = f"tcp://{ADDRESSES[0]}:{_PORT}"
         for rank in range(self.world):
-            ours, theirs = multiprocessing.Pipe()
-            program = [sys.executable, "-m", "tpfuse.testing.nodes", str(theirs.fileno())]
-            process = _Process(
-                [*self._nodes.command(rank // RANKS_PER_NODE), *program],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": CABLE},
-                pass_fds=[theirs.fileno()],
-            )
+            ours, theirs = context.Pipe()
+            args = (rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
+            place = self._nodes.place(rank // RANKS_PER_NODE)
+            process = context.Process(target=_serve_on_node, args=(*place, environment, *args), daemon=True)
+            process.start()
             theirs.close()
-            ours.send((rank, self.world, f"tcp://{ADDRESSES[0]}:{_PORT}", self.timeout, deterministic))
             self._processes.append(process)
             self._connections.append(ours)
 
@@ -207,7 +207,7 @@ def run_on_nodes(function: Callable[..., Any], *args: Any) -> list[Any]:
 def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
     """Starts a module and its arguments by torchrun on both nodes, four ranks in all; how it went on each.
 
-    Nothing of it is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds.
+    Nothing of it is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
     """
     nodes = NetworkNodes()
 
@@ -219,7 +219,7 @@ def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[
         return subprocess.run(
             [*nodes.command(node), sys.executable, *torchrun.split(), *arguments],
             env={**os.environ, "GLOO_SOCKET_IFNAME": CABLE},
-            capture_output=True, text=True, timeout=timeout,
+            capture_output=True, text=True, timeout=patient(timeout),
         )  # fmt: skip
 
     try:
@@ -242,10 +242,3 @@ def pretended_nodes(*sizes: int) -> Iterator[dist.ProcessGroup]:
         yield group
     finally:
         host.node_identity = real
-
-
-if __name__ == "__main__":
-    ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)  # when its parent ends
-    _connection = Connection(int(sys.argv[1]))
-    _rank, _world, _meeting, _timeout, _deterministic = _connection.recv()
-    serve(_rank, _world, _meeting, _timeout, _deterministic, _connection)

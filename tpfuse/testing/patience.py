@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 _SPIN = 0.005  # seconds of processor time of a measurement
 _KEPT = 1.0  # seconds for which a measurement is kept
-_LARGEST = 30.0  # a factor beyond this is an error of measurement: nobody waits for hours
+_LARGEST = 15.0  # a factor beyond this is an error of measurement: nobody waits for hours
 
 _last: tuple[float, float] = (-_KEPT, 1.0)  # when it was measured, and the factor
 

@@ -77,7 +77,7 @@ def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bo
             connection.send((False, traceback.format_exc()))
 
 
-def _serve_in(environment: dict[str, str], *args: Any) -> None:
+def serve_in(environment: dict[str, str], *args: Any) -> None:
     """Serves with the environment of the process that wants the rank: the server has kept that of its start."""
     os.environ.clear()
     os.environ.update(environment)
@@ -89,6 +89,45 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def _call(environment: dict[str, str], file: str, name: str, args: tuple[Any, ...], connection: Connection) -> None:
+    """What the process of `run_apart` does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        connection.send((True, _find(file, name)(*args)))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+
+
+def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) -> Any:
+    """`function(*args)` in a new process, without a group, which has no thread but its first: it may fork.
+
+    timeout: seconds on an idle machine. Raises RankError.
+    """
+    assert isinstance(function, FunctionType), "a function at the top level of a module"
+    ours, theirs = multiprocessing.Pipe()
+    code, deadline = function.__code__, Deadline(timeout)
+    arguments = (dict(os.environ), code.co_filename, function.__qualname__, args, theirs)
+    process = _server().Process(target=_call, args=arguments, daemon=False)
+    process.start()
+    theirs.close()
+    try:
+        while not ours.poll(deadline.next_look()):
+            if not deadline.left():
+                raise RankError("no answer in time")
+        fine, value = ours.recv()
+    except EOFError:
+        raise RankError("died") from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if not fine:
+        raise RankError(value)
+    return value
 
 
 class RankPool:
@@ -116,7 +155,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             meeting = f"file://{self._folder}/store"
             args = (rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
-            process = context.Process(target=_serve_in, args=(dict(os.environ), *args), daemon=True)
+            process = context.Process(target=serve_in, args=(dict(os.environ), *args), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
