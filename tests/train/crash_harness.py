@@ -1,11 +1,9 @@
 """Runs saves that are killed, or whose disk fails, at their k-th operation, for every k.
 
-    python crash_harness.py {kill,fail} WORLD {absent,damaged} FOLDER
-
-A process that has imported torch once and never starts a thread forks the ranks of each save. In a rank, every call
-by which the os module changes the disk is counted; at the k-th it is killed before or after the call (kill), or
-the call fails (fail). Prints one JSON object: how many calls there are of each kind, which outcomes occurred, and
-a line for everything that is not as it must be.
+`sweep` runs in a process that never starts a thread, and forks the ranks of each save. In a rank, every call by which
+the os module changes the disk is counted; at the k-th it is killed before or after the call (kill), or the call fails
+(fail). `sweep` returns how many calls there are of each kind, which outcomes occurred, and a line for everything that
+is not as it must be.
 
 Before each save the run holds steps 8 and 9, what an earlier crash left behind, and a damaged step 10 if asked for.
 Saving step 10 with keep=2 has to leave exactly step 10 or exactly step 9 as what loads, and saving step 11 afterwards
@@ -18,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import time
 import traceback
 from datetime import timedelta
@@ -27,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tpfuse.testing.patience import Deadline, patient
 from tpfuse.train import checkpoint, safetensors_file
 from tpfuse.train.checkpoint import Part
 
@@ -138,7 +136,7 @@ def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, 
     group = None
     if world > 1:
         store = dist.FileStore(str(run.with_suffix(".store")), world)
-        limit = timedelta(seconds=DEADLINE / 2)
+        limit = timedelta(seconds=patient(DEADLINE / 2))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
         group = dist.group.WORLD
         store.set(f"connected {rank}", "")
@@ -175,14 +173,14 @@ def fork(run: Path, rank: int, *args) -> int:
 def ranks(run: Path, world: int, victim: int, mode: str, k: int) -> list[dict[str, object] | None]:
     """What each rank reports; None from one that was killed."""
     children = [fork(run, rank, world, mode, k if rank == victim else 0) for rank in range(world)]
-    deadline, late = time.monotonic() + DEADLINE, False
+    deadline, late = Deadline(DEADLINE), False
     for child in children:
         while os.waitpid(child, os.WNOHANG) == (0, 0):
-            late = late or time.monotonic() > deadline
+            late = late or not deadline.left()
             if late:
                 os.kill(child, signal.SIGKILL)
             time.sleep(0.001)
-    assert not late, f"a rank did not end within {DEADLINE} s"
+    assert not late, "a rank did not end in time"
     files = [run.with_suffix(f".{rank}") for rank in range(world)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -246,7 +244,11 @@ def prepare(template: Path, damaged: bool) -> None:
         shutil.copytree(template / "step-8", template / "step-10")
 
 
-def sweep(kind: str, world: int, damaged: bool, folder: Path) -> dict[str, object]:
+def sweep(kind: str, world: int, damaged: bool, every: int, folder: Path) -> dict[str, object]:
+    """Strikes at every call of each victim; where `every` is not 1, at each `every`-th call of one after the other."""
+    torch.set_num_threads(1)  # a thread of torch's would not survive the fork
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    safetensors_file.CHUNK_BYTES = 32
     template = folder / "template"
     prepare(template, damaged)
     shutil.copytree(template, folder / "untouched")
@@ -255,9 +257,11 @@ def sweep(kind: str, world: int, damaged: bool, folder: Path) -> dict[str, objec
     durable = [call for call, name in enumerate(logs[0], 1) if name == "rename"][-2] + 1
     assert logs[0][durable - 1] == "fsync"
     outcomes, problems, cases = collections.Counter(), [], 0
-    for mode in FAILURES if kind == "fail" else ("kill before", "kill after"):
+    modes = tuple(FAILURES) if kind == "fail" else ("kill before", "kill after")
+    for number, mode in enumerate(modes):
         for victim in range(world):
-            for k in range(1, len(logs[victim]) + 1):
+            turn = number + 2 * victim
+            for k in range(1 + turn % every, len(logs[victim]) + 1, every):
                 run = folder / f"run-{cases}"
                 cases += 1
                 shutil.copytree(template, run)
@@ -266,11 +270,5 @@ def sweep(kind: str, world: int, damaged: bool, folder: Path) -> dict[str, objec
                 except (AssertionError, checkpoint.CheckpointError) as error:
                     problems.append(f"{mode}, rank {victim}, call {k} ({logs[victim][k - 1]}): {error}")
                 shutil.rmtree(run)
-    calls = [collections.Counter(log) for log in logs]
-    return {"calls": calls, "outcomes": outcomes, "cases": cases, "problems": problems}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # a thread of torch's would not survive the fork
-    safetensors_file.CHUNK_BYTES = 32
-    print(json.dumps(sweep(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "damaged", Path(sys.argv[4]))))
+    calls = [dict(collections.Counter(log)) for log in logs]
+    return {"calls": calls, "outcomes": dict(outcomes), "cases": cases, "problems": problems}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest
 from tpfuse.train.checkpoint import CheckpointError, Part
 
@@ -50,12 +51,15 @@ def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize("name", [DATA, "manifest.json"])
-def test_every_flipped_byte_is_found(run, name):
+BYTES = [(DATA, 7), ("manifest.json", 7), *exhaustive((DATA, 1), ("manifest.json", 1))]
+
+
+@pytest.mark.parametrize(("name", "every"), BYTES)
+def test_every_flipped_byte_is_found(run, name, every):
     file = run / "step-3" / name
     sound = file.read_bytes()
     assert len(sound) > 200
-    for index in range(len(sound)):
+    for index in range(0, len(sound), every):
         # All bits of what comes first, where lengths, the header and the manifest's own digest are.
         for bit in range(8) if index < 100 else [index % 8]:
             damaged = bytearray(sound)
@@ -66,11 +70,11 @@ def test_every_flipped_byte_is_found(run, name):
     assert loaded_step(checkpoint.newest_good(run, warn=pytest.fail)) == 3
 
 
-@pytest.mark.parametrize("name", [DATA, "manifest.json"])
-def test_every_truncation_is_found(run, name):
+@pytest.mark.parametrize(("name", "every"), BYTES)
+def test_every_truncation_is_found(run, name, every):
     file = run / "step-3" / name
     sound = file.read_bytes()
-    for length in range(len(sound)):
+    for length in {*range(0, len(sound), every), len(sound) - 1}:
         file.write_bytes(sound[:length])
         line = assert_falls_back(run, name)
         assert name != DATA or line.endswith(f"expected {len(sound)} bytes, found {length} bytes")

@@ -16,6 +16,7 @@ from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 from tpfuse.train.batches import Windows
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions
 from tpfuse.train.setup import exchanging
@@ -74,31 +75,47 @@ def on_one_rank() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     return result
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "accumulation"),
+    [
+        (2, 1, 3),
+        (1, 3, 2),
+        (2, 2, 1),
+        *exhaustive((1, 1, 2), (1, 1, 3), (2, 1, 1), (2, 1, 2), (4, 1, 1), (4, 1, 2), (4, 1, 3)),
+        *exhaustive((1, 2, 1), (1, 2, 3), (2, 2, 2), (2, 2, 3), (1, 3, 1), (1, 3, 3)),
+    ],
+)
 def test_every_layout_gives_the_same_losses_and_weights(tp: int, dp: int, accumulation: int) -> None:
     check_layout(tp, dp, accumulation, "auto")
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["direct", "collective"])
+@pytest.mark.parametrize(("tp", "name"), [(2, "collective"), *exhaustive((4, "direct"), (4, "collective"))])
 def test_every_implementation_gives_the_same_losses_and_weights(tp: int, name: Implementation) -> None:
     check_layout(tp, 1, 2, name)
 
 
-@pytest.mark.parametrize(("tp", "dp", "cp", "accumulation"), [(1, 1, 2, 1), (1, 1, 4, 3), (2, 1, 2, 3), (1, 2, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "cp", "accumulation"), [(2, 1, 2, 3), *exhaustive((1, 1, 2, 1), (1, 1, 4, 3), (1, 2, 2, 2))]
+)
 def test_every_context_parallel_layout_gives_the_same(tp: int, dp: int, cp: int, accumulation: int) -> None:
     check_layout(tp, dp, accumulation, "auto", ParallelOptions(cp=cp))
 
 
-@pytest.mark.parametrize("schedule", ["ring", "all_gather", "ulysses", "ulysses_ring"])
-@pytest.mark.parametrize("name", ["direct", "collective"])
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        ("ring", "direct"),
+        ("ulysses_ring", "collective"),
+        *exhaustive(("ring", "collective"), ("all_gather", "direct"), ("all_gather", "collective")),
+        *exhaustive(("ulysses", "direct"), ("ulysses", "collective"), ("ulysses_ring", "direct")),
+    ],
+)
 def test_every_schedule_gives_the_same(schedule: Schedule, name: Implementation) -> None:
     check_layout(1, 1, 2, name, ParallelOptions(cp=4, cp_schedule=schedule))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "balance"), [("ring", "contiguous"), ("ulysses", "striped"), ("ulysses_ring", "striped")]
+    ("schedule", "balance"), exhaustive(("ring", "contiguous"), ("ulysses", "striped"), ("ulysses_ring", "striped"))
 )
 def test_every_balance_gives_the_same(schedule: Schedule, balance: Balance) -> None:
     check_layout(1, 1, 2, "auto", ParallelOptions(cp=4, cp_schedule=schedule, cp_balance=balance))
@@ -145,11 +162,9 @@ def trained_twice(tp: int, dtype: str, name: Implementation) -> tuple[bool, floa
 @pytest.mark.parametrize(
     ("tp", "dtype", "name"),
     [
-        (2, "float32", "auto"),
         (2, "bfloat16", "auto"),
-        (2, "float16", "auto"),
-        (4, "float32", "direct"),
-        (4, "float32", "collective"),
+        *exhaustive((2, "float32", "auto"), (2, "float16", "auto")),
+        *exhaustive((4, "float32", "direct"), (4, "float32", "collective")),
     ],
 )
 def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: str, name: Implementation) -> None:
@@ -188,13 +203,18 @@ def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize(
-    ("tp", "dtype", "dropout", "layers"), [(1, "float32", 0.2, 1), (2, "float32", 0.0, 2), (1, "bfloat16", 0.0, 1)]
+    ("tp", "dtype", "dropout", "layers", "steps"),
+    [
+        (2, "float32", 0.0, 1, 2),
+        *exhaustive((1, "float32", 0.2, 1, 10), (2, "float32", 0.0, 2, 6), (1, "bfloat16", 0.0, 1, 10)),
+    ],
 )
-def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float, layers: int) -> None:
-    check_noise(pool(tp).run(trained_by, "triton", tp, dtype, dropout, layers)[0], dtype, dropout, layers, 10)
+def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float, layers: int, steps: int) -> None:
+    found = pool(tp).run(trained_by, "triton", tp, dtype, dropout, layers, steps)[0]
+    check_noise(found, dtype, dropout, layers, steps)
 
 
-@pytest.mark.parametrize(("tp", "steps", "layers"), [(2, 3, 2), (4, 3, 1)])
+@pytest.mark.parametrize(("tp", "steps", "layers"), exhaustive((2, 3, 2), (4, 3, 1)))
 def test_fused_products_train_as_torchs_do(tp: int, steps: int, layers: int) -> None:
     """They alone are interpreted here, among torch's operators."""
     found = pool(tp).run(trained_by, "torch", tp, "float32", 0.0, layers, steps, "fused")
