@@ -75,9 +75,10 @@ def _sharded() -> None:
             assert torch.equal(compiled_loss, loss)
             for found, expected in zip(compiled_gradients, gradients, strict=True):
                 assert torch.equal(_local(found), _local(expected))
-            with torch.no_grad():
-                assert torch.equal(compiled(ids), model(ids))
-                assert torch.equal(compiled(ids, ids), model(ids, ids))
+            if name == "direct":
+                with torch.no_grad():
+                    assert torch.equal(compiled(ids), model(ids))
+                    assert torch.equal(compiled(ids, ids), model(ids, ids))
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
 
 
@@ -107,7 +108,7 @@ def _layers(sequence_parallel: bool) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     pool(2).run(_layers, sequence_parallel)
 
