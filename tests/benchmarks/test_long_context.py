@@ -11,14 +11,15 @@ from benchmarks.long_context import SavedBytes, Steps, verdict
 ALONE = Steps((5.5, 5.4), 4000, 1.0)
 
 
-def test_four_ranks_hold_a_quarter_and_have_the_same_loss(
+@pytest.mark.processes
+def test_two_ranks_hold_a_half_and_have_the_same_loss(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["long_context", "--tokens", "1024"])
+    monkeypatch.setattr(sys, "argv", ["long_context", "--tokens", "256", "--cp", "2"])
     assert long_context.main() == 0
     title, head, alone, shared, last = capsys.readouterr().out.splitlines()
-    assert "1024 tokens" in title and "saved by a rank" in head
-    assert alone.split()[:4] == ["cp", "1", "1", "x"] and shared.split()[:4] == ["cp", "4", "4", "x"]
+    assert "256 tokens" in title and "saved by a rank" in head
+    assert alone.split()[:4] == ["cp", "1", "1", "x"] and shared.split()[:4] == ["cp", "2", "2", "x"]
     assert alone.split()[5:7] == shared.split()[5:7], "the losses of two steps"
     assert last.startswith("goal met: losses differ by ")
 

@@ -13,6 +13,7 @@ from benchmarks import node
 from benchmarks.harness import Row
 from benchmarks.node import BY_HAND, Node, Product, check, contenders, measure, products, run, truth_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}
@@ -25,6 +26,7 @@ def here() -> Node:
     return Node(group, torch.device("cpu"), rounds=2, repeats=1)
 
 
+@pytest.mark.processes
 def test_the_command() -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -42,19 +44,21 @@ def test_the_command() -> None:
     assert set((ROOT / "benchmarks" / "results").iterdir()) == before
 
 
-def test_without_a_gpu_nothing_but_the_trial() -> None:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.node"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny\n"
+def test_without_a_gpu_nothing_but_the_trial(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["node.py"])
+    assert node.main() == 2
+    assert capsys.readouterr() == ("", "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny\n")
 
 
 def rows() -> list[Row]:
     return [measure(product, here()) for product in PRODUCTS]
 
 
+@pytest.mark.exhaustive
 def test_every_contender_is_right() -> None:
     for found in pool(2).run(rows):
         for row in found:
@@ -76,8 +80,9 @@ def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
     return check(calls | {broken: wrong}, truth_of(product, here()), here())
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
-@pytest.mark.parametrize("broken", ["tpfuse fused", "tpfuse collective"])
+@pytest.mark.parametrize(
+    ("product", "broken"), [(PRODUCTS[1], "tpfuse collective"), *exhaustive((PRODUCTS[0], "tpfuse fused"))]
+)
 def test_what_is_wrong_on_one_rank_is_said_on_all(product: Product, broken: str) -> None:
     for found in pool(2).run(verdicts, product, broken, 1):
         assert {name for name, verdict in found.items() if verdict} == {broken}
@@ -100,6 +105,7 @@ def status_with_a_wrong_one() -> int:
         node._ours = whole
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_one_of_ours_is_the_exit_status() -> None:
     assert pool(2).run(status_with_a_wrong_one) == [1, 1]
 

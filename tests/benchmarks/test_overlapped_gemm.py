@@ -10,6 +10,7 @@ from benchmarks import bench_overlapped_gemm
 from benchmarks.bench_overlapped_gemm import cases
 from benchmarks.harness import OURS, Row, measure, new_stage
 from benchmarks.timing import Ceilings
+from tpfuse.testing.tiers import exhaustive
 
 TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
 
@@ -30,11 +31,13 @@ def other(x: Tensor, *place: int) -> Tensor:
     ("kind", "operator", "change"),
     [
         ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 3, -1, 5))),
-        ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (other(x, 0, 0), w, b, gathered)),
-        ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, other(b, 7), gathered)),
-        ("link", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 0, 0, 31))),
-        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, 16, 3), w)),  # a row of its own
-        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),  # one that is pushed
+        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),  # a row that is pushed
+        *exhaustive(
+            ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (other(x, 0, 0), w, b, gathered)),
+            ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, other(b, 7), gathered)),
+            ("link", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 0, 0, 31))),
+            ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, 16, 3), w)),  # a row of its own
+        ),
     ],
 )
 def test_a_wrong_kernel_is_not_timed(
@@ -52,7 +55,7 @@ def test_a_wrong_kernel_is_not_timed(
     assert all("median_us" in row for name, row in found.items() if name != OURS)
 
 
-@pytest.mark.parametrize("kind", ["gather", "scatter", "link"])
+@pytest.mark.parametrize("kind", ["scatter", *exhaustive("gather", "link")])
 def test_what_is_right_is_timed_beside_its_peers(kind: str) -> None:
     found = rows(kind)
     assert len(found) == {"gather": 2, "scatter": 3, "link": 4}[kind]

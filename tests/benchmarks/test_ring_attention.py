@@ -11,6 +11,7 @@ from benchmarks.bench_ring_attention import ALONE, IDEAL, PLAIN, TEMPLATES, Plai
 from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 SCHEDULES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 
@@ -19,6 +20,7 @@ def _settings() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+@pytest.mark.exhaustive
 def test_contenders_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     """Every one has been compared with the whole sequence on one rank, or `measure` would have raised."""
     times, others = measure(Subject(64, 4, 16), pool(4), pool(1), rounds=2, seconds=0.01)
@@ -73,6 +75,6 @@ def _plain(world: int) -> None:
         torch.testing.assert_close(actual.double(), layout.shard(truth, rank, 2), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_the_plain_ring_is_attention(world: int) -> None:
     pool(world).run(_plain, world)

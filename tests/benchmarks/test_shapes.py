@@ -7,6 +7,8 @@ def test_the_worked_example() -> None:
     assert found["up"] == (5504, 4096, "swiglu")
     assert found["qkv"] == (3072, 4096, None)
     assert found["down"] == (4096, 2752, None)
+    assert not list(layers(model("1558m"), 2)), "25 heads are not split"
+    assert list(layers(model("70b"), 8)), "8 heads of keys are"
 
 
 def test_parameters_of_the_models() -> None:
@@ -16,11 +18,6 @@ def test_parameters_of_the_models() -> None:
     total = {m.name: sizes[m.name] + (2 if m.gated else 1) * m.vocabulary * m.width for m in MODELS}
     rounded = {name: round(size / 1e6) for name, size in total.items()}
     assert rounded == {"124m": 124, "350m": 353, "774m": 772, "1558m": 1555, "7b": 6738, "70b": 68975}
-
-
-def test_heads_are_not_split() -> None:
-    assert not list(layers(model("1558m"), 2)), "25 heads"
-    assert list(layers(model("70b"), 8)), "8 heads of keys"
 
 
 def test_products_are_distinct_and_named_after_all_their_layers() -> None:

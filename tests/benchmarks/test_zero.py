@@ -12,6 +12,7 @@ from benchmarks.bench_zero import FIGURES, SUBJECTS, measure, report, rows
 from benchmarks.zero_training import ALONE, CONTENDERS, STAGES, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 TRAINING, UPDATE = Training(1, 24, 3, 8, 2), Update(2, 16)
 
@@ -33,7 +34,7 @@ def test_contenders_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -
     _figures_of("training", rows("training", 2, times))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 def test_contenders_of_the_update_take_turns(world: int) -> None:
     times, others = measure(Update(3, 16), pool(world), rounds=1, seconds=0.01)
     pool(world).run(_settings)
@@ -80,7 +81,7 @@ def _said_of(name: str, changed: str = "") -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["DDP", STAGES[1]])
+@pytest.mark.parametrize("name", ["DDP", *exhaustive(STAGES[1])])
 def test_who_takes_other_steps_is_not_timed(name: str) -> None:
     assert pool(2).run(_said_of, name) == ["", ""]
     assert all(said.startswith(f"{name}: norms ") for said in pool(2).run(_said_of, name, "sum"))
