@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.testing.ranks import RankError, RankPool, pool
+from tpfuse.testing.ranks import RankError, RankPool, pool, run_apart
 
 
 def _sum(value: int) -> tuple[int, int, int]:
@@ -73,3 +73,38 @@ def test_what_goes_wrong_is_reported_and_the_next_run_works() -> None:
     for process in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def _word() -> str | None:
+    return os.environ.get("TPFUSE_WORD")
+
+
+def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool(1).run(_word)  # the server, of which ranks are forked, runs
+    ranks = RankPool(1)
+    try:
+        monkeypatch.setenv("TPFUSE_WORD", "later")
+        assert ranks.run(_word) == ["later"]
+    finally:
+        ranks.close()
+
+
+def _apart(what: str) -> tuple[int, int, str | None]:
+    if what == "raise":
+        raise KeyError("a message of its own")
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while what == "hang":
+        time.sleep(0.1)
+    return os.getpid(), len(list(Path("/proc/self/task").iterdir())), _word()
+
+
+def test_a_function_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPFUSE_WORD", "now")
+    process, threads, word = run_apart(_apart, "")
+    assert process != os.getpid() and threads == 1 and word == "now"
+    for what, message in (("raise", "KeyError: 'a message of its own'"), ("die", "died")):
+        with pytest.raises(RankError, match=message):
+            run_apart(_apart, what)
+    with pytest.raises(RankError, match="no answer in time"):
+        run_apart(_apart, "hang", timeout=0.3)

@@ -77,10 +77,17 @@ def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bo
             connection.send((False, traceback.format_exc()))
 
 
-def serve_in(environment: dict[str, str], *args: Any) -> None:
-    """Serves with the environment of the process that wants the rank: the server has kept that of its start."""
+def _take_over(environment: dict[str, str]) -> None:
+    """Takes the environment of the process that wants this one: the server has kept that of its start."""
+    wanted, found = (each.get("TRITON_INTERPRET", "0") for each in (environment, os.environ))
+    assert wanted == found, f"TRITON_INTERPRET has become {wanted}: set it before the first pool of ranks is started"
     os.environ.clear()
     os.environ.update(environment)
+
+
+def serve_in(environment: dict[str, str], *args: Any) -> None:
+    """Serves with the environment of the process that wants the rank."""
+    _take_over(environment)
     serve(*args)
 
 
@@ -93,8 +100,7 @@ def _server() -> Any:
 
 def _call(environment: dict[str, str], file: str, name: str, args: tuple[Any, ...], connection: Connection) -> None:
     """What the process of `run_apart` does."""
-    os.environ.clear()
-    os.environ.update(environment)
+    _take_over(environment)
     torch.set_num_threads(1)
     try:
         connection.send((True, _find(file, name)(*args)))
@@ -144,7 +150,8 @@ class RankPool:
         self._folder: str | None = None
 
     def _context(self) -> Any:
-        return _server()
+        # A fork has no CUDA where its server has begun to use it, be it by an import.
+        return multiprocessing.get_context("spawn") if torch.cuda.is_available() else _server()
 
     def _start(self) -> None:
         context = self._context()
@@ -225,10 +232,6 @@ class GpuRankPool(RankPool):
     def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
         super().__init__(world, timeout, grace=20.0)
         self._overlapping = overlapping
-
-    def _context(self) -> Any:
-        # The server may have imported Triton's interpreter.
-        return multiprocessing.get_context("spawn")
 
     def _start(self) -> None:
         with mock.patch.dict(os.environ, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=str(int(self._overlapping))):
