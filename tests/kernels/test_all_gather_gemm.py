@@ -17,9 +17,11 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
 from tpfuse.kernels.staging import await_source, deliver, stage
 from tpfuse.testing.compare import Yardstick
-from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(33, 40, 70), (1, 1, 1), (70, 64, 36), (0, 8, 5), (5, 8, 0), (3, 0, 4), (64, 33, 7), (2, 36, 130)]
 Connect = Callable[..., Endpoint]
 Product = Callable[..., tuple[Tensor, Tensor | None]]
@@ -65,13 +67,14 @@ def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tenso
     return (out if bias is None else out + bias.double()).float().to(weight.dtype)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", ["gather", "copy"])
+@pytest.mark.parametrize(
+    ("way", "world"), [("gather", 3), ("copy", 2), *exhaustive(("gather", 1), ("gather", 4), ("copy", 3))]
+)
 def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         channel = Channel(memory, connect)
         for epoch, (m, k, n) in enumerate(SHAPES):
-            dtype = (torch.float32, torch.bfloat16, torch.float16)[epoch % 3]
+            dtype = (F32, BF16, F16)[epoch % 3]
             xs = [integers(10 * epoch + rank, m, k, dtype=dtype) for rank in range(world)]
             weight, bias = integers(5, n, k, dtype=dtype), integers(6, n, dtype=dtype) if epoch % 2 else None
             own = {"keep_own": epoch % 3 > 0} if way == "gather" else {}
@@ -90,21 +93,27 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
     once(program, world)
 
 
-def test_either_half_in_any_order_and_other_launches_between(connect: Connect) -> None:
+@pytest.mark.parametrize("schedule", [RoundRobin(), *exhaustive(Sequential())], ids=str)
+def test_either_half_in_any_order_and_other_launches_between(connect: Connect, schedule: Schedule) -> None:
     def program(memory: SimulatedMemory) -> None:
         channel = Channel(memory, connect)
         for epoch, half in enumerate((0, 0, 1, 0, None, 1, 1, None, None, 0)):
-            xs = [integers(10 * epoch + rank, 300 // (1 + epoch), 8) for rank in range(2)]
+            xs = [integers(10 * epoch + rank, 150 // (1 + epoch), 8) for rank in range(2)]
             weight, x = integers(5, 3, 8), xs[memory.rank]
             out, _ = channel.gather(x, weight) if half is None else channel.copy(x, weight, half=half)
             assert torch.equal(out, exact(xs, weight)), epoch
         assert channel.end.state.tolist() == [10 + 4, 0], "a round before each that wants the other half than its epoch"
 
-    explore(program, 2, schedules=[Sequential(), RoundRobin()])
+    explore(program, 2, schedules=[schedule])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("swiglu", BF16),
+        *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(ACTIVATIONS))),
+    ],
+)
 def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) -> None:
     m, n, k = 17, 72, 40
     rows = slice(0, 2 * m)
@@ -131,7 +140,7 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
         once(program, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
 def test_bitwise_what_gemm_gives_with_the_same_tiles_in_every_run(connect: Connect, dtype: torch.dtype) -> None:
     weight, bias = normal(3, 70, 60, dtype=dtype), normal(4, 70, dtype=dtype)
     xs = [normal(rank, 65, 60, dtype=dtype) for rank in range(2)]
@@ -139,7 +148,7 @@ def test_bitwise_what_gemm_gives_with_the_same_tiles_in_every_run(connect: Conne
 
     def program(memory: SimulatedMemory) -> None:
         channel = Channel(memory, connect)
-        for way in (channel.gather, channel.copy) * 2:
+        for way in (channel.gather, channel.copy):
             assert torch.equal(way(xs[memory.rank], weight, bias, activation="gelu")[0], expected)
 
     once(program, 2)
@@ -162,7 +171,13 @@ def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of silu, to 0, as it should
-@pytest.mark.parametrize("kind", views(0, 1, 1))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "strided",
+        *exhaustive("transposed", "columns of a taller one", "rows of a wider one", "one row", "one column"),
+    ],
+)
 def test_strides(connect: Connect, kind: str) -> None:
     m, n, k = 20, 72, 68
     xs, weight = [views(rank, m, k)[kind] for rank in range(2)], views(5, n, k)[kind]

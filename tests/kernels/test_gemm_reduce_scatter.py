@@ -16,9 +16,11 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import launch
 from tpfuse.testing.compare import Yardstick, check_error
-from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
 
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((70, 36, 68), (1, 65, 33), (0, 5, 9), (7, 0, 9), (7, 3, 0), (150, 70, 16))  # M, N, K
 Connect = Callable[..., Endpoint]
 Run = Callable[..., Tensor]
@@ -63,8 +65,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.double() @ weight.double().t()).float().to(x.dtype)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F16), (3, BF16), (4, F16), (4, F32))]
+)
 def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch.dtype) -> None:
     def program(memory: SimulatedMemory) -> None:
         run = channel(memory, connect)
@@ -82,8 +85,10 @@ def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch
     once(program, world)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_partial_sums_of_gemm_in_rank_order_rounded_once(connect: Connect, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "schedule"), [(F32, RoundRobin()), *exhaustive((BF16, Sequential()))], ids=str)
+def test_partial_sums_of_gemm_in_rank_order_rounded_once(
+    connect: Connect, dtype: torch.dtype, schedule: Schedule
+) -> None:
     """To the bit, which no other order gives: what each rank sends is what `gemm` of the same tiles computes."""
     m, n, k, world = 70, 70, 60, 3
     xs = [normal(rank, m, k, dtype=dtype) for rank in range(world)]
@@ -94,18 +99,19 @@ def test_partial_sums_of_gemm_in_rank_order_rounded_once(connect: Connect, dtype
     def program(memory: SimulatedMemory) -> None:
         run, rows = channel(memory, connect), rows_of(memory.rank, m, world)
         expected = summed([partial[rows] for partial in partials], bias, residual[rows])
-        for _ in range(2):
-            out = run(xs[memory.rank], ws[memory.rank], bias=bias, residual=residual[rows])
-            assert torch.equal(out, expected)
+        out = run(xs[memory.rank], ws[memory.rank], bias=bias, residual=residual[rows])
+        assert torch.equal(out, expected)
         if dtype == torch.float32:
             backwards = summed([partial[rows] for partial in partials[::-1]], bias, residual[rows])
             assert not torch.equal(backwards, expected), "another order is seen"
 
-    explore(program, world, schedules=[Sequential(), RoundRobin()])
+    explore(program, world, schedules=[schedule])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("with_bias", "with_residual"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "with_residual"),
+    exhaustive((BF16, True, True), (F32, True, True), (F16, False, False), (F32, False, False)),
+)
 def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with_residual: bool) -> None:
     m, n, k, world = 65, 70, 40, 3
     inputs = {f"x{rank}": normal(rank, m, k, dtype=dtype) for rank in range(world)}
@@ -138,8 +144,13 @@ def gradient(grad: Tensor, weight: Tensor, preactivation: Tensor, activation: st
     return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0] @ weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("swiglu", BF16),
+        *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(ACTIVATIONS))),
+    ],
+)
 def test_gradients_of_column_parallel_layers(connect: Connect, activation: str | None, dtype: torch.dtype) -> None:
     m, features, n, world = 45, 70, 40, 2
     width = features // 2 if activation in GATED else features
@@ -181,23 +192,28 @@ def layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["x", "weight", "preactivation", "bias", "residual"])
-def test_strides(connect: Connect, name: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "strided",
+        *exhaustive("transposed", "rows of a wider one", "columns of a higher one", "one row", "one column"),
+    ],
+)
+def test_strides(connect: Connect, kind: str) -> None:
+    """Every tensor lies that way: each alone among plain ones would be as many launches, and no other code."""
     m, n, k = 70, 36, 68
 
     def program(memory: SimulatedMemory) -> None:
         run, rows = channel(memory, connect), rows_of(memory.rank, m, 2)
         shapes = {"x": (m, k), "weight": (n, k), "preactivation": (m, k), "bias": (n, 3), "residual": (m // 2, n)}
-        plain = {key: integers(seed, *shape) for seed, (key, shape) in enumerate(shapes.items())}
-        for kind, view in layouts(7, *shapes[name]).items():
-            inputs = plain | {name: view}
-            inputs["bias"] = inputs["bias"][:, 1]
-            masked = torch.where(inputs["preactivation"] > 0, inputs["x"], 0)
-            expected = 2 * product(masked, inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
-            assert torch.equal(run(**inputs, activation="relu"), expected), kind
-            inputs.pop("preactivation")
-            expected = 2 * product(inputs["x"], inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
-            assert torch.equal(run(**inputs), expected), kind
+        inputs = {key: layouts(seed, *shape)[kind] for seed, (key, shape) in enumerate(shapes.items())}
+        inputs["bias"] = inputs["bias"][:, 1]
+        masked = torch.where(inputs["preactivation"] > 0, inputs["x"], 0)
+        expected = 2 * product(masked, inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
+        assert torch.equal(run(**inputs, activation="relu"), expected)
+        inputs.pop("preactivation")
+        expected = 2 * product(inputs["x"], inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
+        assert torch.equal(run(**inputs), expected)
 
     once(program, 2)
 
@@ -215,7 +231,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
 def test_tma_whichever_way_a_weight_lies(connect: Connect, dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
     def program(memory: SimulatedMemory) -> None:
         run = channel(memory, connect)

@@ -62,7 +62,7 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, interleaved: bool) -
     _check(q, k, half, interleaved)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved", [False, *exhaustive(True)])
 def test_one_tensor_and_strides(interleaved: bool) -> None:
     packed = normal(1, 2, 33, 5, 3, 64)
     _check(packed[..., 0, :40], None, 20, interleaved)
@@ -72,8 +72,7 @@ def test_one_tensor_and_strides(interleaved: bool) -> None:
     _check(normal(3, 2, 33, 1, 24).expand(2, 33, 4, 24), None, 12, interleaved)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("half", [16, 9])
+@pytest.mark.parametrize(("half", "interleaved"), [(16, False), (9, True), *exhaustive((9, False), (16, True))])
 def test_in_place_and_back(interleaved: bool, half: int) -> None:
     packed = normal(1, 2, 33, 3, 3, 32)
     q, k = packed[..., 0, :], packed[:, :, :2, 1]

@@ -183,6 +183,7 @@ def with_function(name: str, function: str) -> Mutant:
     return Mutant(signals.__name__, str(signals.__file__), (1, 1), name, "another function", source)
 
 
+@pytest.mark.exhaustive
 def test_faults_that_are_no_deletion() -> None:
     """No fault survives; the same functions without a fault do."""
     right = with_function("no fault", "".join(RIGHT.values()))

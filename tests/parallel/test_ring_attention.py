@@ -28,6 +28,7 @@ from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 HOST: tuple[Implementation, ...] = ("direct", "collective")
@@ -203,8 +204,12 @@ def _products(name: Implementation, stride: int) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "world", "stride"),
     [
-        *(("direct", world, stride) for world, stride in ((1, 3), (2, 1), (3, 5), (4, 1), (8, 11))),
-        *(("collective", world, stride) for world, stride in ((1, 5), (2, 3), (3, 5), (4, 5), (8, 17))),
+        ("direct", 2, 11),
+        ("direct", 3, 5),
+        ("direct", 4, 11),
+        ("collective", 3, 11),
+        *exhaustive(*(("direct", world, stride) for world, stride in ((1, 5), (2, 5), (4, 5), (8, 11)))),
+        *exhaustive(*(("collective", world, stride) for world, stride in ((1, 11), (2, 5), (4, 5), (8, 17)))),
     ],
 )
 def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, world: int, stride: int) -> None:
@@ -222,9 +227,14 @@ def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) ->
     return said
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize("name", HOST)
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [
+        ("direct", 2, BF16),
+        ("direct", 3, F32),
+        *exhaustive(("direct", 8, BF16), ("collective", 2, F32), ("collective", 3, BF16), ("collective", 8, F32)),
+    ],
+)
 def test_float32_and_bfloat16(name: Implementation, world: int, dtype: torch.dtype) -> None:
     assert pool(world).run(_in_dtype, name, dtype, range(len(MASKS))) == [[]] * world
 
@@ -242,9 +252,9 @@ def _errors(name: Implementation) -> dict[tuple[str, str], float]:
     return found
 
 
-@pytest.mark.parametrize("name", HOST)
-def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation) -> None:
-    (alone,), ranks = pool(1).run(_errors, name), pool(8).run(_errors, name)
+@pytest.mark.parametrize(("name", "world"), [("direct", 4), *exhaustive(("direct", 8), ("collective", 8))])
+def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation, world: int) -> None:
+    (alone,), ranks = pool(1).run(_errors, name), pool(world).run(_errors, name)
     for key, error in alone.items():
         assert math.sqrt(sum(rank[key] for rank in ranks)) <= 1.5 * math.sqrt(error), key
 
@@ -276,9 +286,11 @@ def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("name", "world"), [("direct", 2), ("direct", 4), ("collective", 4)])
-def test_50_calls_with_other_data_by_ranks_that_are_late(name: Implementation, world: int) -> None:
-    assert pool(world).run(_layers, name, 50, F64) == [[]] * world
+@pytest.mark.parametrize(
+    ("name", "world", "calls"), [("direct", 2, 12), *exhaustive(("direct", 4, 50), ("collective", 4, 24))]
+)
+def test_calls_with_other_data_by_ranks_that_are_late(name: Implementation, world: int, calls: int) -> None:
+    assert pool(world).run(_layers, name, calls, F64) == [[]] * world
 
 
 def _unsharded(sequence: _Sequence, inputs: Whole, dropout: dict[str, Any]) -> _Truth:
@@ -293,11 +305,18 @@ def _unsharded(sequence: _Sequence, inputs: Whole, dropout: dict[str, Any]) -> _
     return _Truth(inputs, whole, {name: 2 * bound for name, bound in _truth(sequence, 4).bounds.items()})
 
 
-def _dropped(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance], masks: Sequence[int]) -> list[str]:
+def _dropped(
+    name: Implementation,
+    dtype: torch.dtype,
+    balances: Sequence[Balance],
+    masks: Sequence[int],
+    widths: Sequence[int | None] = (None, 50),
+    schedules: Sequence[str] = ("ring", "all_gather", "ulysses", "ulysses_ring"),
+) -> list[str]:
     """head_rows are those of another part of the batch; the widths: that of the sequence, and a larger one."""
     key, said = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
-    for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, (None, 50)):
-        if way.balance not in balances:
+    for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, widths):
+        if way.balance not in balances or way.schedule not in schedules:
             continue
         sequence = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True))
         batch = 2 if sequence.documents is None else len(sequence.documents) - 1
@@ -309,10 +328,20 @@ def _dropped(name: Implementation, dtype: torch.dtype, balances: Sequence[Balanc
     return said
 
 
-@pytest.mark.parametrize("world", [1, 3, 4])
-@pytest.mark.parametrize("name", HOST)
-def test_dropout_is_that_of_unsharded_attention(name: Implementation, world: int) -> None:
-    assert pool(world).run(_dropped, name, F64, BALANCES, (0, 2, 4)) == [[]] * world
+@pytest.mark.parametrize(
+    ("name", "world", "balances", "masks"),
+    [
+        ("direct", 3, ("zigzag",), (0, 4)),
+        ("direct", 2, ("striped",), (2,)),
+        *exhaustive(("direct", 1, BALANCES, (0,)), ("direct", 3, BALANCES, (4,)), ("direct", 4, BALANCES, (0, 2))),
+        *exhaustive(("collective", 1, BALANCES, (2,)), ("collective", 3, BALANCES, (0,))),
+        *exhaustive(("collective", 4, BALANCES, (4,))),
+    ],
+)
+def test_dropout_is_that_of_unsharded_attention(
+    name: Implementation, world: int, balances: Sequence[Balance], masks: Sequence[int]
+) -> None:
+    assert pool(world).run(_dropped, name, F64, balances, masks) == [[]] * world
 
 
 def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
@@ -329,10 +358,12 @@ def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]
         assert all(torch.equal(results[0][key], results[1][key]) for key in NAMES), way
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("name", HOST)
-def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype) -> None:
-    pool(4).run(_twice, name, dtype, BALANCES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "balances"),
+    [("direct", BF16, ("zigzag",)), *exhaustive(("direct", F32, BALANCES), ("collective", BF16, BALANCES))],
+)
+def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
+    pool(4).run(_twice, name, dtype, balances)
 
 
 def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
@@ -346,19 +377,19 @@ def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
             assert torch.equal(results[0][key], results[1][key]), (way, key)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype) -> None:
-    pool(3).run(_by_both, dtype, (0, 5))
+@pytest.mark.parametrize(("dtype", "masks"), [(BF16, (5,)), *exhaustive((F32, (0, 5)))])
+def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype, masks: Sequence[int]) -> None:
+    pool(3).run(_by_both, dtype, masks)
 
 
-def _seldom(name: Implementation) -> list[str]:
+def _seldom(name: Implementation, stride: int) -> list[str]:
     """Documents that leave whole ranks nothing to see, or all of them; as few tokens as ranks; other scales."""
     world, said = dist.get_world_size(), []
     blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
     short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
     with implementation(name):
         products = itertools.product(_ways(world), (*blind, *short))
-        for way, case in itertools.islice(products, 0, None, 1 if world == 1 else 4):
+        for way, case in itertools.islice(products, 0, None, stride):
             sequence = replace(case, **_heads(way, grouped=False))
             truth = _truth(sequence, 6)
             said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
@@ -368,9 +399,12 @@ def _seldom(name: Implementation) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("name", "world"), [("direct", 1), ("direct", 4), ("direct", 8), ("collective", 3)])
-def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int) -> None:
-    assert pool(world).run(_seldom, name) == [[]] * world
+@pytest.mark.parametrize(
+    ("name", "world", "stride"),
+    [("direct", 3, 7), *exhaustive(("direct", 1, 2), ("direct", 4, 5), ("direct", 8, 7), ("collective", 3, 4))],
+)
+def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int, stride: int) -> None:
+    assert pool(world).run(_seldom, name, stride) == [[]] * world
 
 
 def _packed(name: Implementation) -> list[str]:
@@ -391,7 +425,7 @@ def _packed(name: Implementation) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("name", HOST)
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
 def test_inputs_that_are_not_contiguous(name: Implementation) -> None:
     assert pool(4).run(_packed, name) == [[]] * 4
 
@@ -420,7 +454,7 @@ def _some_gradients(name: Implementation) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("name", HOST)
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
 def test_gradients_where_some_are_needed(name: Implementation) -> None:
     assert pool(3).run(_some_gradients, name) == [[]] * 3
 
@@ -452,19 +486,20 @@ def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length
     return said
 
 
-@pytest.mark.parametrize("name", HOST)
-def test_two_groups_at_the_same_time(name: Implementation) -> None:
-    assert pool(3).run(_in_two_groups, name, 5, F64, 20) == [[]] * 3
+@pytest.mark.parametrize(("name", "rounds"), [("direct", 2), *exhaustive(("collective", 3))])
+def test_two_groups_at_the_same_time(name: Implementation, rounds: int) -> None:
+    assert pool(3).run(_in_two_groups, name, rounds, F64, 20) == [[]] * 3
 
 
-def _fused(dtype: torch.dtype, grouped: bool) -> list[str]:
-    """Small ones: kernels are interpreted."""
+def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str]:
+    """Few and small ones: kernels are interpreted. chosen: which of the ways."""
     said, world = [], dist.get_world_size()
     ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
     ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
     with implementation("fused"), warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing else in its place
-        for i, way in enumerate(ways[world == 3 :: 1 if world == 2 else 2]):
+        for i in chosen:
+            way = ways[i]
             mask = MASKS[(3 * i + world) % len(MASKS)]
             heads = {"heads": 2 * way.ulysses, "kv_heads": way.ulysses if grouped else 2 * way.ulysses}
             sequence = replace(mask, dtype=dtype, **heads)
@@ -473,17 +508,28 @@ def _fused(dtype: torch.dtype, grouped: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("dtype", "grouped"), [(F32, True), (BF16, False)])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_fused(world: int, dtype: torch.dtype, grouped: bool) -> None:
-    assert pool(world).run(_fused, dtype, grouped) == [[]] * world
+@pytest.mark.parametrize(
+    ("world", "dtype", "grouped", "chosen"),
+    [
+        (2, F32, True, (0, 3)),
+        *exhaustive((2, BF16, False, (1, 2, 4)), (3, F32, True, (1,)), (3, BF16, False, (0, 3))),
+        *exhaustive((4, F32, True, (2, 4)), (4, BF16, False, (0, 5))),
+    ],
+)
+def test_fused(world: int, dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
+    assert pool(world).run(_fused, dtype, grouped, chosen) == [[]] * world
 
 
+@pytest.mark.parametrize("schedule", ["ring", *exhaustive("all_gather", "ulysses")])
+def test_dropout_of_fused_calls(schedule: str) -> None:
+    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (4,), (50,), (schedule,)) == [[]] * 2
+
+
+@pytest.mark.exhaustive
 def test_fused_calls_by_turns() -> None:
-    """Other data in every call, ranks that are late, another group, dropout, and all of it to the bit twice."""
+    """Other data in every call, ranks that are late, another group, and all of it to the bit twice."""
     assert pool(2).run(_layers, "fused", 4, F32) == [[]] * 2
     assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
-    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (4,)) == [[]] * 2
     pool(2).run(_twice, "fused", BF16, ("zigzag",))
 
 
