@@ -13,7 +13,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all compilations
 
 SCRIPT = """
 import json, sys
@@ -134,6 +133,8 @@ def variant(name: str) -> str:
     return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True"))])
 
 
+@pytest.mark.compile
+@pytest.mark.timeout(1200)  # the first test waits for all compilations, which Triton's own cache keeps
 def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]) -> None:
     wrong = [
         f"{name}: {complaint}"
@@ -143,6 +144,8 @@ def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.compile
+@pytest.mark.timeout(1200)
 def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
     """As often as it is written: roles of warps make copies of some of it and drop the rest (Triton 3.7)."""
     assert {variant(name) for name in programs} == SIGNALS.keys()

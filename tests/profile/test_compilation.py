@@ -1,5 +1,7 @@
 """The gate: every kernel in every configuration that can be chosen at run time, compiled for every family.
 
+Results are kept by a digest of all that they depend on (`tpfuse.profile.kept_results`): only what changed is compiled.
+
 `make compiled` writes the table that is compared here; `make compiled-matrix` runs this file under other Tritons.
 """
 
@@ -17,7 +19,7 @@ from tpfuse.profile.recorded import DTYPES
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "compiled.md"
 
-pytestmark = pytest.mark.timeout(1200)  # the first test waits for all compilations
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(1800)]  # the first test waits for all compilations
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ def results(report: Report, operator: str, family: str) -> list[Compilation]:
     return [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sound_kernels_pass(toys: Report, family: str) -> None:
     copy, product = results(toys, "sound", family)
@@ -71,6 +73,7 @@ FLAWS = {
 }
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("start", FLAWS)
 def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
@@ -84,17 +87,20 @@ def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
     assert all("\n" not in line for line in lines)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("family", FAMILIES)
 def test_launchers_that_raise_are_one_line(toys: Report, family: str) -> None:
     (result,) = results(toys, "broken", family)
     assert list(complaints(result)) == [f"broken {family} bfloat16: ValueError: tiles of 3 rows"]
 
 
+@pytest.mark.compile
 def test_wgmma_that_ptxas_serializes_is_told(toys: Report) -> None:
     (result,) = [result for result in results(toys, "flawed", "sm_90") if result.spilled]
     assert "wait for one another: insufficient register resources" in list(complaints(result))[1]
 
 
+@pytest.mark.compile
 def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = [result for result in results(toys, "flawed", "sm_90") if result.constants["BLOCK"] == 32]
     (complaint,) = complaints(result)
@@ -105,6 +111,7 @@ def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch:
     assert "not done by tensor cores" in next(complaints(without))
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize(("family", "kibibytes"), [("sm_80", 99), ("sm_90", 227), ("sm_100", 227)])
 def test_shared_memory_up_to_the_limit(toys: Report, family: str, kibibytes: int) -> None:
     _, product = results(toys, "sound", family)
@@ -112,12 +119,14 @@ def test_shared_memory_up_to_the_limit(toys: Report, family: str, kibibytes: int
     assert list(complaints(Compilation(**vars(product) | {"shared": kibibytes * 1024 + 1})))
 
 
+@pytest.mark.compile
 def test_sums_may_be_stored_one_by_one(toys: Report) -> None:
     copy, _ = results(toys, "sound", "sm_90")
     assert not list(complaints(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {4: 2}})))
     assert list(complaints(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {2: 32}})))
 
 
+@pytest.mark.compile
 def test_the_table(toys: Report) -> None:
     text = table(toys.compilations, toys.triton)
     assert version_of(text) == toys.triton
@@ -126,8 +135,9 @@ def test_the_table(toys: Report) -> None:
     assert "Shape element 0 must be a power of 2" in text
 
 
+@pytest.mark.compile
 def test_the_command_line_for_developers(toys: Report, kept: Path) -> None:
-    done = compile_toys("sound", "--families", "sm_90", "--dtypes", "bfloat16")
+    done = compile_toys("sound", "--families", "sm_90", "--dtypes", "bfloat16", "--anew")
     assert done.returncode == 0
     assert "sound sm_90 bfloat16 product_kernel BLOCK=64 BLOCK_K=32" in done.stdout
     stages = sorted(path.suffix for path in kept.glob("sound-*-sm_90-product_kernel.*"))
@@ -135,6 +145,23 @@ def test_the_command_line_for_developers(toys: Report, kept: Path) -> None:
     wrong = compile_toys("sond")
     assert wrong.returncode == 2
     assert "there is no operator sond: expected one of" in wrong.stderr
+
+
+@pytest.mark.compile
+def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
+    """Of whole compilations, by the command: results come from the folder, and a corrupt one is made again."""
+    flags = ("sound", "--json", "--families", "sm_90", "--dtypes", "bfloat16", "--results", str(tmp_path))
+    first = compile_toys(*flags)
+    assert first.returncode == 0, first.stderr
+    entries = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(entries) == 2
+    corrupt = next(iter(entries))
+    corrupt.write_bytes(entries[corrupt][:100])
+    written = {path: path.stat().st_mtime_ns for path in entries}
+    assert compile_toys(*flags).stdout == first.stdout
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == entries
+    changed = [path for path, when in written.items() if path.stat().st_mtime_ns != when]
+    assert changed == [corrupt]
 
 
 def sass_widths(sass: str, instruction: str) -> dict[int, int]:
@@ -146,6 +173,7 @@ def sass_widths(sass: str, instruction: str) -> dict[int, int]:
     return widths
 
 
+@pytest.mark.compile
 def test_ptx_says_what_the_machine_code_does(toys: Report, kept: Path) -> None:
     seen = set()
     for index, result in enumerate(toys.compilations):
@@ -159,6 +187,46 @@ def test_ptx_says_what_the_machine_code_does(toys: Report, kept: Path) -> None:
             assert [name for name, text in names.items() if text in sass] == result.tensor_cores
             seen.update(result.tensor_cores)
     assert seen == set(gate.NEWEST.values())
+
+
+SOUND = Compilation(
+    "toy", "sm_90", "bfloat16", "toy_kernel", {"BLOCK": 64}, 4, 3,
+    registers=64, shared=8192, programs=8, dot=True, tensor_cores=["wgmma"], loads={16: 4}, stores={16: 1},
+)  # fmt: skip
+COPY = {"dot": False, "tensor_cores": []}
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"error": "no power of 2"}, "no power of 2"),
+    ({"spilled": 8}, "8 bytes of registers are spilled"),
+    ({"shared": 227 * 1024 + 1}, "bytes of shared memory"),
+    ({"tensor_cores": []}, "not done by tensor cores"),
+    ({"tensor_cores": ["mma.sync"]}, "mma.sync instructions for its dot, not wgmma"),
+    ({"serialized": "registers"}, "wait for one another: registers"),
+    (COPY | {"loads": {16: 4}, "stores": {2: 32}}, "moves 50% in accesses of less than 16 bytes"),
+    ({"constants": {"WARP_SPECIALIZE": True}}, "as WARP_SPECIALIZE asks for"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[said for _, said in FAULTS])
+def test_each_kind_of_complaint(fault: dict[str, Any], said: str) -> None:
+    """On results that no compiler has made; the toys above show that a compiler's results have these faults."""
+    assert not list(complaints(SOUND, "3.7.1"))
+    (line,) = complaints(replace(SOUND, **fault), "3.7.1")
+    assert line.startswith("toy sm_90 bfloat16 toy_kernel ") and said in line
+
+
+def test_at_the_limits_nothing_is_said() -> None:
+    assert not list(complaints(replace(SOUND, shared=227 * 1024), "3.7.1"))
+    assert not list(complaints(replace(SOUND, loads={16: 4}, stores={4: 2}, **COPY), "3.7.1"))
+    assert not list(complaints(replace(SOUND, constants={"WARP_SPECIALIZE": True}, specialized=True), "3.7.1"))
+
+
+def test_a_spill_is_accepted_under_the_version_that_it_is_listed_for() -> None:
+    constants = {"ACTIVATION": "geglu", "BLOCK_M": 128}
+    known = replace(SOUND, kernel="all_gather_gemm_forward_kernel", constants=constants, spilled=8)
+    assert not list(complaints(known, "3.6.0"))
+    assert list(complaints(replace(known, spilled=16), "3.6.0"))
+    assert list(complaints(known, "3.7.1"))
+    assert list(complaints(replace(known, dtype="float32"), "3.6.0"))
 
 
 def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
 """Compiles, without a GPU, every kernel that the operators would launch, and says what each takes.
 
     python -m tpfuse.profile.compilation gemm --families sm_90 --dtypes bfloat16
+    python -m tpfuse.profile.compilation --front-end
 
-Each compilation runs in a process of its own, so that one that fails, or takes the compiler down, is one line. Kernels
-that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a Python that does not.
+Results are kept (`tpfuse.profile.kept_results`), so that a second run compiles only what has changed. The front end
+alone (`tpfuse.profile.front_end`) takes seconds for all kernels.
+
+Each whole compilation runs in a process of its own, so that one that fails, or takes the compiler down, is one line.
+Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a Python that does not.
 """
 
 import argparse
@@ -26,7 +30,8 @@ from triton.runtime.cache import triton_key
 
 from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
-from tpfuse.profile import cases, gate, resources
+from tpfuse.profile import cases, front_end, gate, resources
+from tpfuse.profile.kept_results import KeptResults, default_folder, digest, entry
 from tpfuse.profile.recorded import DTYPES, Job, record, target
 from tpfuse.profile.resources import Compilation
 
@@ -71,8 +76,9 @@ def _reason(error: BaseException, printed: str) -> str:
     lines = [line.partition("error:")[2] for line in printed.splitlines() if "error:" in line]
     while error.__cause__ is not None:
         error = error.__cause__
-    message = lines[0] if lines else str(error)
-    return " ".join(message.split())[:300] or type(error).__name__
+    if lines:
+        return " ".join(lines[0].split())[:300]
+    return " ".join(str(error).split())[-300:] or type(error).__name__  # Triton shows the source in front of its reason
 
 
 def _work(job: Job, sender: Connection, keep: Path | None) -> None:
@@ -135,16 +141,33 @@ def compile_here(
     dtypes: Sequence[str],
     keep: Path | None = None,
     on_done: Callable[[Compilation], object] = lambda result: None,
+    kept_results: Path | None = None,
 ) -> Report:
-    """Records and compiles in this process's children. The kernels must not be interpreted here."""
+    """Records here and compiles in this process's children. The kernels must not be interpreted here.
+
+    kept_results: a folder of results, which are taken from there where nothing has changed, and kept there; not with
+    `keep`, which needs what the compiler makes.
+    """
     recorded = record(operators, families, dtypes)
     unique: dict[tuple[object, ...], Job] = {}
     for job in recorded.jobs:
         unique.setdefault(job.key, job)  # some operators share kernels
-    jobs = list(unique.values())
+    kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
+    names = {} if kept is None else {key: digest(job) for key, job in unique.items()}
     found = {}
+    jobs = []
+    for key, job in unique.items():
+        result = None if kept is None else kept.read(names[key])
+        if result is None:
+            jobs.append(job)
+        else:
+            found[key] = replace(result, operator=job.operator, dtype=job.dtype)
+            on_done(found[key])
     for index, result in compile_jobs(jobs, keep):
-        found[jobs[index].key] = result
+        key = jobs[index].key
+        found[key] = result
+        if kept is not None:
+            kept.write(names[key], result)
         on_done(result)
     results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     failed = [
@@ -152,6 +175,22 @@ def compile_here(
         for operator, family, dtype, reason in recorded.errors
     ]
     return Report(triton.__version__, results + failed, recorded.rows)
+
+
+def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
+    """Records, and takes representatives of all launches through the compiler's front end, in this process."""
+    recorded = record(operators, families, dtypes)
+    results = [
+        Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
+        for operator, family, dtype, reason in recorded.errors
+    ]
+    for job in front_end.representatives(recorded.jobs):
+        try:
+            front_end.lower(job)
+            results.append(Compilation(**_identity(job)))
+        except Exception as error:
+            results.append(Compilation(**_identity(job), error=_reason(error, "")))
+    return Report(triton.__version__, results, recorded.rows)
 
 
 def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
@@ -174,14 +213,9 @@ def read_report(text: str) -> Report:
     document = json.loads(text)
     return Report(
         document["triton"],
-        [_read(entry) for entry in document["compilations"]],
+        [entry(fields) for fields in document["compilations"]],
         [Configuration(**row) for row in document["rows"]],
     )
-
-
-def _read(entry: dict[str, Any]) -> Compilation:
-    widths = {name: {int(width): count for width, count in entry[name].items()} for name in ("loads", "stores")}
-    return Compilation(**entry | widths)
 
 
 def _arguments() -> argparse.Namespace:
@@ -191,6 +225,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write TTIR, TTGIR, PTX and SASS there")
+    parser.add_argument(
+        "--front-end", action="store_true", help="no whole compilation: only what the front end refuses"
+    )
+    folder = default_folder()
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", default=folder, help=f"kept results; default: {folder}"
+    )
+    parser.add_argument("--anew", action="store_true", help="compile all, whatever results are kept, and keep none")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON document")
     form.add_argument("--markdown", action="store_true", help="the table that benchmarks/results/compiled.md holds")
@@ -205,18 +247,24 @@ def main() -> int:
     """Exit status 1 where a kernel does not pass the gate."""
     options = _arguments()
     document = options.json or options.markdown
-    report = compile_here(
-        options.operators,
-        options.families,
-        options.dtypes,
-        options.keep,
-        (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
-    )
+    asked = options.operators, options.families, options.dtypes
+    if options.front_end:
+        report = front_end_here(*asked)
+        if not document:
+            print(f"Triton {report.triton}: {len(report.compilations)} launches taken through its front end")
+    else:
+        report = compile_here(
+            *asked,
+            options.keep,
+            (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
+            None if options.anew else options.results,
+        )
     if options.json:
         print(json.dumps(asdict(report)))
     if options.markdown:
         print(gate.table(report.compilations, report.triton), end="")
-    complaints = [text for result in report.compilations for text in gate.complaints(result)]
+    judged = [result for result in report.compilations if result.error or not options.front_end]
+    complaints = [text for result in judged for text in gate.complaints(result)]
     print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
     return int(bool(complaints))
 

@@ -6,6 +6,8 @@ A kernel that spills, does without tensor cores or loads few bytes at a time is 
 import re
 from collections.abc import Iterator, Sequence
 
+import triton
+
 from tpfuse.profile.resources import LIMITS, Compilation
 
 # The newest matrix instruction of each family.
@@ -18,21 +20,32 @@ EXCEPTIONS = {
     r"sm_90 \w+ attention_forward_kernel .*DROPOUT=True": "masked probabilities: ptxas serializes wgmma around them",
 }
 
+# Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
+_SMALL = "a few bytes outside the loop, of Triton 3.6's address arithmetic; the rows are those that 3.7 is best with"
+SPILLS = {
+    "3.6": {
+        r"(bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
+        r"(bfloat16|float16) ring_attention_forward_kernel .*RING=True .*BLOCK_D=256 DROPOUT=True ": (8, _SMALL),
+        r"(bfloat16|float16) attention_backward_dkdv_kernel .*BLOCK_D=64 .*DROPOUT=True ": (8, _SMALL),
+        r"(bfloat16|float16) ring_attention_dkdv_kernel .*BLOCK_D=64 DROPOUT=True ": (24, _SMALL),
+    },
+}
+
 # Rows of sm_80 serve the GPUs that have less shared memory than an A100 too.
 SHARED = {family: limits.shared_per_program for family, limits in LIMITS.items()} | {"sm_80": 99 * 1024}
 
 
-def complaints(result: Compilation) -> Iterator[str]:
-    """One line for each thing that is wrong."""
+def complaints(result: Compilation, version: str = triton.__version__) -> Iterator[str]:
+    """One line for each thing that is wrong with what this version of Triton has compiled."""
     if result.error:
         yield f"{named(result)}: {result.error}"
         return
-    for complaint in _complaints(result):
+    for complaint in _complaints(result, version):
         yield f"{named(result)}: {complaint}"
 
 
-def _complaints(result: Compilation) -> Iterator[str]:
-    if result.spilled:
+def _complaints(result: Compilation, version: str) -> Iterator[str]:
+    if result.spilled > accepted_spill(result, version):
         yield f"{result.spilled} bytes of registers are spilled"
     if result.shared > SHARED[result.family]:
         yield f"{result.shared} bytes of shared memory, {SHARED[result.family]} are allowed"
@@ -44,6 +57,12 @@ def _complaints(result: Compilation) -> Iterator[str]:
         yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
         yield "its warps have no roles of their own, as WARP_SPECIALIZE asks for"
+
+
+def accepted_spill(result: Compilation, version: str) -> int:
+    """How many bytes a result may spill under a version of Triton."""
+    listed = SPILLS.get(".".join(version.split(".")[:2]), {})
+    return max((size for pattern, (size, _) in listed.items() if re.search(pattern, named(result))), default=0)
 
 
 def slow(result: Compilation) -> str:

@@ -108,7 +108,9 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
 
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
-    """`compare_here` in a Python that interprets kernels."""
+    """`compare_here` in a Python that interprets kernels. Raises RunError where it cannot."""
+    if problem := launch.interpreter_problem():
+        raise RunError(problem)
     done = subprocess.run(
         [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", *operators],
         env=os.environ | {"TRITON_INTERPRET": "1"},
