@@ -14,11 +14,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def interpreter_problem(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> str:
+    """Why this Triton cannot interpret kernels with this numpy, in one line; empty where it can."""
+    ours, numpy = (tuple(int(x) for x in version.split(".")[:2]) for version in (triton_version, numpy_version))
+    if ours >= (3, 7) or numpy < (2, 4):
+        return ""
+    return (
+        f"Triton {triton_version} interprets kernels with numpy < 2.4 only, and this is numpy {numpy_version}: "
+        "pip install 'numpy<2.4', or Triton 3.7"
+    )
+
+
+if INTERPRETED and interpreter_problem():
+    raise ImportError(interpreter_problem())  # once, where all that launches comes by; else each kernel would fail
 
 # Multiprocessors of A100, H100 and B200, for what is recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}

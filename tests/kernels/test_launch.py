@@ -1,10 +1,13 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from tpfuse.kernels import launch as launching
-from tpfuse.kernels.launch import family, launch, multiprocessors, recording
+from tpfuse.kernels.launch import family, interpreter_problem, launch, multiprocessors, recording
 
 
 @triton.jit
@@ -44,3 +47,25 @@ def test_cpu_tensors_without_interpretation(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launching, "INTERPRETED", False)
     with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         family(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "fits"),
+    [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.0", False), ("3.6.1", "3.0.0rc1", False), ("3.7.1", "2.4.6", True)],
+)
+def test_a_numpy_that_the_interpreter_cannot_use_is_named(triton_version: str, numpy_version: str, fits: bool) -> None:
+    problem = interpreter_problem(triton_version, numpy_version)
+    assert (problem == "") == fits
+    if not fits:
+        assert problem.startswith(f"Triton {triton_version} interprets kernels with numpy < 2.4 only")
+        assert f"numpy {numpy_version}" in problem and "\n" not in problem
+
+
+def test_it_is_named_once_where_interpretation_is_asked_for() -> None:
+    """In a Python whose Triton and numpy say that they are versions which do not fit."""
+    script = (
+        "import numpy, triton\ntriton.__version__, numpy.__version__ = '3.6.0', '2.4.6'\nimport tpfuse.kernels.gemm"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: Triton 3.6.0 interprets kernels with numpy < 2.4 only")

@@ -13,7 +13,6 @@ import sys
 
 import pytest
 
-
 SCRIPT = """
 import json, sys
 import torch
