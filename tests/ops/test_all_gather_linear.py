@@ -69,8 +69,14 @@ def _several(name: Implementation, activation: str | None) -> None:
             assert one.grad is None or torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize(("activation", "world"), [("relu", 2), (None, 3), *exhaustive((None, 2))])
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("name", "activation", "world"),
+    [
+        *((name, "relu", 2) for name in IMPLEMENTATIONS),
+        *((name, None, 3) for name in ("direct", "collective")),
+        *exhaustive(("fused", None, 3)),
+    ],
+)
 def test_several_weights_are_fed_by_one_gather(name: Implementation, activation: str | None, world: int) -> None:
     pool(world).run(_several, name, activation)
 

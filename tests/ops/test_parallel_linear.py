@@ -109,9 +109,9 @@ def _late(name: Implementation, iterations: int) -> int:
 @pytest.mark.parametrize(
     ("name", "world", "iterations"),
     [
-        ("direct", 3, 100),
+        ("direct", 3, 60),
         ("collective", 2, 30),
-        ("fused", 2, 36),
+        ("fused", 2, 18),
         *exhaustive(("direct", 4, 200), ("fused", 2, 120)),
     ],
 )
