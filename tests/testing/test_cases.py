@@ -1,0 +1,16 @@
+"""A failure in a loop over cases says in which case it came up."""
+
+import traceback
+
+import pytest
+
+from tpfuse.testing.cases import naming
+
+
+def test_the_traceback_names_the_case_that_failed() -> None:
+    """A rank of a pool sends its traceback to the test."""
+    with pytest.raises(AssertionError) as caught:
+        for case in (("bfloat16", 1), ("float32", 2), ("float64", 3)):
+            with naming(case):
+                assert case[1] < 2
+    assert traceback.format_exception(caught.value)[-1] == "case: ('float32', 2)\n"
