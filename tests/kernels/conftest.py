@@ -93,6 +93,12 @@ def sum_collective(request: pytest.FixtureRequest) -> Collective:
 
 
 @pytest.fixture
+def collectives() -> dict[str, Collective]:
+    """All of them by name."""
+    return COLLECTIVES
+
+
+@pytest.fixture
 def two_shot() -> Collective:
     """The one that uses most of what there is."""
     return COLLECTIVES["two_shot"]
@@ -126,4 +132,14 @@ def small_tiles() -> Iterator[None]:
     names = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
     with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
+        yield
+
+
+@pytest.fixture
+def tiny_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The module's TILES, operator -> block sizes, in the place of the interpreted rows' own: small tensors have
+    several tiles and several programs."""
+    tiles: dict[str, dict[str, int]] = request.module.TILES
+    rows = [row for row in read_table(TABLE) if row.operator in tiles and row.family == "interpreted"]
+    with override(*(replace(row, blocks=row.blocks | tiles[row.operator]) for row in rows)):
         yield

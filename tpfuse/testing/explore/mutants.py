@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from tpfuse.testing.explore.errors import ExploreError
-from tpfuse.testing.explore.explorer import Program, explore
+from tpfuse.testing.explore.explorer import Program, Report, explore
 from tpfuse.testing.explore.fresh_modules import fresh, original_file
 
 _WEAKER = {"acq_rel": ("relaxed", "acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
@@ -32,7 +32,10 @@ _HOST = ("put", "wait", "barrier")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module. lines, text: what was changed; source: of the whole module, with the change."""
+    """One change of one module. lines, text: what was changed; source: of the whole module, with the change.
+
+    code: what was changed as `ast.unparse` writes it, without comments and line breaks.
+    """
 
     module: str
     file: str
@@ -40,20 +43,24 @@ class Mutant:
     text: str
     change: str
     source: str
+    code: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.lines[0]}: {self.text}: {self.change}"
 
 
-def mutants_of(*targets: Any) -> list[Mutant]:
-    """The mutants of these modules, or of those parts of modules that are these functions, in the order of lines."""
-    modules = list(dict.fromkeys(_module(target) for target in targets))
-    trees = {module: ast.parse(inspect.getsource(module)) for module in modules}
+def mutants_of(*targets: Any, among: Iterable[ModuleType] = ()) -> list[Mutant]:
+    """The mutants of these modules, or of those parts of modules that are these functions, in the order of lines.
+
+    among: more modules, whose functions the targets may call to synchronise.
+    """
+    modules = list(dict.fromkeys(module_of(target) for target in targets))
+    trees = {module: ast.parse(inspect.getsource(module)) for module in dict.fromkeys([*modules, *among])}
     synchronising = _synchronising(trees.values())
     found = []
     for module in modules:
         whole = any(target is module for target in targets)
-        spans = [_span(target) for target in targets if target is not module and _module(target) is module]
+        spans = [span_of(target) for target in targets if target is not module and module_of(target) is module]
         for mutant in _Finder(module, trees[module], synchronising).mutants():
             if whole or any(first <= mutant.lines[0] <= last for first, last in spans):
                 found.append(mutant)
@@ -66,19 +73,24 @@ def surviving(
     world: int,
     *,
     mutants: Iterable[Mutant] | None = None,
+    unchanged: Report | None = None,
     **options: Any,
 ) -> list[Mutant]:
     """The mutants of `targets` (or `mutants`) that `explore(program, world, **options)` does not fail.
 
     program_of(*modules) makes the program from fresh copies of the targets' modules, in their order; they import one
     another, and what is imported while it runs gets them too. Modules that register something when they are imported
-    (torch operators) cannot be targets. Raises ExploreError if the unchanged program fails.
+    (torch operators) cannot be targets. unchanged: what an exploration of the unchanged program in such copies has
+    reported; without it there is one first. Raises ExploreError if the unchanged program fails.
     """
-    modules = list(dict.fromkeys(_module(target) for target in targets))
-    with fresh(modules) as copies:
-        report = explore(program_of(*copies), world, **options)
-    shared = {(original_file(file), line) for file, line in report.shared_lines}
-    options = {"max_steps": 20 * max(report.steps) + 1000} | options
+    modules = list(dict.fromkeys(module_of(target) for target in targets))
+    if options.get("schedules") is not None:
+        options["schedules"] = list(options["schedules"])
+    if unchanged is None:
+        with fresh(modules) as copies:
+            unchanged = explore(program_of(*copies), world, **options)
+    shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
+    options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
     left = []
     for mutant in mutants_of(*targets) if mutants is None else mutants:
         with fresh(modules, {mutant.module: mutant.source}) as copies:
@@ -94,13 +106,15 @@ def surviving(
     return left
 
 
-def _module(target: Any) -> ModuleType:
+def module_of(target: Any) -> ModuleType:
+    """The module that a target is, or that a function or kernel is from."""
     module = target if isinstance(target, ModuleType) else inspect.getmodule(getattr(target, "fn", target))
     assert module is not None, target
     return module
 
 
-def _span(function: Any) -> tuple[int, int]:
+def span_of(function: Any) -> tuple[int, int]:
+    """The first and the last line of a function or kernel."""
     lines, first = inspect.getsourcelines(getattr(function, "fn", function))
     return first, first + len(lines) - 1
 
@@ -277,7 +291,8 @@ class _Finder:
         above, below = b"".join(self._lines[: begin[0] - 1]), b"".join(self._lines[end[0] :])
         shown = self._lines[place.lineno - 1].decode().strip()
         source = above.decode() + middle + below.decode()
-        return Mutant(self._name, self._file, (place.lineno, place.end_lineno), shown, change, source)
+        lines = place.lineno, place.end_lineno
+        return Mutant(self._name, self._file, lines, shown, change, source, ast.unparse(place))
 
 
 def _root(node: ast.expr) -> str:

@@ -1,0 +1,127 @@
+"""Faults planted in a module by its syntax tree, so that comments, line breaks and formatting do not matter.
+
+    Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes"))
+    Fault("an old epoch", replace(shard_sum_kernel, "epoch", by="epoch - 1", call="barrier"))
+    Fault("signalled too early", replace(stage, "copy(x)\\nsignal()", by="signal()\\ncopy(x)"))
+
+`ProtocolSuite.faults` takes them, and `surviving` takes what `mutant` makes of each.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tpfuse.testing.explore.mutants import Mutant, module_of
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of a function; see `replace`."""
+
+    function: Any
+    old: str
+    by: str
+    call: str = ""
+
+
+def replace(function: Any, old: str, *, by: str, call: str = "") -> Edit:
+    """An edit that puts `by` in the place of `old`, which must be in `function` exactly once.
+
+    Both are expressions, or both are statements that follow one another (`by="pass"` removes them). call: look only at
+    the arguments of calls of this name. function: also a method, or a kernel.
+    """
+    return Edit(function, old, by, call)
+
+
+class Fault:
+    """The edits of one module that plant a fault; its name stands in messages."""
+
+    def __init__(self, name: str, *edits: Edit) -> None:
+        self.name, self.edits = name, edits
+
+    def mutant(self) -> Mutant:
+        """The module with all edits, one after another.
+
+        Raises ValueError where an expression is not in its function, or is there more than once.
+        """
+        (module,) = {module_of(edit.function) for edit in self.edits}
+        tree = ast.parse(inspect.getsource(module))
+        for edit in self.edits:
+            _apply(edit, _definition(tree, _plain(edit.function).__qualname__))
+        function = _plain(self.edits[0].function)
+        _, line = inspect.getsourcelines(function)
+        return Mutant(
+            module=module.__name__,
+            file=str(module.__file__),
+            lines=(line, line),
+            text=function.__qualname__,
+            change=f"planted: {self.name}",
+            source=ast.unparse(ast.fix_missing_locations(tree)) + "\n",
+        )
+
+
+def _plain(function: Any) -> Any:
+    """The Python function inside a kernel."""
+    return getattr(function, "fn", function)
+
+
+def _definition(tree: ast.Module, qualified_name: str) -> ast.AST:
+    node: ast.AST = tree
+    for name in qualified_name.split("."):
+        node = next(
+            child
+            for child in ast.walk(node)
+            if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == name and child is not node
+        )
+    return node
+
+
+def _apply(edit: Edit, function: ast.AST) -> None:
+    places = [function]
+    if edit.call:
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        places = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == edit.call]
+    try:
+        old, new = (ast.parse(text, mode="eval").body for text in (edit.old, edit.by))
+        found = [match for place in places for match in _expressions(place, ast.dump(old))]
+        replacement: list[Any] = [new]
+    except SyntaxError:
+        old_statements, replacement = ast.parse(edit.old).body, ast.parse(edit.by).body
+        found = [match for place in places for match in _runs(place, [ast.dump(node) for node in old_statements])]
+    if len(found) != 1:
+        inside = f" in calls of {edit.call}" if edit.call else ""
+        name = f"{module_of(edit.function).__name__}.{_plain(edit.function).__qualname__}"
+        raise ValueError(f"{name} has {edit.old!r}{inside} {len(found)} times: it must be there exactly once")
+    siblings, first, last = found[0]
+    if isinstance(siblings, list):
+        siblings[first:last] = replacement
+    else:
+        setattr(siblings, first, replacement[0])
+
+
+Match = tuple[Any, Any, Any]  # a list of nodes and two indices, or a node and the name of a field
+
+
+def _expressions(place: ast.AST, wanted: str) -> Iterator[Match]:
+    """Where the expression is below this node."""
+    for parent in ast.walk(place):
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, ast.expr) and ast.dump(value) == wanted:
+                yield parent, field, None
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, ast.expr) and ast.dump(item) == wanted:
+                        yield value, index, index + 1
+
+
+def _runs(place: ast.AST, wanted: list[str]) -> Iterator[Match]:
+    """Where the statements follow one another below this node."""
+    for parent in ast.walk(place):
+        for _, value in ast.iter_fields(parent):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                dumps = [ast.dump(node) for node in value]
+                for first in range(len(dumps) - len(wanted) + 1):
+                    if dumps[first : first + len(wanted)] == wanted:
+                        yield value, first, first + len(wanted)
