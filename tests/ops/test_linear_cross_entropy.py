@@ -1,3 +1,5 @@
+"""The fused projection and cross entropy, in chunks of tokens: results, gradients and memory."""
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,12 +20,14 @@ from tpfuse.kernels.launch import recording
 from tpfuse.ops import linear_cross_entropy as module
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["torch", "triton"]
 
 
@@ -65,23 +69,24 @@ def _compare(inputs: dict[str, Tensor], upstream: float = 0.7, **options: Any) -
     assert not losses.requires_grad
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "width", "vocabulary", "chunk"),
-    [
-        (1, 16, 1, None),
-        (16, 1, 16, None),
-        (63, 64, 63, 32),
-        (64, 63, 64, 64),
-        (100, 32, 100, 51),
-        (40, 100, 257, 30),
-        (24, 16, 5003, None),
-    ],
+    *pairwise(
+        first=6,
+        shape=[
+            (63, 64, 63, 32),
+            (40, 100, 257, 30),
+            (1, 16, 1, None),
+            (16, 1, 16, None),
+            (64, 63, 64, 64),
+            (100, 32, 100, 51),
+            (24, 16, 5003, None),
+        ],
+        kind=["triton", "torch"],
+        dtype=DTYPES,
+    )
 )
-def test_against_reference(
-    rows: int, width: int, vocabulary: int, chunk: int | None, dtype: torch.dtype, kind: str
-) -> None:
+def test_against_reference(shape: tuple[int, int, int, int | None], kind: str, dtype: torch.dtype) -> None:
+    rows, width, vocabulary, chunk = shape
     with kernels(kind):
         _compare(_inputs(rows, width, vocabulary, dtype), chunk_tokens=chunk)
 
@@ -112,8 +117,14 @@ def test_the_upstream_gradient_is_not_rounded(dtype: torch.dtype, upstream: floa
         assert actual[name].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("torch", torch.float16),
+        ("triton", torch.bfloat16),
+        *exhaustive(("triton", torch.float32), ("triton", torch.float16)),
+    ],
+)
 def test_large_logits(dtype: torch.dtype, kind: str) -> None:
     with kernels(kind):
         _compare(_inputs(33, 16, 130, dtype, scale=1e3), chunk_tokens=16)
@@ -271,22 +282,28 @@ def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel:
     assert torch.count_nonzero(losses[inputs["target"] == -1]) == 0
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+IN_RANKS = [
+    ("torch", torch.float64, 63, True),
+    ("torch", torch.float32, 2, True),
+    ("torch", torch.bfloat16, 130, False),
+    ("triton", torch.float32, 63, True),
+    ("triton", torch.float16, 2, True),
+    ("triton", torch.bfloat16, 130, False),
+]
+
+
+def _every_case_in_ranks(cases: list[tuple[str, torch.dtype, int, bool]]) -> None:
+    for case in cases:
+        with naming(case):
+            _in_ranks(*case)
+
+
 @pytest.mark.parametrize(
-    ("kind", "dtype", "vocabulary", "sequence_parallel"),
-    [
-        ("torch", torch.float64, 63, True),
-        ("torch", torch.float32, 2, True),
-        ("torch", torch.bfloat16, 130, False),
-        ("triton", torch.float32, 63, True),
-        ("triton", torch.float16, 2, True),
-        ("triton", torch.bfloat16, 130, False),
-    ],
+    ("world", "cases"),
+    [(2, IN_RANKS[:3] + IN_RANKS[5:]), (3, IN_RANKS[:4]), *exhaustive(*((world, IN_RANKS) for world in (1, 2, 3, 4)))],
 )
-def test_slices_of_the_vocabulary(
-    world: int, kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel: bool
-) -> None:
-    pool(world).run(_in_ranks, kind, dtype, vocabulary, sequence_parallel)
+def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype, int, bool]]) -> None:
+    pool(world).run(_every_case_in_ranks, cases)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,7 +334,7 @@ def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
 def test_deterministic(kind: str) -> None:
     inputs = _inputs(24, 16, 70, torch.bfloat16)
     with kernels(kind):
-        first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(10)]
+        first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(4)]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
@@ -356,8 +373,9 @@ def test_autocast(kind: str) -> None:
     assert torch.equal(x.grad, expected["x"].float()) and torch.equal(weight.grad, expected["weight"].float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("weighted", "dtype"), [(True, torch.bfloat16), *exhaustive((True, torch.float32), (False, torch.bfloat16))]
+)
 def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dtype) -> None:
     inputs = _inputs(12, 16, 20, dtype)
     leaves = [inputs[name].requires_grad_() for name in ("x", "weight")]
@@ -367,7 +385,7 @@ def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dty
         torch.library.opcheck(torch.ops.tpfuse.linear_cross_entropy_forward.default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive(torch.bfloat16)])
 def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
     inputs = _inputs(20, 16, 30, dtype)
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
