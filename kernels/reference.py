@@ -154,6 +154,28 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, weights: Ten
     return losses.sum() if weights is None else (losses * weights).sum()
 
 
+def attention_scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    q_offset: int = 0,
+    k_offset: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scaled scores [B, H, Tq, Tk], -inf where a query does not see a key, and [Tq, Tk] where that is; for the
+    arguments see `attention`."""
+    k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
+    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    query = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + q_offset
+    distance = query - torch.arange(k.shape[2], device=q.device) - k_offset
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (distance.abs() >= window)
+    return scores.masked_fill(hidden, -torch.inf), hidden
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -173,14 +195,9 @@ def attention(
     window: none at a distance of window or more. dropout_mask: [B, H, Tq, Tk], what the probabilities are multiplied
     with, 0 or 1 / (1 - p). Documents of different lengths: one call for each.
     """
-    k, v = (x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-    query = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + q_offset
-    distance = query - torch.arange(k.shape[2], device=q.device) - k_offset
-    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if window is not None:
-        hidden = hidden | (distance.abs() >= window)
-    scores = scores.masked_fill(hidden, -torch.inf)
+    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
+    seen = {"causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset}
+    scores, hidden = attention_scores(q, k, scale=scale, **seen)  # type: ignore[arg-type]
     probabilities = scores.softmax(dim=3).masked_fill(hidden.all(dim=1, keepdim=True), 0)
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask.to(probabilities.dtype)

@@ -6,6 +6,8 @@ import torch
 from tpfuse.profile import training
 from tpfuse.profile.training import TrainingRun, train_each
 
+pytestmark = pytest.mark.processes  # pools of their own; the tests of layers and engines compare implementations
+
 
 @pytest.fixture(scope="module")
 def runs() -> list[TrainingRun]:

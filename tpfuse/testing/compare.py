@@ -3,8 +3,9 @@
     |actual - truth|  <=  2 |plain - truth| + rounding of the result
 
 in the maximum norm, with truth computed in float64 and plain by the same function in the dtype under test,
-for the output and every gradient. Where the dtype is float64 itself the truth has rounding errors of its own;
-a hundred units in the last place are allowed.
+for the output and every gradient. The rounding is a unit in the last place of the largest element, or of the largest
+term where terms are larger than their sum (`largest_term`, for a log-sum-exp). Where the dtype is float64 itself the
+truth has rounding errors of its own; a hundred units in the last place are allowed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,21 +23,21 @@ class Yardstick:
         wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         self.truth = evaluate(function, wide, grad.double())
 
-    def bound(self, name: str) -> float:
-        """The error that "out", or the gradient of input `name`, may have."""
+    def bound(self, name: str, term: float = 0.0) -> float:
+        """The error that "out", or the gradient of input `name`, may have. term: the largest that is added up to it."""
         plain, truth = self.plain[name], self.truth[name]
         error = (plain.double() - truth).abs().max().item() if truth.numel() else 0.0
-        scale = truth.abs().max().item() if truth.numel() else 0.0
+        scale = max(truth.abs().max().item(), term) if truth.numel() else 0.0
         units = 100 if plain.dtype == torch.float64 else 1
         return 2 * error + units * torch.finfo(plain.dtype).eps * scale
 
-    def check(self, name: str, actual: Tensor | None, part: object = ...) -> None:
-        """Compares "out", or the gradient of input `name`, with `part` (an index) of the whole.
+    def check(self, name: str, actual: Tensor | None, part: object = ..., term: float = 0.0) -> None:
+        """Compares "out", or the gradient of input `name`, with `part` (an index) of the whole. term: as in `bound`.
 
         Raises AssertionError that says by how much, and where.
         """
         assert actual is not None, f"{name}: there is no gradient"
-        check_error(name, actual, self.plain[name][part], self.truth[name][part], self.bound(name))  # type: ignore[index]
+        check_error(name, actual, self.plain[name][part], self.truth[name][part], self.bound(name, term))  # type: ignore[index]
 
     def error(self, name: str, actual: Tensor | None) -> float:
         """The largest error of "out", or of the gradient of input `name`; inf where there is a NaN.
@@ -47,6 +48,20 @@ class Yardstick:
         _check_kind(name, actual, self.plain[name])
         errors = (actual.detach().double() - self.truth[name]).abs().nan_to_num(nan=torch.inf)
         return errors.max().item() if errors.numel() else 0.0
+
+
+def largest_term(scores: Tensor) -> float:
+    """The largest of |max| and |log sum| of the rows of `scores`, whose log-sum-exp is max + log(sum(exp(row - max))).
+
+    The two may cancel, and each is rounded by itself: the rounding of their sum is a unit in the last place of the
+    larger one. scores: [..., n], in float64; elements of -inf are left out, as are rows of nothing else.
+    """
+    if not scores.numel():
+        return 0.0
+    largest = scores.amax(dim=-1)
+    rest = scores.logsumexp(dim=-1) - largest
+    terms = torch.stack([largest, rest])[:, largest.isfinite()].abs()
+    return terms.max().item() if terms.numel() else 0.0
 
 
 def check_error(name: str, actual: Tensor, plain: Tensor, truth: Tensor, bound: float) -> None:
