@@ -1,6 +1,5 @@
 """Buckets exchanged by kernels: as by torch on shared memory, in processes and in the explorer."""
 
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 
@@ -19,10 +18,12 @@ from tpfuse.parallel.flat_adamw import FlatAdamW
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.offload import DeviceStore
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, surviving
+from tpfuse.testing.explore.mutants import surviving
+from tpfuse.testing.explore.planting import Fault, replace
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
 
 CPU = torch.device("cpu")
 
@@ -53,10 +54,9 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
     return found
 
 
-@pytest.mark.parametrize("sums", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    *pairwise(first=6, world=[2, 3], stage=[0, 1, 2], dtype=[torch.float32, torch.bfloat16], sums=[True, False])
+)
 def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -> None:
     expected = pool(world).run(_steps, "direct", stage, dtype, sums)
     found = pool(world).run(_steps, "fused", stage, dtype, sums)
@@ -106,29 +106,39 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
 CASES = [(0, True), (1, True), (1, False), (2, True)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
 @pytest.mark.parametrize(("stage", "sums"), CASES)
 def test_no_alarm(stage: int, sums: bool, world: int) -> None:
     explore(program_of(stage, sums)(fused_exchange), world, resident=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "sums"), CASES)
 def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
     explore(program_of(stage, sums)(fused_exchange), 2, resident=2, schedules=map(PCT, range(10)))
 
 
-FAULTS: dict[str, tuple[str, str, tuple[int, bool]]] = {
-    "the whole's beginning": ("squares, place.start, self", "squares, 0, self", (2, True)),
-    "another shard is written": ("start=shard.start", "start=0", (1, True)),
-    "old sums": ("if sums is None else sums,", "if sums is None else room[self.memory.rank],", (2, True)),
-}  # fmt: skip
+FAULTS = {
+    "the whole's beginning": (replace(FusedExchange._sum_part, "place.start", by="0", call="shard_sum"), (2, True)),
+    "another shard is written": (
+        replace(FusedExchange._sweep, "shard.start", by="0", call="sharded_adamw_"),
+        (1, True),
+    ),
+    "old sums": (
+        replace(
+            FusedExchange._sweep,
+            "room[self.memory.rank] if sums is None else sums",
+            by="room[self.memory.rank]",
+            call="sharded_adamw_",
+        ),
+        (2, True),
+    ),
+}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault: str) -> None:
-    before, after, case = FAULTS[fault]
-    source = inspect.getsource(fused_exchange)
-    assert source.count(before) == 1
-    name, file = fused_exchange.__name__, str(fused_exchange.__file__)
-    mutant = Mutant(name, file, (1, 1), fault, "", source.replace(before, after))
+    edit, case = FAULTS[fault]
+    mutant = Fault(fault, edit).mutant()
     assert not surviving(program_of(*case), [fused_exchange], 2, mutants=[mutant], resident=2)
