@@ -175,7 +175,7 @@ class ParallelProduct:
         out = self.run(case, leaves, group)
         (grad,) = torch.autograd.grad(out.square().sum(), leaves["x"], create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
-            grad.sum().backward()
+            grad.sum().backward()  # type: ignore[no-untyped-call]
 
     def check_without_gradients(self, group: dist.ProcessGroup) -> None:
         """Where no gradient can be asked for, the result is the same and needs none."""

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 
+_Cells = tuple[tuple[int, int], ...]  # of an axis and the index of a value
+
+
 def exhaustive(*rows: Any) -> list[Any]:
     """The rows as parameters of the second tier. A row that is a tuple has a value for each parameter's name."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
@@ -26,7 +29,7 @@ def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any
     The rows are a greedy covering array and depend on the order of the values alone.
     """
     names, sizes = list(axes), [len(values) for values in axes.values()]
-    missing = {
+    missing: set[_Cells] = {
         ((i, a), (j, b))
         for i, j in itertools.combinations(range(len(names)), 2)
         for a, b in itertools.product(range(sizes[i]), range(sizes[j]))
@@ -46,7 +49,7 @@ def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any
     return names, [*(pytest.param(*row) for row in values[:first]), *exhaustive(*values[first:])]
 
 
-def _pairs(chosen: dict[int, int]) -> set[tuple[tuple[int, int], ...]]:
+def _pairs(chosen: dict[int, int]) -> set[_Cells]:
     """The pairs of (axis, value) that a row, or a part of one, covers; of a row of one axis, that axis alone."""
     items = sorted(chosen.items())
     return set(itertools.combinations(items, 2)) | {(item,) for item in items}

@@ -119,7 +119,8 @@ def portions(tests: Sequence[RecordedTest], stem: str, limit: float) -> tuple[li
     """
     ordered = sorted(tests, key=lambda test: (stem not in test.name.partition("::")[0], test.seconds))
     rows: Counter[str] = Counter()
-    few, many = [], []
+    few: list[RecordedTest] = []
+    many: list[RecordedTest] = []
     for test in ordered:
         function = test.name.partition("[")[0]
         rows[function] += 1
