@@ -1,6 +1,7 @@
 """Measures what the tests catch: plants faults in the library, one at a time, and runs both tiers against each.
 
-    python -m tpfuse.testing.faults record FOLDER    run every test once and record which functions each one reaches
+    python -m tpfuse.testing.faults record FOLDER    run every test once (or those that pytest's arguments after FOLDER
+                                                     choose) and record which functions each one reaches
     python -m tpfuse.testing.faults run FOLDER       plant faults and run the tests that reach them, first tier first
     python -m tpfuse.testing.faults report FOLDER    print what each tier caught, by area, and the faults that survived
 

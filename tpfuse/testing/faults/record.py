@@ -29,10 +29,10 @@ def environment(root: Path, **more: str) -> dict[str, str]:
 
 
 def record(root: Path, folder: Path, arguments: Sequence[str]) -> int:
-    """Runs pytest with these arguments; returns its exit status. `folder` must not hold a record yet."""
+    """Runs pytest with these arguments and adds its tests to what `folder` holds; returns pytest's exit status."""
     if not hasattr(sys, "monitoring"):
         raise SystemExit("record needs Python 3.12, for sys.monitoring; the other commands do not")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "current").write_bytes(bytes(8))
     command = [sys.executable, "-m", "pytest", "-p", "tpfuse.testing.faults.recording", *arguments]
     return subprocess.run(command, cwd=root, env=environment(root, TPFUSE_RECORD=str(folder))).returncode
@@ -69,7 +69,9 @@ class Plugin:
     """Tells all processes which test runs, and writes a row for each test; pytest loads it by `recording.py`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number, self._rows = folder, 0, dict[str, Any]()
+        self._folder, self._rows = folder, dict[str, Any]()
+        rows = folder / "tests.jsonl"
+        self._number = len(rows.read_text().splitlines()) if rows.exists() else 0
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
