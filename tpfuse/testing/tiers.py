@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-
 _Cells = tuple[tuple[int, int], ...]  # of an axis and the index of a value
 
 
