@@ -1,28 +1,44 @@
 """Collectives by torch operations, rank by rank in one process: what orders every access, under many schedules."""
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 
 from tpfuse.comm import channel, direct
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
-Program = Callable[[SimulatedMemory], None]
+SCATTER = direct.DirectCollectives._reduce_scatter
 
 
-def program_of(channel: ModuleType, direct: ModuleType) -> Program:
-    """Every collective, several epochs of each, in slots of three or four elements a row; then some under way."""
+class TestDirectCollectives(ProtocolSuite):
+    modules = (channel, direct)
+    needed = (channel, direct)
+    worlds = ((3, 1), (2, 1), (1, 1))  # three ranks take two shots, two ranks one
+    seeds = 50
+    faults = (
+        Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
+        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait")),
+        Fault(
+            "what is under way is not finished first",
+            replace(direct.DirectCollectives._run, "self._finish_pending()", by="pass"),
+        ),
+        Fault(
+            "signalled before it is staged",
+            replace(
+                SCATTER,
+                "slots[own].copy_(piece)\nepoch = channel.signal()",
+                by="epoch = channel.signal()\nslots[own].copy_(piece)",
+            ),
+        ),
+    )
 
-    def program(memory: SimulatedMemory) -> None:
-        direct.ONE_SHOT_BYTES = 12
+    def program(self, memory: SimulatedMemory) -> None:
+        """Every collective, several epochs of each, in slots of three or four elements a row; then some under way."""
+        current(direct).ONE_SHOT_BYTES = 12
         rank, world = memory.rank, memory.world
-        collectives = direct.DirectCollectives(memory, 16 * world, 32 * world)
+        collectives = current(direct).DirectCollectives(memory, 16 * world, 32 * world)
         for n in (5, 1, 11):
             whole = integers(n, world, world, n)
             mine = whole[rank].clone()
@@ -38,66 +54,14 @@ def program_of(channel: ModuleType, direct: ModuleType) -> Program:
             assert torch.equal(total, whole.sum(0).view(-1))
             collectives.all_reduce_max(mine.view(-1), top)
             assert torch.equal(top, whole.amax(0).view(-1))
-        first, second = torch.empty(world, 11), torch.empty(world, 11)
-        handles = [collectives.all_gather(mine[0], out, later=True) for out in (first, second)]
+        outs = [torch.empty(world, 11) for _ in range(3)]  # more than there are halves
+        handles = [collectives.all_gather(mine[0], out, later=True) for out in outs]
         for handle in handles:
             handle.wait()
-        assert torch.equal(first, whole[:, 0]) and torch.equal(second, first)
+        assert all(torch.equal(out, whole[:, 0]) for out in outs)
 
-    return program
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_no_alarm(world: int) -> None:
-    explore(program_of(channel, direct), world)
-
-
-def test_no_alarm_in_fifty_seeds() -> None:
-    explore(program_of(channel, direct), 2, schedules=map(PCT, range(50)))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_every_line_is_needed(world: int) -> None:
-    """World 3 takes two shots, two ranks one."""
-    mutants = mutants_of(channel, direct)
-    assert len(mutants) >= 8
-    mutants = [mutant for mutant in mutants if world == 3 or "all_reduce_two_shot" not in _function(mutant)]
-    left = surviving(program_of, [channel, direct], world, mutants=mutants)
-    assert not left, "\n".join(map(str, left))
-
-
-def _function(mutant: Mutant) -> str:
-    """The text of the function that the mutant changes."""
-    lines = mutant.source.splitlines()[: mutant.lines[0]]
-    return next(line for line in reversed(lines) if line.lstrip().startswith("def "))
-
-
-FAULTS = {
-    "one half": (channel, "self.next_epoch % 2", "0"),
-    "an epoch too old": (channel, "rank, 0, epoch, op=op", "rank, 0, epoch - 1, op=op"),
-    "what is under way is not finished first": (direct, "            self._finish_pending()\n", ""),
-    "signalled before it is staged": (
-        direct,
-        "            slots[own].copy_(piece)\n            epoch = channel.signal()\n            yield\n"
-        "            _wait_for_all",
-        "            epoch = channel.signal()\n            slots[own].copy_(piece)\n            yield\n"
-        "            _wait_for_all",
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_are_no_deletion(fault: str) -> None:
-    module, before, after = FAULTS[fault]
-    source = inspect.getsource(module)
-    assert source.count(before) == 1
-    mutant = Mutant(module.__name__, str(module.__file__), (1, 1), fault, "", source.replace(before, after))
-    assert not surviving(program_of, [channel, direct], 2, mutants=[mutant])
-
-
-def test_waits_end_and_the_next_step_is_right() -> None:
-    def program(memory: SimulatedMemory) -> None:
-        collectives = direct.DirectCollectives(memory, 64, 64)
+    def late_program(self, memory: SimulatedMemory) -> None:
+        collectives = current(direct).DirectCollectives(memory, 64, 64)
         whole, out = integers(1, memory.world, 20), torch.empty(20)
         under_way = collectives.all_reduce(whole[memory.rank], torch.empty(20), later=True)
         if memory.rank == 0:
@@ -112,5 +76,3 @@ def test_waits_end_and_the_next_step_is_right() -> None:
                 under_way.wait()
         collectives.all_reduce(whole[memory.rank], out)
         assert torch.equal(out, whole.sum(0))
-
-    explore(program, 3, timeouts=True)

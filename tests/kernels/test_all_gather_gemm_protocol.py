@@ -1,10 +1,5 @@
 """all_gather_gemm and the launches around copies under many schedules: no alarm, no line too many, no endless wait."""
 
-import importlib
-import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,17 +8,15 @@ import torch
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.kernels import all_gather_gemm, endpoint, signals, staging
-from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.testing.explore import PCT, RoundRobin, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
-MODULES = [signals, endpoint, staging, all_gather_gemm]
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: one tile of a chunk, several, none
 HALVES = (1, 1, 0, 0)  # of the slot, where copies come by themselves: with an empty round before two of them
 SLOT_BYTES = 512
-BLOCKS = {
+PRODUCT = {
     "BLOCK_M": 16,
     "BLOCK_N": 16,
     "BLOCK_K": 16,
@@ -32,25 +25,13 @@ BLOCKS = {
     "COPIERS": 2,
     "BLOCK_COPY": 16,
 }
+TILES = {"all_gather_gemm": PRODUCT, "stage": {"BLOCK": 8, "PROGRAMS": 2}}  # two copiers, two that multiply or stage
 
-
-@pytest.fixture(autouse=True)
-def tiny_tiles() -> Iterator[None]:
-    """Two copiers and two that multiply, two programs that stage; tensors of a few elements are enough for all."""
-    rows = [row for row in read_table(TABLE) if row.family == "interpreted"]
-    products = [replace(row, blocks=row.blocks | BLOCKS) for row in rows if row.operator == "all_gather_gemm"]
-    stages = [replace(row, blocks={"BLOCK": 8, "PROGRAMS": 2}) for row in rows if row.operator == "stage"]
-    with override(*products, *stages):
-        yield
-
-
-def found(module: str, name: str) -> Any:
-    """A launcher, looked up at each call: where mutants are tried it is another module's."""
-    return getattr(importlib.import_module(f"tpfuse.kernels.{module}"), name)
+pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 def multiply(*args: Any, **options: Any) -> torch.Tensor:
-    out: torch.Tensor = found("all_gather_gemm", "all_gather_gemm_forward")(*args, **options)[0]
+    out: torch.Tensor = current(all_gather_gemm).all_gather_gemm_forward(*args, **options)[0]
     return out
 
 
@@ -93,7 +74,7 @@ class Group:
 
     def stage(self, epoch: int) -> None:
         """In front of one that has none."""
-        found("staging", "stage")(self.inputs(epoch)[0][self.rank], self.end, HALVES[epoch])
+        current(staging).stage(self.inputs(epoch)[0][self.rank], self.end, HALVES[epoch])
 
     def copy(self, epoch: int) -> None:
         """What a copy engine does, and the launches around it."""
@@ -101,10 +82,10 @@ class Group:
         for step in range(1, self.world):
             source = (self.rank + step) % self.world
             chunk = chunks[source]
-            found("staging", "await_source")(chunk, self.end, source)
+            current(staging).await_source(chunk, self.end, source)
             staged = self.slots.peers[source][HALVES[epoch], : chunk.nbytes]
             chunk.copy_(staged.view(torch.float32).view(chunk.shape))
-            found("staging", "deliver")(self.ready, self.end, source)
+            current(staging).deliver(self.ready, self.end, source)
 
     def product(self, epoch: int) -> None:
         """Of chunks that are delivered."""
@@ -137,90 +118,6 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
             memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
 
 
-PROGRAMS: dict[str, tuple[Callable[..., None], int]] = {"gathering": (gathering, 2), "two_streams": (two_streams, 4)}
-
-
-@pytest.mark.parametrize(("world", "resident"), [(2, 1), (3, 2)])
-def test_no_alarm_with_copiers(world: int, resident: int) -> None:
-    explore(gathering, world, resident=resident, seeds=range(2))
-
-
-@pytest.mark.parametrize(("world", "resident"), [(4, 1), (6, 2)])
-def test_no_alarm_with_two_streams(world: int, resident: int) -> None:
-    explore(two_streams, world, resident=resident, seeds=range(2))
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_no_alarm_in_twenty_seeds(name: str) -> None:
-    program, world = PROGRAMS[name]
-    explore(lambda memory: program(memory, 3), world, resident=2, schedules=map(PCT, range(20)))
-
-
-def left_by(name: str, mutants: list[Mutant]) -> list[Mutant]:
-    """Those that a program does not fail. What it calls is looked up while it runs, and so mutated."""
-    program, world = PROGRAMS[name]
-    return surviving(lambda *copies: program, MODULES, world, mutants=mutants, resident=2)
-
-
-@pytest.mark.parametrize(("name", "module", "lines"), [("gathering", all_gather_gemm, 5), ("two_streams", staging, 7)])
-def test_every_line_is_needed(name: str, module: ModuleType, lines: int) -> None:
-    mutants = [mutant for mutant in mutants_of(*MODULES) if mutant.module == module.__name__]
-    assert len(mutants) == lines
-    left = left_by(name, mutants)
-    assert not left, "\n".join(map(str, left))
-
-
-FAULTS = {
-    "gathering": (
-        ("one half", endpoint, "(epoch & 1) * slot_bytes", "0 * slot_bytes"),
-        ("an epoch too far", signals, "epoch = tl.load(state_ptr) + 1", "epoch = tl.load(state_ptr) + 2"),
-        ("one word of ready for all copiers", all_gather_gemm, "COPIERS + copier, epoch", "COPIERS, epoch"),
-        ("ready for the next launch", all_gather_gemm, "+ copier, epoch)", "+ copier, epoch + 1)"),
-        ("ready for another chunk", all_gather_gemm, "put(ready_ptr + source *", "put(ready_ptr + rank *"),
-        ("one share is a chunk", all_gather_gemm, "(shares < SHARES) & (step", "(shares < 1) & (step"),
-        ("the first chunk is there", all_gather_gemm, "& (step > 0)", "& (step > 1)"),
-        (
-            "another copier's signal",
-            all_gather_gemm,
-            "int32) + copier * WORLD",
-            "int32) + (COPIERS - 1 - copier) * WORLD",
-        ),
-        (
-            "another place",
-            all_gather_gemm,
-            "gathered_ptr + tl.cast(source",
-            "gathered_ptr + tl.cast(WORLD - 1 - source",
-        ),
-        ("a tile left out", all_gather_gemm, "workers - tiles\n", "workers - tiles + 1\n"),
-    ),
-    "two_streams": (
-        ("the other half", staging, "(epoch & 1) == half", "(epoch & 1) != half"),
-        ("no round for either half", staging, "(epoch & 1) == half", "(epoch & 1) < 2"),
-        ("staged where the readers are", staging, "slot_bytes, epoch + 1, rank", "slot_bytes, epoch, rank"),
-        ("one program stages all", staging, "program < programs", "program < 1"),
-        (
-            "delivered for the next launch",
-            staging,
-            "put(ready_ptr + source, epoch",
-            "put(ready_ptr + source, epoch + 1",
-        ),
-        ("another one is delivered", staging, "put(ready_ptr + source, epoch)", "put(ready_ptr, epoch)"),
-    ),
-}
-
-
-def mutant_of(fault: str, module: ModuleType, before: str, after: str) -> Mutant:
-    source = inspect.getsource(module)
-    assert source.count(before) == 1, before
-    return Mutant(module.__name__, str(module.__file__), (1, 1), before, fault, source.replace(before, after))
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_faults_that_are_no_deletion(name: str) -> None:
-    left = left_by(name, [mutant_of(*fault) for fault in FAULTS[name]])
-    assert not left, [mutant.change for mutant in left]
-
-
 def late(memory: SimulatedMemory) -> None:
     """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways in turn."""
     group = Group(memory, memory.rank, memory.world)
@@ -248,14 +145,119 @@ def late(memory: SimulatedMemory) -> None:
         assert group.end.state.tolist() == [0, 0]
 
 
-def test_waits_end() -> None:
-    explore(late, 2, resident=2, timeouts=True)
+class GatherSuite(ProtocolSuite):
+    """What the suites of both ways have in common."""
+
+    modules = (signals, endpoint, staging, all_gather_gemm)
+    seeds = 20
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        """Both ways in turn, on every rank."""
+        late(memory)
 
 
-def test_what_is_done_after_an_abort_is_seen() -> None:
-    mutants = [
-        mutant_of("an epoch of parts", all_gather_gemm, "if chunks == WORLD:", "if chunks > 0:"),
-        mutant_of("delivered", staging, "if running:\n        put(ready_ptr", "if epoch != 0:\n        put(ready_ptr"),
-    ]
-    options: dict[str, Any] = {"resident": 4, "timeouts": True, "schedules": [RoundRobin()]}
-    assert not surviving(lambda *copies: late, MODULES, 2, mutants=mutants, **options)
+class TestGathering(GatherSuite):
+    """Copiers of the product's own grid."""
+
+    needed = (all_gather_gemm,)
+    worlds = ((2, 2), (2, 1), (3, 2))
+    faults = (
+        Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
+        Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
+        Fault(
+            "one word of ready for all copiers",
+            replace(
+                all_gather_gemm._gather_chunks,
+                "ready_ptr + source * COPIERS + copier",
+                by="ready_ptr + source * COPIERS",
+            ),
+        ),
+        Fault(
+            "ready for the next launch",
+            replace(all_gather_gemm._gather_chunks, "epoch", by="epoch + 1", call="put"),
+        ),
+        Fault("ready for another chunk", replace(all_gather_gemm._gather_chunks, "source", by="rank", call="put")),
+        Fault(
+            "one share is a chunk",
+            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "shares < SHARES", by="shares < 1"),
+        ),
+        Fault(
+            "the first chunk is there",
+            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "step > 0", by="step > 1"),
+        ),
+        Fault(
+            "another copier's signal",
+            replace(
+                all_gather_gemm._gather_chunks,
+                "peer_pointer(flags_ptr, rank, tl.int32) + copier * WORLD",
+                by="peer_pointer(flags_ptr, rank, tl.int32) + (COPIERS - 1 - copier) * WORLD",
+            ),
+        ),
+        Fault(
+            "another place",
+            replace(
+                all_gather_gemm._gather_chunks,
+                "tl.cast(source, tl.int64)",
+                by="tl.cast(WORLD - 1 - source, tl.int64)",
+            ),
+        ),
+        Fault(
+            "a tile left out",
+            replace(
+                all_gather_gemm.all_gather_gemm_forward_kernel,
+                "tl.cdiv(max(tiles - first, 0), workers) * workers - tiles",
+                by="tl.cdiv(max(tiles - first, 0), workers) * workers - tiles + 1",
+            ),
+        ),
+    )
+    late_faults = (
+        Fault(
+            "an epoch of parts",
+            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "chunks == WORLD", by="chunks > 0"),
+        ),
+        Fault(
+            "delivered after an abort",
+            replace(
+                staging.deliver_kernel,
+                "if running:\n    put(ready_ptr + source, epoch)",
+                by="if epoch != 0:\n    put(ready_ptr + source, epoch)",
+            ),
+        ),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        gathering(memory)
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        gathering(memory, 3)
+
+
+class TestTwoStreams(GatherSuite):
+    """Copies by a stream of their own, between launches that stage, wait and deliver."""
+
+    needed = (staging,)
+    test_waits_end = None  # type: ignore[assignment]  # that of TestGathering goes both ways
+    worlds = ((4, 2), (4, 1), (6, 2))
+    faults = (
+        Fault("the other half", replace(staging.stage_kernel, "(epoch & 1) == half", by="(epoch & 1) != half")),
+        Fault("no round for either half", replace(staging.stage_kernel, "(epoch & 1) == half", by="(epoch & 1) < 2")),
+        Fault(
+            "staged where the readers are",
+            replace(staging.stage_kernel, "epoch + 1", by="epoch", call="_stage_share"),
+        ),
+        Fault(
+            "one program stages all",
+            replace(staging.await_source_kernel, "program < programs", by="program < 1", call="wait"),
+        ),
+        Fault("delivered for the next launch", replace(staging.deliver_kernel, "epoch", by="epoch + 1", call="put")),
+        Fault(
+            "another one is delivered",
+            replace(staging.deliver_kernel, "ready_ptr + source", by="ready_ptr", call="put"),
+        ),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        two_streams(memory)
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        two_streams(memory, 3)

@@ -1,102 +1,54 @@
 """The collectives under many schedules: no false alarm, no line that is not needed, no wait without an end."""
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+import tpfuse.kernels
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signals
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signal_wait, signals
+from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.testing.explore.mutants import Mutant, mutants_of
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, replace
 
-Program = Callable[[SimulatedMemory], None]
-Connect = Callable[..., Any]
-MODULES = {
-    "all_gather": all_gather, "all_to_all": all_to_all, "reduce_scatter": reduce_scatter,
-    "one_shot": all_reduce, "two_shot": all_reduce,
-}  # fmt: skip
 SIZES = (40, 7, 50)  # grids of several programs and of one take turns
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-def program_of(collective: Any, connect: Connect, sizes: Sequence[int] = SIZES) -> Program:
-    """An epoch for each size."""
+class CollectiveSuite(ProtocolSuite):
+    """The suite of one collective, by its name."""
 
-    def program(memory: SimulatedMemory) -> None:
-        end = connect(memory)
+    name: ClassVar[str]
+    collectives: Mapping[str, Any]
+    connect: Callable[..., Any]
+    fixtures = ("collectives", "connect")
+    worlds = ((2, 2), (2, 1), (3, 2))
+    seeds = 30
+
+    def epochs(self, memory: SimulatedMemory, sizes: Sequence[int]) -> None:
+        """An epoch for each size."""
+        collective, end = self.collectives[self.name], self.connect(memory)
         for epoch, n in enumerate(sizes):
             xs = [integers(10 * epoch + rank, memory.world, n) for rank in range(memory.world)]
             out = collective.run(xs[memory.rank], end)
             assert torch.equal(out, collective.plain(xs, memory.rank)), f"epoch {epoch + 1}"
 
-    program.__name__ = collective.name
-    return program
+    def program(self, memory: SimulatedMemory) -> None:
+        self.epochs(memory, SIZES)
 
+    def short_program(self, memory: SimulatedMemory) -> None:
+        self.epochs(memory, (24, 7, 20))
 
-@pytest.mark.parametrize(("world", "resident"), [(2, 1), (3, 2)])
-def test_no_alarm(collective: Any, connect: Connect, world: int, resident: int) -> None:
-    explore(program_of(collective, connect), world, resident=resident)
-
-
-def test_no_alarm_in_fifty_seeds(collective: Any, connect: Connect) -> None:
-    explore(program_of(collective, connect, (24, 7, 20)), 2, resident=2, schedules=map(PCT, range(50)))
-
-
-def left_by(program: Program, module: ModuleType, mutants: list[Mutant]) -> list[Mutant]:
-    """Those that the program does not fail. What it calls is looked up while it runs, and so mutated."""
-    return surviving(lambda *copies: program, [signals, endpoint, module], 2, mutants=mutants, resident=2)
-
-
-def test_every_line_is_needed(collective: Any, connect: Connect) -> None:
-    module = MODULES[collective.name]
-    kernel = f"all_reduce_{collective.name}_kernel" if module is all_reduce else f"{collective.name}_forward_kernel"
-    found = mutants_of(signals, endpoint, getattr(module, kernel))
-    mutants = [mutant for mutant in found if mutant.module == module.__name__]
-    assert len(mutants) == (3 if collective.name == "two_shot" else 2)
-    left = left_by(program_of(collective, connect), module, mutants)
-    assert not left, "\n".join(map(str, left))
-
-
-def test_every_line_of_the_signals_is_needed(two_shot: Any, connect: Connect) -> None:
-    left = [str(mutant) for mutant in left_by(program_of(two_shot, connect), all_reduce, mutants_of(signals))]
-    assert [text.partition(".py:")[2].partition(": ")[2] for text in left] == ["tl.debug_barrier(): deleted"], (
-        "that of `advance` alone: the barrier before has been one; test_signals needs it"
-    )
-
-
-FAULTS = {
-    "one half": (endpoint, "(epoch & 1) * slot_bytes", "0 * slot_bytes"),
-    "tiles of another program": (
-        endpoint, "range(tl.program_id(0), ", "range(tl.num_programs(0) - 1 - tl.program_id(0), "
-    ),
-    "a row that is cut short": (endpoint, "(element < total)", "(element < total - 1)"),
-    "the first round again": (all_reduce, "ROUND=1", "ROUND=0"),
-    "the other one's part": (all_reduce, "part * rank + column", "part * (1 - rank) + column"),
-    "an epoch too far": (signals, "epoch = tl.load(state_ptr) + 1", "epoch = tl.load(state_ptr) + 2"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_are_no_deletion(two_shot: Any, connect: Connect, fault: str) -> None:
-    module, before, after = FAULTS[fault]
-    source = inspect.getsource(module)
-    assert source.count(before) == 1
-    mutant = Mutant(module.__name__, str(module.__file__), (1, 1), before, fault, source.replace(before, after))
-    assert not left_by(program_of(two_shot, connect), all_reduce, [mutant])
-
-
-def late(collective: Any, connect: Connect) -> Program:
-    """Rank 0 does not come: the others' launches end, and after a reset everything is as new."""
-
-    def program(memory: SimulatedMemory) -> None:
-        end = connect(memory)
+    def late_program(self, memory: SimulatedMemory) -> None:
+        collective, end = self.collectives[self.name], self.connect(memory)
         xs = [integers(rank, memory.world, 50) for rank in range(memory.world)]
         for _ in range(2):
             assert torch.equal(collective.run(xs[memory.rank], end), collective.plain(xs, memory.rank))
@@ -110,20 +62,78 @@ def late(collective: Any, connect: Connect) -> Program:
             memory.barrier()
             assert end.state.tolist() == [0, 0]
 
-    return program
+
+class TestAllGather(CollectiveSuite):
+    name = "all_gather"
+    modules = (signals, endpoint, all_gather)
+    needed = (all_gather,)
 
 
-def test_waits_end(collective: Any, connect: Connect) -> None:
-    explore(late(collective, connect), 2, resident=2, timeouts=True)
+class TestAllToAll(CollectiveSuite):
+    name = "all_to_all"
+    modules = (signals, endpoint, all_to_all)
+    needed = (all_to_all,)
 
 
-def test_every_kernel_that_signals_is_tested_so() -> None:
-    """A new one has a file like this one, of its name, whose tests delete its lines."""
-    folder = Path(signals.__file__).parent
-    found = {path.stem for path in folder.glob("*.py") if "tpfuse.kernels.signals" in path.read_text()}
-    others = {"endpoint", "signal_wait"}  # without a kernel; with nothing behind its wait
-    others.add("staging")  # in test_all_gather_gemm_protocol.py, beside the product that it stages for
-    others |= {"block_exchange", "ring_attention_forward"}  # in test_ring_attention_protocol.py
-    others.add("ring_attention_dq")  # in test_ring_attention_backward_protocol.py, with the launch behind it
-    own = {path.stem[len("test_") : -len("_protocol")] for path in Path(__file__).parent.glob("test_*_protocol.py")}
-    assert found - others - own == {module.__name__.rpartition(".")[2] for module in MODULES.values()}
+class TestReduceScatter(CollectiveSuite):
+    name = "reduce_scatter"
+    modules = (signals, endpoint, reduce_scatter)
+    needed = (reduce_scatter,)
+
+
+class TestOneShot(CollectiveSuite):
+    name = "one_shot"
+    modules = (signals, endpoint, all_reduce)
+    needed = (all_reduce.all_reduce_one_shot_kernel,)
+
+
+class TestTwoShot(CollectiveSuite):
+    """It uses most of what there is, so that it needs every line of the signals too."""
+
+    name = "two_shot"
+    modules = (signals, endpoint, all_reduce)
+    needed = (all_reduce.all_reduce_two_shot_kernel, signals)
+    unneeded: ClassVar = {
+        (signals.advance, "tl.debug_barrier()"): "the barrier before it has been one; test_signals.py needs it"
+    }
+    faults = (
+        Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
+        Fault(
+            "tiles of another program",
+            replace(endpoint.stage, "tl.program_id(0)", by="tl.num_programs(0) - 1 - tl.program_id(0)", call="range"),
+        ),
+        Fault("a row that is cut short", replace(endpoint.stage, "element < total", by="element < total - 1")),
+        Fault("the first round again", replace(all_reduce.all_reduce_two_shot_kernel, "1", by="0", call="barrier")),
+        Fault(
+            "the other one's part",
+            replace(all_reduce._sum_part, "part * rank + column", by="part * (1 - rank) + column"),
+        ),
+        Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
+    )
+
+
+def _suites() -> Iterator[type[ProtocolSuite]]:
+    """The suites of all kernels: those of the modules test_*_protocol.py in this folder."""
+    for path in sorted(Path(__file__).parent.glob("test_*_protocol.py")):
+        spec = importlib.util.spec_from_file_location(f"tpfuse_suites_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for suite in vars(module).values():
+            if inspect.isclass(suite) and issubclass(suite, ProtocolSuite) and suite.__name__.startswith("Test"):
+                yield suite
+
+
+def _lines(mutants: list[Mutant]) -> set[tuple[str, int]]:
+    return {(mutant.module, mutant.lines[0]) for mutant in mutants}
+
+
+def test_every_synchronisation_line_of_a_kernel_belongs_to_a_suite() -> None:
+    """A kernel that signals has a suite in a file like this one, which deletes its lines."""
+    names = [module.name for module in pkgutil.iter_modules([str(Path(signals.__file__).parent)])]
+    kernels = [importlib.import_module(f"{tpfuse.kernels.__name__}.{name}") for name in names]
+    lines = _lines(mutants_of(*kernels))
+    tested = {line for suite in _suites() for line in _lines(mutants_of(*suite.needed, among=suite.modules))}
+    assert {module for module, _ in tested} <= {module for module, _ in lines}
+    left = {module for module, _ in lines - tested}
+    assert left <= {signal_wait.__name__}, "test_signal_wait.py: nothing comes after its wait that could race"

@@ -1,10 +1,9 @@
 """Buckets on shared memory, rank by rank in one process: what orders every access, under many schedules."""
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.ops import direct_exchange
 from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
 from tpfuse.ops.shard_update import ShardUpdate
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.testing.explore import SimulatedMemory, explore
+from tpfuse.testing.explore.mutants import surviving
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.testing.tiers import exhaustive
 
-Program = Callable[[SimulatedMemory], None]
-ProgramOf = Callable[[ModuleType], Program]
 STAGES = (0, 1, 2)
 
 
@@ -101,114 +100,109 @@ def one_step(
         exchange.update([Added(len(exchange.shard(index))) for index in range(len(exchange.specs))])  # type: ignore[misc]
 
 
-def program_of(stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> ProgramOf:
+def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> None:
     """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
     nodes = 1 if hop is None else 2
-
-    def of(module: ModuleType) -> Program:
-        def program(memory: SimulatedMemory) -> None:
-            exchange = module.DirectExchange(specs(memory.world, sent), stage, memory, "exchange", hop)
-            expected = [torch.zeros(spec.size) for spec in exchange.specs]
-            for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
-                one_step(exchange, memory, step, expected, update, sums, nodes)
-            compute(exchange, expected)
-            for index, spec in enumerate(exchange.specs):
-                shard = exchange.shard(index)
-                exchange.values(index)[shard.start : shard.stop] = 7.0
-                expected[index] = torch.full((spec.size,), 7.0)
-            exchange.publish()
-            one_step(exchange, memory, 9, expected, True, True, nodes)
-
-        return program
-
-    return of
+    name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
+    exchange = current(direct_exchange).DirectExchange(specs(memory.world, sent), stage, memory, name, hop)
+    expected = [torch.zeros(spec.size) for spec in exchange.specs]
+    for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
+        one_step(exchange, memory, step, expected, update, sums, nodes)
+    compute(exchange, expected)
+    for index, spec in enumerate(exchange.specs):
+        shard = exchange.shard(index)
+        exchange.values(index)[shard.start : shard.stop] = 7.0
+        expected[index] = torch.full((spec.size,), 7.0)
+    exchange.publish()
+    one_step(exchange, memory, 9, expected, True, True, nodes)
 
 
-@pytest.mark.parametrize("sent", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_alarm(stage: int, world: int, sent: torch.dtype) -> None:
-    explore(program_of(stage, sent)(direct_exchange), world)
+def late(memory: SimulatedMemory, stage: int) -> None:
+    """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
+    made = specs(memory.world, torch.float32)
+    exchange = current(direct_exchange).DirectExchange(made, stage, memory, f"exchange of stage {stage}")
+    expected = [torch.zeros(spec.size) for spec in exchange.specs]
+    one_step(exchange, memory, 0, expected, True, True)
+    with pytest.raises(PeerTimeout):
+        exchange.begin()
+        for index in range(len(exchange.specs)):
+            exchange.room(index).fill_(1.0)
+            if memory.rank == 0 and index == 1:
+                with memory.guard("elsewhere"):
+                    memory.barrier("elsewhere")
+            exchange.send(index)
+        exchange.end_backward()
+        for index in range(len(exchange.specs)):
+            exchange.sums(index)
+    memory.reset()
+    one_step(exchange, memory, 2, expected, True, True)
+    one_step(exchange, memory, 3, expected, True, False)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+EXCHANGE = direct_exchange.DirectExchange
+STALE = {"old": "self._first + index + 1", "by": "self._first + index"}
+
+
+class TestDirectExchange(ProtocolSuite):
+    modules = (direct_exchange,)
+    needed = (direct_exchange,)
+    unneeded: ClassVar = {
+        (EXCHANGE._sum_everywhere, "self._say(ENDED, self._said[DONE])"): "it comes early; `begin` says it otherwise"
+    }
+    worlds = ((2, 1), (3, 1), (1, 1))
+    seeds = 30
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """All stages, one after another, and one with another node."""
+        self.short_program(memory)
+        steps(memory, 1, hop=Twice())
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        for stage in STAGES:
+            steps(memory, stage)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        for stage in STAGES:
+            late(memory, stage)
+
+
+FAULTS = {  # and the stages that show each
+    Fault("one room", replace(EXCHANGE._room, "len(self._rooms)", by="1")): (2,),
+    Fault("the room before its readers are done", replace(EXCHANGE.room, "index >= ROOMS", by="False")): (2,),
+    Fault("an older reader", replace(EXCHANGE._wait_until_read, call="_wait", **STALE)): (2,),
+    Fault("an older bucket's signal", replace(EXCHANGE._sum_part, call="_wait", **STALE)): STAGES,
+    Fault("an older sum's", replace(EXCHANGE._sum_everywhere, call="wait", **STALE)): (0,),
+    Fault("the next rank's shard", replace(EXCHANGE._part, "self.memory.rank", by="0")): STAGES,
+    Fault("one rank is left out", replace(EXCHANGE._wait, "self._others", by="self._others[1:]")): STAGES,
+    Fault("a step is not ended", replace(EXCHANGE.begin, "self._said[ENDED] != self._said[DONE]", by="False")): (1,),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_faults_are_found_at_each_stage(fault: Fault) -> None:
+    for stage in FAULTS[fault]:
+        program = partial(steps, stage=stage)
+        left = surviving(lambda module, program=program: program, [direct_exchange], 2, mutants=[fault.mutant()])
+        assert not left, f"stage {stage}"
+
+
+def test_faults_can_be_planted() -> None:
+    for fault in FAULTS:
+        fault.mutant()
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_alarm_with_another_node(stage: int, world: int) -> None:
-    explore(program_of(stage, hop=Twice())(direct_exchange), world)
+    explore(lambda memory: steps(memory, stage, hop=Twice()), world, seeds=range(1))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_alarm_in_thirty_seeds(stage: int) -> None:
-    explore(program_of(stage)(direct_exchange), 2, schedules=map(PCT, range(30)))
-
-
-def _left(mutants: Sequence[Mutant], programs: Sequence[ProgramOf], world: int = 2) -> list[str]:
-    """Those that none of these programs fails."""
-    left = list(mutants)
-    for program in programs:
-        left = surviving(program, [direct_exchange], world, mutants=left)
-    return [str(mutant) for mutant in left]
-
-
-def test_every_line_is_needed() -> None:
-    mutants = mutants_of(direct_exchange)
-    assert len(mutants) >= 12
-    left = _left(mutants, [*map(program_of, STAGES), program_of(1, hop=Twice())])
-    assert [text.partition(".py:")[2].partition(": ")[2] for text in left] == [
-        "self._say(ENDED, self._said[DONE]): deleted"
-    ], "that of stage 0 alone, which comes early; otherwise `begin` says it\n" + "\n".join(left)
-
-
-OWN_PART = "return self._part_of(index, self.memory.rank)"
-WAITS = "for rank in self._others:\n            self.memory.wait"
-FAULTS: dict[str, tuple[str, str, Sequence[int]]] = {
-    "one room": ("% len(self._rooms)", "% 1", (2,)),
-    "the room before its readers are done": ("if index >= ROOMS:", "if False:", (2,)),
-    "an older reader": ("SUMMED, self._first + index + 1, op)", "SUMMED, self._first + index, op)", (2,)),
-    "an older bucket's signal": ("SENT, self._first + index + 1, op", "SENT, self._first + index, op", STAGES),
-    "an older sum's": ("SUMMED, self._first + index + 1, op=op", "SUMMED, self._first + index, op=op", (0,)),
-    "the next rank's shard": (OWN_PART, "return self._part_of(index, 0)", STAGES),
-    "one rank is left out": (WAITS, WAITS.replace("_others", "_others[1:]"), STAGES),
-    "a step is not ended": ("self._said[ENDED] != self._said[DONE]", "False", (1,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_that_are_no_deletion(fault: str) -> None:
-    before, after, stages = FAULTS[fault]
-    source = inspect.getsource(direct_exchange)
-    assert source.count(before) == 1
-    mutant = Mutant(
-        direct_exchange.__name__, str(direct_exchange.__file__), (1, 1), fault, "", source.replace(before, after)
-    )
-    for stage in stages:
-        assert not _left([mutant], [program_of(stage)]), f"stage {stage}"
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_waits_end_and_the_next_step_is_right(stage: int) -> None:
-    """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
-
-    def program(memory: SimulatedMemory) -> None:
-        exchange = direct_exchange.DirectExchange(specs(memory.world, torch.float32), stage, memory, "exchange")
-        expected = [torch.zeros(spec.size) for spec in exchange.specs]
-        one_step(exchange, memory, 0, expected, True, True)
-        with pytest.raises(PeerTimeout):
-            exchange.begin()
-            for index in range(len(exchange.specs)):
-                exchange.room(index).fill_(1.0)
-                if memory.rank == 0 and index == 1:
-                    with memory.guard("elsewhere"):
-                        memory.barrier("elsewhere")
-                exchange.send(index)
-            exchange.end_backward()
-            for index in range(len(exchange.specs)):
-                exchange.sums(index)
-        memory.reset()
-        one_step(exchange, memory, 2, expected, True, True)
-        one_step(exchange, memory, 3, expected, True, False)
-
-    explore(program, 2, timeouts=True)
+def test_no_alarm_with_gradients_of_another_dtype(stage: int, world: int) -> None:
+    explore(lambda memory: steps(memory, stage, torch.float16), world, seeds=range(1))
 
 
 def test_unequal_rooms_do_not_meet() -> None:

@@ -1,9 +1,5 @@
 """Products on shared memory, rank by rank in one process: what orders every access, under many schedules."""
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,16 +7,10 @@ from torch import Tensor
 from tpfuse.comm import channel, row_channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.ops import direct_linear
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
-_PASS = "                    pass\n"
-_LATE_NOTE = """        epoch = self.signal()
-        self._told[self.memory.rank][epoch % 2].fill_(rows)
-        return epoch
-"""
-Program = Callable[[SimulatedMemory], None]
 K, N = 2, 3
 
 
@@ -58,13 +48,75 @@ def _check_all_reduce(products: direct_linear.DirectLinear, rank: int, world: in
     assert torch.equal(products.all_reduce(x[rank], weights[rank], bias, residual), total + bias + residual)
 
 
-def program_of(channel: ModuleType, row_channel: ModuleType, direct_linear: ModuleType) -> Program:
-    """Each product, of several pieces and of none; then of ranks that disagree, and after that of one row."""
+LINEAR, ROWS = direct_linear.DirectLinear, row_channel.RowChannel
+PARTIAL = "torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])"
+PRODUCT = "torch.mm(rows[part], weight.t(), out=slots[own])"
 
-    def program(memory: SimulatedMemory) -> None:
-        direct_linear.ONE_SHOT_BYTES = direct_linear.SLOT_BYTES = 4 * N  # one row
+
+class TestDirectLinear(ProtocolSuite):
+    modules = (channel, row_channel, direct_linear)
+    needed = (channel, row_channel, direct_linear)
+    worlds = ((3, 1), (2, 1), (1, 1))
+    seeds = 50
+    faults = (
+        Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
+        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait")),
+        Fault(
+            "a shard that is staged behind its signal",
+            replace(LINEAR._gathered, "slots[own].copy_(rows[part])", by="pass"),
+            replace(
+                LINEAR._gathered,
+                "yield own, part, slots[own]",
+                by="slots[own].copy_(rows[part])\nyield own, part, slots[own]",
+            ),
+        ),
+        Fault(
+            "partial sums that are stored behind their signal",
+            replace(LINEAR.reduce_scatter, PARTIAL, by="pass"),
+            replace(
+                LINEAR.reduce_scatter,
+                "epoch = channel.signal_rows(sums.shape[0])",
+                by=f"epoch = channel.signal_rows(sums.shape[0])\nfor rank in range(world):\n    {PARTIAL}",
+            ),
+        ),
+        Fault(
+            "a product that is stored behind its signal",
+            replace(LINEAR.all_reduce, PRODUCT, by="pass"),
+            replace(
+                LINEAR.all_reduce,
+                "epoch = channel.signal_rows(rows.shape[0])",
+                by=f"epoch = channel.signal_rows(rows.shape[0])\n{PRODUCT}",
+            ),
+        ),
+        Fault(
+            "sums in the half that others read",
+            replace(
+                direct_linear._sum_by_parts,
+                "channel.next_slots(out.dtype, most, out.shape[1])",
+                by="[slot[:most] for slot in slots]",
+            ),
+        ),
+        Fault(
+            "rows noted behind the signal",
+            replace(
+                ROWS.signal_rows,
+                "self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)\nreturn self.signal()",
+                by="epoch = self.signal()\nself._told[self.memory.rank][epoch % 2].fill_(rows)\nreturn epoch",
+            ),
+        ),
+        Fault(
+            "one note of rows",
+            replace(ROWS.signal_rows, "self.next_epoch % 2", by="0"),
+            replace(ROWS.wait_for_rows, "epoch % 2", by="0"),
+        ),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """Each product, of several pieces and of none; then of ranks that disagree, and after that of one row."""
+        module = current(direct_linear)
+        module.ONE_SHOT_BYTES = module.SLOT_BYTES = 4 * N  # one row
         rank, world = memory.rank, memory.world
-        small, large = direct_linear.DirectLinear(memory, 8 * K), direct_linear.DirectLinear(memory, 20 * N)
+        small, large = module.DirectLinear(memory, 8 * K), module.DirectLinear(memory, 20 * N)
         for n in (3, 0):
             _check_gathering(small, rank, world, n)
             _check_scattering(small, rank, world, n)
@@ -81,99 +133,9 @@ def program_of(channel: ModuleType, row_channel: ModuleType, direct_linear: Modu
         _check_scattering(small, rank, world, 1)
         _check_all_reduce(small, rank, world, 1)
 
-    return program
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_no_alarm(world: int) -> None:
-    explore(program_of(channel, row_channel, direct_linear), world)
-
-
-def test_no_alarm_in_fifty_seeds() -> None:
-    explore(program_of(channel, row_channel, direct_linear), 2, schedules=map(PCT, range(50)))
-
-
-def test_every_line_is_needed() -> None:
-    mutants = mutants_of(channel, row_channel, direct_linear)
-    assert len(mutants) >= 11
-    left = surviving(program_of, [channel, row_channel, direct_linear], 3, mutants=mutants)
-    assert not left, "\n".join(map(str, left))
-
-
-FAULTS = {
-    "one half": (channel, [("self.next_epoch % 2", "0")]),
-    "an epoch too old": (channel, [("rank, 0, epoch, op=op", "rank, 0, epoch - 1, op=op")]),
-    "a shard that is staged behind its signal": (
-        direct_linear,
-        [
-            ("            slots[own].copy_(rows[part])\n", ""),
-            (
-                "            yield own, part, slots[own]\n",
-                "            slots[own].copy_(rows[part])\n            yield own, part, slots[own]\n",
-            ),
-        ],
-    ),
-    "partial sums that are stored behind their signal": (
-        direct_linear,
-        [
-            ("                    torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])\n", _PASS),
-            (
-                "                epoch = channel.signal_rows(sums.shape[0])\n",
-                "                epoch = channel.signal_rows(sums.shape[0])\n"
-                "                for rank in range(world):\n"
-                "                    torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])\n",
-            ),
-        ],
-    ),
-    "a product that is stored behind its signal": (
-        direct_linear,
-        [
-            ("                torch.mm(rows[part], weight.t(), out=slots[own])\n", ""),
-            (
-                "                if slots[own].nbytes <= most:\n",
-                "                torch.mm(rows[part], weight.t(), out=slots[own])\n"
-                "                if slots[own].nbytes <= most:\n",
-            ),
-        ],
-    ),
-    "sums in the half that others read": (
-        direct_linear,
-        [("sums = channel.next_slots(out.dtype, most, out.shape[1])", "sums = [slot[:most] for slot in slots]")],
-    ),
-    "rows noted behind the signal": (
-        row_channel,
-        [
-            (
-                "        self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)\n        return self.signal()\n",
-                _LATE_NOTE,
-            ),
-        ],
-    ),
-    "one note of rows": (
-        row_channel,
-        [("[self.next_epoch % 2].fill_", "[0].fill_"), ("[rank][epoch % 2]", "[rank][0]")],
-    ),
-}
-
-
-def _mutant(fault: str) -> Mutant:
-    module, changes = FAULTS[fault]
-    source = inspect.getsource(module)
-    for before, after in changes:
-        assert source.count(before) == 1, before
-        source = source.replace(before, after)
-    return Mutant(module.__name__, str(module.__file__), (1, 1), fault, "", source)
-
-
-def test_faults_that_are_no_deletion() -> None:
-    left = surviving(program_of, [channel, row_channel, direct_linear], 3, mutants=map(_mutant, FAULTS))
-    assert not left, "\n".join(map(str, left))
-
-
-def test_waits_end_and_the_next_product_is_right() -> None:
-    def program(memory: SimulatedMemory) -> None:
+    def late_program(self, memory: SimulatedMemory) -> None:
         rank, world = memory.rank, memory.world
-        products = direct_linear.DirectLinear(memory, 8 * K)
+        products = current(direct_linear).DirectLinear(memory, 8 * K)
         for come in (_check_gathering, _check_scattering, _check_all_reduce):
             come(products, rank, world, 3)
             with pytest.raises(PeerTimeout):
@@ -183,5 +145,3 @@ def test_waits_end_and_the_next_product_is_right() -> None:
                     come(products, rank, world, 3)
             memory.reset()
             come(products, rank, world, 3)
-
-    explore(program, 3, timeouts=True)

@@ -1,9 +1,5 @@
 """Ring attention on shared memory, rank by rank in one process: what orders every access, under many schedules."""
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,11 +10,10 @@ from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.ops import direct_ring
 from tpfuse.ops.block_attention import BlockBackward, BlockForward
 from tpfuse.ops.ring_call import RingCall
-from tpfuse.testing.explore import PCT, SimulatedMemory, explore
-from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
+from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 D = 2
-Program = Callable[[SimulatedMemory], None]
 
 
 def _call(rank: int, world: int, n: int, ring: bool = True) -> RingCall:
@@ -50,12 +45,57 @@ def _check(ring: direct_ring.DirectRing, rank: int, world: int, n: int, in_order
         torch.testing.assert_close(found, expected[:, :, own], rtol=1e-12, atol=1e-12)
 
 
-def program_of(channel: ModuleType, row_channel: ModuleType, direct_ring: ModuleType) -> Program:
-    """Several calls behind each other, of one piece and of a piece for each head; then of ranks that disagree."""
+FORWARD, BACKWARD = direct_ring.DirectRing.forward, direct_ring.DirectRing.backward
+STAGE, SIGNAL = "_stage(slots[own], k[:, heads], v[:, heads])", "epoch = channel.signal_rows(length)"
 
-    def program(memory: SimulatedMemory) -> None:
+
+class TestDirectRing(ProtocolSuite):
+    modules = (channel, row_channel, direct_ring)
+    needed = (channel, row_channel, direct_ring)
+    worlds = ((3, 1), (2, 1))
+    seeds = 30
+    faults = (
+        Fault(
+            "keys that are staged behind their signal",
+            replace(FORWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
+        ),
+        Fault(
+            "keys of backward that are staged behind their signal",
+            replace(BACKWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
+        ),
+        Fault(
+            "partial sums that are written before the half is free",
+            replace(
+                BACKWARD,
+                "_empty(k[:, heads], wide)",
+                by="_blocks(channel, k[:, heads], wide, self.memory.world)[own][own]",
+            ),
+        ),
+        Fault(
+            "the first block again in backward",
+            replace(
+                BACKWARD,
+                "block.add(source, slots[source][0], slots[source][1], sums[own][source])",
+                by="block.add(source, slots[own][0], slots[own][1], sums[own][source])",
+            ),
+        ),
+        Fault(
+            "sums of one rank alone",
+            replace(
+                BACKWARD,
+                "_sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+                by="_sum(parts[:1], [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+            ),
+        ),
+        Fault("sums of another's block", replace(BACKWARD, "part[own]", by="part[rank]")),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """Several calls, of one piece and of a piece for each head; then of ranks that disagree."""
         rank, world = memory.rank, memory.world
-        ring = direct_ring.DirectRing(memory, 8 * 2 * world * 2 * D)  # forward of two tokens: all heads at once
+        ring = current(direct_ring).DirectRing(
+            memory, 8 * 2 * world * 2 * D
+        )  # forward of two tokens: all heads at once
         for n, in_order in ((2, True), (1, False), (2, False)):
             _check(ring, rank, world, n, in_order)
         if world > 1:
@@ -64,57 +104,9 @@ def program_of(channel: ModuleType, row_channel: ModuleType, direct_ring: Module
                 ring.forward(x, x, x, _call(rank, world, x.shape[2]))
         _check(ring, rank, world, 1, True)
 
-    return program
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_no_alarm(world: int) -> None:
-    explore(program_of(channel, row_channel, direct_ring), world)
-
-
-def test_no_alarm_in_thirty_seeds() -> None:
-    explore(program_of(channel, row_channel, direct_ring), 2, schedules=map(PCT, range(30)))
-
-
-def test_every_line_is_needed() -> None:
-    mutants = mutants_of(channel, row_channel, direct_ring)
-    assert len(mutants) >= 8
-    left = surviving(program_of, [channel, row_channel, direct_ring], 3, mutants=mutants)
-    assert not left, "\n".join(map(str, left))
-
-
-_STAGE = "                _stage(slots[own], k[:, heads], v[:, heads])\n"
-_SIGNAL = "                epoch = channel.signal_rows(length)\n"
-_OTHERS = "slots[source][0], slots[source][1], sums"
-FAULTS = {
-    "keys that are staged behind their signal": [(_STAGE + _SIGNAL, _SIGNAL + _STAGE)],
-    "partial sums that are written before the half is free": [
-        ("_empty(k[:, heads], wide)", "_blocks(channel, k[:, heads], wide, self.memory.world)[own][own]")
-    ],
-    "the first block again in backward": [(_OTHERS, _OTHERS.replace("source", "own"))],
-    "sums of one rank alone": [("_sum(parts, [", "_sum(parts[:1], [")],
-    "sums of another's block": [("part[own] for rank", "part[rank] for rank")],
-}
-
-
-def _mutant(fault: str) -> Mutant:
-    source = inspect.getsource(direct_ring)
-    for before, after in FAULTS[fault]:
-        assert before in source, before
-        source = source.replace(before, after)
-    return Mutant(direct_ring.__name__, str(direct_ring.__file__), (1, 1), fault, "", source)
-
-
-def test_faults_that_are_no_deletion() -> None:
-    modules = [channel, row_channel, direct_ring]
-    left = surviving(program_of, modules, 3, mutants=map(_mutant, FAULTS))
-    assert not left, "\n".join(map(str, left))
-
-
-def test_waits_end_and_the_next_call_is_right() -> None:
-    def program(memory: SimulatedMemory) -> None:
+    def late_program(self, memory: SimulatedMemory) -> None:
         rank, world = memory.rank, memory.world
-        ring = direct_ring.DirectRing(memory)
+        ring = current(direct_ring).DirectRing(memory)
         _check(ring, rank, world, 2, True)
         with pytest.raises(PeerTimeout):
             if rank == 0:
@@ -123,5 +115,3 @@ def test_waits_end_and_the_next_call_is_right() -> None:
                 _check(ring, rank, world, 2, True)
         memory.reset()
         _check(ring, rank, world, 2, True)
-
-    explore(program, 3, timeouts=True)

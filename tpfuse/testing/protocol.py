@@ -66,7 +66,7 @@ class ProtocolSuite:
         raise NotImplementedError
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        """As `program`, as short as many seeds allow."""
+        """Like `program`, but as short as many seeds allow."""
         self.program(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
