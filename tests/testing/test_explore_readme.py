@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.processes
 def test_the_example_prints_what_the_readme_says(tmp_path) -> None:
     readme = (ROOT / "README.md").read_text()
     section = re.search(r"^## The explorer.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)
