@@ -42,8 +42,8 @@ def test_a_wait_ends_with_the_signal_or_the_abort_word() -> None:
     for ends in ("flag", "abort"):
         words = {name: torch.zeros(1, dtype=torch.int32) for name in ("flag", "abort")}
         timer = threading.Timer(0.2, lambda word: word.fill_(7), [words[ends]])
-        timer.start()
         started = time.monotonic()
+        timer.start()
         signal_wait(words["flag"], 7, words["abort"])
         assert time.monotonic() - started > 0.15
         timer.join()

@@ -29,6 +29,7 @@ from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint
@@ -424,7 +425,7 @@ def test_checkpoints_of_one_layout_go_on_in_another(tmp_path: Path, saved: Layou
 
 def until_somebody_dies(rank: Rank) -> None:
     rank.join()
-    set_settings(timeout=LIMIT)
+    set_settings(timeout=patient(LIMIT))
     case, engine = sharded("toy", Layout(dp=3))
     optimizer, batches = ShardedAdamW(engine), micro_batches(Layout(dp=3), 1)
     for step in itertools.count():

@@ -240,8 +240,8 @@ def test_a_rank_that_never_comes_is_named(name: Implementation, tmp_path: Path) 
 
 def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
-    process_group._PATIENCE = 0.4
-    set_settings(timeout=LIMIT)
+    process_group._PATIENCE = patient(0.4)
+    set_settings(timeout=patient(LIMIT))
     with implementation(name):
         out = _forward(step, group)
         _run(step, group, out)

@@ -1,6 +1,5 @@
 """The tuner on the CPU: interpreted kernels, a clock that is told what to say, a table of its own."""
 
-import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from tpfuse.kernels import configurations
 from tpfuse.kernels.configurations import Configuration, choose, override, read_table
+from tpfuse.profile import search
 from tpfuse.profile import tune as tuning
 from tpfuse.profile.search import Tuner, copies
 from tpfuse.profile.search_space import SPACES, candidates, sensible
@@ -187,15 +187,13 @@ def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
     assert tune(["toy"], tuner, [_toy(1000)], SPACE, table) == [] and table.read_text() == TEXT
 
 
-def test_a_search_ends_with_the_time(table: Path) -> None:
-    def slow(row: Configuration) -> float:
-        time.sleep(0.2)
-        return 1.0
-
-    clock = _Clock(slow)
-    tuner = replace(_tuner(clock), deadline=time.monotonic() + 0.3)
-    (found,) = tune(["toy"], tuner, [_toy(1000)], SPACE, table)
-    assert len(clock.measured) <= 3 and found.measured.startswith("Toy GPU")
+def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement takes a second, and there are two and a half."""
+    clock = _Clock(lambda row: 1.0)
+    for module in (search, tuning):
+        monkeypatch.setattr(module, "monotonic", lambda: float(len(clock.measured)))
+    (found,) = tune(["toy"], replace(_tuner(clock), deadline=2.5), [_toy(1000)], SPACE, table)
+    assert len(clock.measured) == 3 and found.measured.startswith("Toy GPU")
 
 
 def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
