@@ -1,22 +1,22 @@
 """The command; the package's docstring says what it does."""
 
 import argparse
-import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from tpfuse.testing import faults
 from tpfuse.testing.faults.record import record
-from tpfuse.testing.faults.run import run
+from tpfuse.testing.faults.run import results_of, run
 
 
 def report(folder: Path) -> str:
     """A table by area, then the faults that the first tier missed; of those that no test reaches, the number."""
-    results = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    reached = [result for result in results if sum(result["reached"])]
+    results = results_of(folder)
+    reached = [result for result in results if sum(result.reached)]
     lines = ["area            planted  first tier  both tiers  first/both"]
-    for area in (*dict.fromkeys(result["area"] for result in reached), "all"):
-        tiers = Counter(result["tier"] for result in reached if area in ("all", result["area"]))
+    for area in (*dict.fromkeys(result.area for result in reached), "all"):
+        tiers = Counter(result.tier for result in reached if area in ("all", result.area))
         both = tiers["first"] + tiers["second"]
         share = f"{tiers['first'] / both:10.1%}" if both else "         -"
         lines.append(f"{area:15} {tiers.total():7} {tiers['first']:11} {both:11} {share:>11}")
@@ -24,14 +24,14 @@ def report(folder: Path) -> str:
     for tier, title in (("second", "caught by the second tier alone"), ("", "survived both tiers")):
         lines += ["", title]
         lines += [
-            f"  {result['fault']}" + (f"  [{result['test']}]" if tier else "") + _cut(result["left"])
+            f"  {result.fault}" + (f"  [{result.test}]" if tier else "") + _cut(result.left)
             for result in reached
-            if result["tier"] == tier
+            if result.tier == tier
         ]
     return "\n".join(lines)
 
 
-def _cut(left: list[int]) -> str:
+def _cut(left: Sequence[int]) -> str:
     return f"  ({sum(left)} tests left out)" if sum(left) else ""
 
 

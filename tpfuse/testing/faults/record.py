@@ -53,6 +53,11 @@ class Record:
             if number in self._tests:
                 self._reach.setdefault((file, function), set()).add(number)
 
+    @property
+    def tests(self) -> list[RecordedTest]:
+        """All tests that passed."""
+        return list(self._tests.values())
+
     def tests_of(self, file: str, function: str) -> list[RecordedTest]:
         """The tests that call a function, in the order of the run."""
         return [self._tests[number] for number in sorted(self._reach.get((file, function), ()))]

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,7 +80,9 @@ class Copy:
         os.utime(path, (self._times, self._times))  # a new time, so that no compiled file of Python's fits it
 
     def failing(self, tests: Sequence[RecordedTest]) -> str:
-        """The first of these tests that fails, or what ended the run otherwise; "" where all pass."""
+        """The first of these tests that fails, or what ended the run otherwise; "" where all pass or there is none."""
+        if not tests:
+            return ""
         limit = 40 + 8 * sum(test.seconds for test in tests)
         status = self._pytest([test.name for test in tests], limit)
         if status == 4:  # the fault changes the tests' parameters: all rows of the same functions
@@ -140,70 +142,74 @@ def portions(tests: Sequence[RecordedTest], stem: str, limit: float) -> tuple[li
     return found, left
 
 
-def try_fault(copy: Copy, record: Record, fault: Fault, limit: float, sound: dict[str, bool]) -> Result:
-    """Runs the tests that reach the fault. sound: of tests that failed once, whether they pass without any fault."""
-    tests = [test for test in record.tests_of(fault.file, fault.function) if sound.get(test.name, True)]
+def try_fault(copy: Copy, record: Record, fault: Fault, limit: float, flaky: set[str]) -> Result:
+    """Runs the tests that reach the fault, but for the flaky ones."""
+    tests = [test for test in record.tests_of(fault.file, fault.function) if test.name not in flaky]
     tiers = [[test for test in tests if test.first is first] for first in (True, False)]
     left = [0, 0]
     caught, failed = "", ""
+    copy.plant(fault)
     for index, tier in enumerate(("first", "second")):
         ordered, left[index] = portions(tiers[index], Path(fault.file).stem, limit)
-        failed = next(_failures(copy, fault, ordered, sound), "")
+        failed = next(filter(None, map(copy.failing, ordered)), "")
         if failed:
             caught = tier
             break
+    copy.restore(fault.file)
     return Result(fault.name, fault.area, caught, failed, (len(tiers[0]), len(tiers[1])), (left[0], left[1]))
 
 
-def _failures(
-    copy: Copy, fault: Fault, ordered: Sequence[Sequence[RecordedTest]], sound: dict[str, bool]
-) -> Iterator[str]:
-    """The tests that fail with the fault and pass without it."""
-    named = {test.name: test for portion in ordered for test in portion}
-    for portion in ordered:
-        rest = list(portion)
-        while rest:
-            copy.plant(fault)
-            failed = copy.failing(rest)
-            copy.restore(fault.file)
-            if not failed:
-                break
-            suspects = [named[failed]] if failed in named else rest
-            key = failed if failed in named else " ".join(test.name for test in rest)
-            if key not in sound:
-                sound[key] = not copy.failing(suspects)
-            if sound[key]:
-                yield failed
-                return
-            rest = [test for test in rest if test not in suspects]
+def results_of(folder: Path) -> list[Result]:
+    """The results in a folder, the last one of each fault."""
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [Result(**json.loads(line)) for line in lines]
+    return list({result.fault: result for result in found}.values())
 
 
 def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: float) -> None:
-    """Tries the faults that `folder` has no result of; each result is a line of its results.jsonl as it comes."""
-    record, path = Record(folder), folder / "results.jsonl"
-    known = {json.loads(line)["fault"] for line in path.read_text().splitlines()} if path.exists() else set()
-    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-    for fault in sample(root, count, seed):
-        if fault.name not in known:
-            waiting.put(fault)
-    sound: dict[str, bool] = {}
+    """Tries the faults that `folder` has no result of; each result is a line of its results.jsonl as it comes.
+
+    At the end the tests that caught something run once without a fault. Those that fail then are flaky, and the faults
+    that they caught are tried again without them.
+    """
+    record, flaky, proved = Record(folder), set[str](), set[str]()
+    faults = sample(root, count, seed)
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     lock = threading.Lock()
 
-    def work() -> None:
-        copy = Copy(root)
-        try:
-            while True:
-                try:
-                    fault = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                result = try_fault(copy, record, fault, limit, sound)
-                with lock, path.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-                    print(f"{result.tier or 'survived':8} {result.fault}  [{result.test}]", flush=True)
-        finally:
+    def work(fault: Fault) -> None:
+        copy = copies.get()
+        result = try_fault(copy, record, fault, limit, flaky)
+        copies.put(copy)
+        with lock, (folder / "results.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(result)) + "\n")
+            print(f"{result.tier or 'survived':8} {result.fault}  [{result.test}]", flush=True)
+
+    made = [Copy(root) for _ in range(workers)]
+    try:
+        for copy in made:
+            copies.put(copy)
+        while True:
+            settled = {result.fault for result in results_of(folder) if result.test not in flaky}
+            waiting = [fault for fault in faults if fault.name not in settled]
+            if not waiting:
+                return
+            with ThreadPoolExecutor(workers) as executor:
+                list(executor.map(work, waiting))
+            names = {test for result in results_of(folder) if (test := result.test)} - proved
+            flaky |= _flaky(made[0], [test for test in record.tests if test.name in names])
+            proved |= names
+    finally:
+        for copy in made:
             copy.close()
 
-    with ThreadPoolExecutor(workers) as executor:
-        for future in [executor.submit(work) for _ in range(workers)]:
-            future.result()
+
+def _flaky(copy: Copy, tests: Sequence[RecordedTest]) -> set[str]:
+    """Those that fail without a fault."""
+    found: set[str] = set()
+    while failed := copy.failing([test for test in tests if test.name not in found]):
+        if failed not in {test.name for test in tests} - found:
+            raise RuntimeError(f"the tests that caught faults do not run without a fault: {failed}")
+        found.add(failed)
+    return found
