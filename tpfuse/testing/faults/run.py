@@ -18,6 +18,7 @@ from typing import Any
 
 from tpfuse.testing.faults.plant import Fault, sample
 from tpfuse.testing.faults.record import Record, RecordedTest, environment
+from tpfuse.testing.patience import patient
 
 SERVER = Path(__file__).with_name("server.py")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", re.MULTILINE)
@@ -83,7 +84,7 @@ class Copy:
         """The first of these tests that fails, or what ended the run otherwise; "" where all pass or there is none."""
         if not tests:
             return ""
-        limit = 40 + 8 * sum(test.seconds for test in tests)
+        limit = patient(20 + 4 * sum(test.seconds for test in tests))
         status = self._pytest([test.name for test in tests], limit)
         if status == 4:  # the fault changes the tests' parameters: all rows of the same functions
             status = self._pytest(sorted({test.name.partition("[")[0] for test in tests}), limit)
