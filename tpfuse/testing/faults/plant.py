@@ -140,6 +140,8 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
         node = waiting.pop(0)
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _called(node) in ("warn", "cast")):
             continue
+        if isinstance(node, ast.keyword) and node.arg == "strict":
+            continue  # of zip: nothing changes until lengths differ
         if isinstance(node, ast.expr):
             yield node
         waiting.extend(ast.iter_child_nodes(node))
@@ -181,7 +183,7 @@ def _changes_of(node: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
         yield "constant", node, str(node.value + 1)
     elif isinstance(node, ast.Call) and node.keywords:
         for keyword in node.keywords:
-            if keyword.arg not in (None, "strict"):  # without zip's strict nothing changes until lengths differ
+            if keyword.arg not in (None, "strict"):
                 kept = [other for other in node.keywords if other is not keyword]
                 yield f"argument {keyword.arg} dropped", node, text(ast.Call(node.func, node.args, kept))
 
