@@ -221,7 +221,7 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
     return 3 * int(out)
 
 
-@pytest.mark.parametrize("operation", ["sum", "kernel"])
+@pytest.mark.parametrize("operation", ["sum", *exhaustive("kernel")])
 def test_a_run_that_is_stopped_as_a_whole_goes_on(operation: str, tmp_path: Path) -> None:
     """Ctrl-Z and fg: nobody was late."""
     timeout = patient(1.5)

@@ -21,7 +21,7 @@ def slowness() -> float:
     """How many times longer work takes here, now, than on an idle machine: at least 1.
 
     It is the larger of two ratios: of the wall time of a short computation to its processor time, and of the
-    processes that want to run (the load average of a minute) to the cores.
+    processes that want to run (the load average of a minute) to the cores, less one: a test's own ranks are as many.
     """
     global _last
     if time.monotonic() - _last[0] >= _KEPT:
@@ -39,9 +39,9 @@ def _stretch() -> float:
 
 
 def _load() -> float:
-    """The load average of the last minute for each core that this process may use."""
+    """The load average of the last minute for each core that this process may use, beyond one for each core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return os.getloadavg()[0] / (cores or 1)
+    return os.getloadavg()[0] / (cores or 1) - 1.0
 
 
 def patient(seconds: float) -> float:
