@@ -227,6 +227,7 @@ def test_a_spill_is_accepted_under_the_version_that_it_is_listed_for() -> None:
     assert list(complaints(replace(known, spilled=16), "3.6.0"))
     assert list(complaints(known, "3.7.1"))
     assert list(complaints(replace(known, dtype="float32"), "3.6.0"))
+    assert list(complaints(replace(known, family="sm_80"), "3.6.0")), "nobody has seen that family spill"
 
 
 def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,10 @@ EXCEPTIONS = {
 _SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
 SPILLS = {
     "3.6": {
-        r"(bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
-        r"(bfloat16|float16) ring_attention_forward_kernel .*RING=True .*BLOCK_D=256 DROPOUT=True ": (8, _SMALL),
-        r"(bfloat16|float16) attention_backward_dkdv_kernel .*BLOCK_D=64 .*DROPOUT=True ": (8, _SMALL),
-        r"(bfloat16|float16) ring_attention_dkdv_kernel .*BLOCK_D=64 DROPOUT=True ": (24, _SMALL),
+        r"sm_90 (bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) ring_attention_forward_kernel .*RING=True .*BLOCK_D=256 DROPOUT=True ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) attention_backward_dkdv_kernel .*BLOCK_D=64 .*DROPOUT=True ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) ring_attention_dkdv_kernel .*BLOCK_D=64 DROPOUT=True ": (24, _SMALL),
     },
 }
 
