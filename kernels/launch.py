@@ -9,6 +9,7 @@ imported, and holds for the whole process.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,8 +34,21 @@ def interpreter_problem(triton_version: str = triton.__version__, numpy_version:
     )
 
 
-if INTERPRETED and interpreter_problem():
-    raise ImportError(interpreter_problem())  # once, where all that launches comes by; else each kernel would fail
+def _skip_overflow_checks() -> None:
+    """Ends the interpreter's checks of integers for overflow: it drops their results unless its option `debug` is on.
+
+    They take a third of its time.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    if not interpreter_builder.options.debug:
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+if INTERPRETED:
+    if interpreter_problem():
+        raise ImportError(interpreter_problem())  # once, where all that launches comes by; else each kernel would fail
+    _skip_overflow_checks()
 
 # Multiprocessors of A100, H100 and B200, for what is recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}

@@ -3,13 +3,9 @@
 Triton patches `triton.language` at each launch and undoes it at its end, which would pull it away from under the other
 ranks: inside `hooked()` it is patched once for all. What an operation does remains the interpreter's own code; only the
 launch is ours, because programs have to be started one by one. Everything is put back at the end.
-
-Sums and products of integers are not checked for overflow meanwhile: the interpreter computes the check, a third of its
-time, and then drops the result, because its option `debug` is off.
 """
 
 import contextlib
-import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -195,8 +191,6 @@ def hooked() -> Iterator[Callable[[Run], None]]:
     def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
         _launch(current[0], executor, args, kwargs)
 
-    if not _BUILDER.options.debug:
-        _BUILDER.options = dataclasses.replace(_BUILDER.options, sanitize_overflow=False)
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
     interpreter.GridExecutor.__call__ = launch
     try:
