@@ -19,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from math import inf
 from multiprocessing.connection import Connection, wait
 from types import FunctionType
 from typing import Any
@@ -31,6 +32,8 @@ from tpfuse.testing.patience import Deadline, patient
 
 # What the server imports before it forks ranks; a program may add modules before it starts its first pool.
 PRELOADED = ["torch.distributed.tensor", "triton.language", "tpfuse.testing.ranks"]
+
+_MOST_GROUPS = 12  # that a rank has made before its pool is started anew
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
@@ -72,7 +75,8 @@ def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bo
             return
         torch.manual_seed(0)  # what a run draws does not depend on the runs before it
         try:
-            connection.send((True, _find(file, name)(*args)))
+            value = _find(file, name)(*args)
+            connection.send((True, (value, len(dist.distributed_c10d._world.pg_map))))
         except BaseException:
             connection.send((False, traceback.format_exc()))
 
@@ -140,11 +144,14 @@ class RankPool:
     """`world` processes that form a Gloo group and wait for work.
 
     timeout: seconds for one `run`; grace: seconds that the others have to fail by themselves once one has. Both are
-    those of an idle machine (see `patience`).
+    those of an idle machine (see `patience`). most_groups: how many groups a rank may have at the end of a run; with
+    more of them the ranks end, and the next run starts new ones.
     """
 
-    def __init__(self, world: int, timeout: float = 120.0, grace: float = 5.0) -> None:
-        self.world, self.timeout, self.grace = world, timeout, grace
+    def __init__(
+        self, world: int, timeout: float = 120.0, grace: float = 5.0, most_groups: float = _MOST_GROUPS
+    ) -> None:
+        self.world, self.timeout, self.grace, self._most_groups = world, timeout, grace, most_groups
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: str | None = None
@@ -194,7 +201,9 @@ class RankPool:
             # A rank that raised may have left the others inside a collective: their group is of no more use.
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
-        return [results[rank] for rank in range(self.world)]
+        if max(groups for _, groups in results.values()) > self._most_groups:
+            self.close()
+        return [results[rank][0] for rank in range(self.world)]
 
     def _collect(self) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
@@ -230,7 +239,7 @@ class GpuRankPool(RankPool):
     """
 
     def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
-        super().__init__(world, timeout, grace=20.0)
+        super().__init__(world, timeout, grace=20.0, most_groups=inf)
         self._overlapping = overlapping
 
     def _start(self) -> None:
