@@ -1,16 +1,17 @@
 """torch.autograd.Function with types, and under autocast.
 
-torch leaves `apply` and `once_differentiable` without annotations; and inside a Function autocast would give
-forward other dtypes than backward sees.
+torch leaves `apply` without annotations. Its `once_differentiable` returns gradients without a graph, and so without an
+error, where the upstream gradient needs none (after a sum or a loss). Inside a Function autocast would give forward
+other dtypes than backward sees.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable as _once_differentiable
 
 _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
@@ -20,9 +21,43 @@ def apply(function: type[Function], *args: object) -> Tensor:
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
+class _FirstDerivative(Function):
+    """Gradients as they are; their own gradients are an error."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+        ctx.operator = operator
+        return tuple(gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            f"{ctx.operator} has no second derivative: create_graph=True gives gradients that cannot be differentiated"
+        )
+
+
 def once_differentiable(backward: _Backward) -> _Backward:
-    """Makes a second derivative an error: a collective inside `backward` would drop out of it silently."""
-    return cast(_Backward, _once_differentiable(backward))
+    """Makes a second derivative an error: `backward` computes without a graph.
+
+    backward: that of a Function, or of an operator of torch.library.
+    """
+
+    @functools.wraps(backward)
+    def first_derivative(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # without create_graph; compiled has none
+            return found
+        gradients = [found] if isinstance(found, Tensor) else list(found)
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        operator = type(ctx).__name__.removeprefix("_").removesuffix("Backward")
+        anchor = torch.ones((), requires_grad=True)
+        marked = _FirstDerivative.apply(operator, anchor, *(gradients[index] for index in present))  # type: ignore[no-untyped-call]
+        for index, gradient in zip(present, marked, strict=True):
+            gradients[index] = gradient
+        return gradients[0] if isinstance(found, Tensor) else tuple(gradients)
+
+    return cast(_Backward, first_derivative)
 
 
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -291,6 +291,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(*output[1:])
 
 
+@once_differentiable
 def _backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     return *_scaled(ctx.needs_input_grad, grad, *ctx.saved_tensors), *[None] * 5
 

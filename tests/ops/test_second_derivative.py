@@ -1,0 +1,65 @@
+"""A gradient penalty behind a sum or a loss: operators without a second derivative say so."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.ops import collectives
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+Group = dist.ProcessGroup
+WEIGHT, TARGET = torch.ones(4, 6), torch.tensor([0, 3, 1, 2])
+
+
+def _embedding_loss(x: Tensor, group: Group) -> Tensor:
+    return VocabParallelEmbedding(8, 6, device_mesh=tensor_mesh()).loss(x, TARGET, 1.0)
+
+
+def _attention(schedule: str) -> Callable[[Tensor, Group], Tensor]:
+    def run(x: Tensor, group: Group) -> Tensor:
+        q = x.view(1, 2, 2, 6)
+        return ring_attention(q, q, q, group=group, schedule=schedule)
+
+    return run
+
+
+OPERATORS: dict[str, Callable[[Tensor, Group], Tensor]] = {
+    "all_gather_linear": lambda x, group: all_gather_linear(x, WEIGHT, None, group),
+    "linear_reduce_scatter": lambda x, group: linear_reduce_scatter(x, WEIGHT, None, group),
+    "linear_all_reduce": lambda x, group: linear_all_reduce(x, WEIGHT, None, group),
+    "all_gather": collectives.all_gather,
+    "reduce_scatter": collectives.reduce_scatter,
+    "all_reduce": collectives.all_reduce,
+    "cross_entropy": lambda x, group: cross_entropy(x, TARGET, 12, group),
+    "linear_cross_entropy": lambda x, group: linear_cross_entropy(x, WEIGHT, TARGET, 8, group)[0],
+    "linear_cross_entropy alone": lambda x, group: linear_cross_entropy(x, WEIGHT, TARGET, 4)[0],
+    "embedding loss": _embedding_loss,
+    "ring": _attention("ring"),
+    "ulysses": _attention("ulysses"),
+}
+
+
+def _penalties() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    for operator in OPERATORS.values():
+        for reduced in (Tensor.sum, lambda out: out.square().sum()):
+            x = torch.linspace(0, 1, 24).view(4, 6).requires_grad_()
+            (grad,) = torch.autograd.grad(reduced(operator(x, group)), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="has no second derivative"):
+                (reduced(operator(x, group)) + grad.square().sum()).backward()
+
+
+def test_a_gradient_penalty_is_an_error() -> None:
+    pool(2).run(_penalties)
