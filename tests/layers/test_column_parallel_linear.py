@@ -187,6 +187,10 @@ def _errors() -> None:
 
 def test_bad_input_is_refused() -> None:
     pool(2).run(_errors)
+    for dim, shape in ((-1, (4, 3, 8)), (2, (4, 3, 8)), (3, (4, 3, 8)), (-4, (4, 3, 8)), (-2, (8,))):
+        layer = ColumnParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank as on several
+        with pytest.raises(ValueError, match=f"sequence_dim {dim}: the input has shape"):
+            layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="'tanh' is not known"):
         ColumnParallelLinear(4, 8, activation="tanh")
     with pytest.raises(ValueError, match="parts=2, not 1"):

@@ -159,6 +159,10 @@ def test_which_tp_would_do() -> None:
 
 def test_bad_input_is_refused() -> None:
     pool(2).run(_errors)
+    for dim, shape in ((-1, (4, 3, 8)), (2, (4, 3, 8)), (3, (4, 3, 8)), (-4, (4, 3, 8)), (-2, (8,))):
+        layer = RowParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank as on several
+        with pytest.raises(ValueError, match=f"sequence_dim {dim}: the input has shape"):
+            layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="sequence_parallel needs input_is_parallel"):
         RowParallelLinear(8, 4, sequence_parallel=True, input_is_parallel=False)
 

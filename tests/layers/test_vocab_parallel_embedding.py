@@ -70,9 +70,11 @@ def _exact(table: int) -> None:
             table, 9, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh(), dtype=torch.float64
         )
         whole = layer.weight.full_tensor()
-        ids = torch.arange(100 * world).view(10 * world, 10) % table
-        rows = slice(10 * rank, 10 * rank + 10) if sequence_parallel else slice(None)
-        assert torch.equal(layer(ids), whole[ids][rows])
+        ids = torch.arange(100 * world).view(10, 10 * world) % table
+        tokens = slice(10 * rank, 10 * rank + 10) if sequence_parallel else slice(None)
+        assert torch.equal(layer(ids), whole[ids][:, tokens])
+        layer.sequence_dim = 0
+        assert torch.equal(layer(ids.t()), whole[ids.t()][tokens])
 
 
 def _every_table() -> None:
@@ -104,12 +106,41 @@ def test_parameters_are_dtensors_and_do_not_depend_on_the_world(worlds: tuple[in
         assert all(torch.equal(whole, weight) for whole in pool(world).run(_parameters))
 
 
+def _batches() -> None:
+    """Logits and loss of [2, tokens] are those of one rank, by either place of the sequence."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for dim in (-2, 0):
+        layer = VocabParallelEmbedding(
+            63, 9, sequence_parallel=True, sequence_dim=dim, device_mesh=tensor_mesh(), dtype=torch.float64
+        )
+        whole, ids = layer.weight.full_tensor(), torch.arange(6 * world).view(2, 3 * world)
+        ids, own = (
+            (ids.t(), slice(3 * rank, 3 * rank + 3))
+            if dim == 0
+            else (ids, (slice(None), slice(3 * rank, 3 * rank + 3)))
+        )
+        logits = whole[ids] @ whole.t()
+        x = whole[ids][own]
+        torch.testing.assert_close(layer.project(x, gather_output=True), logits, rtol=1e-12, atol=1e-12)
+        expected = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum") / 7
+        torch.testing.assert_close(layer.loss(x, ids, 1 / 7), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_sequence_of_a_batch_is_spread() -> None:
+    pool(2).run(_batches)
+
+
 def _errors() -> None:
     layer = VocabParallelEmbedding(63, 9, sequence_parallel=True, device_mesh=tensor_mesh())
     with pytest.raises(ValueError, match="ids between 0 and 63 do not fit a table of 63 rows"):
         layer(torch.tensor([0, 63]))
     with pytest.raises(ValueError, match="3 rows cannot be split among 2 ranks"):
         layer(integers(1, 3, low=0, dtype=torch.int64))
+    for dim in (-3, -1, 1, 2):
+        layer.sequence_dim = dim
+        for call in (lambda: layer(torch.zeros(4, dtype=torch.int64)), lambda: layer.project(torch.zeros(4, 9))):
+            with pytest.raises(ValueError, match=rf"sequence_dim {dim}: the input has shape \(4, .\): expected one of"):
+                call()
 
 
 def test_bad_input_is_refused() -> None:

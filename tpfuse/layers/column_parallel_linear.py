@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.layers.parameter import (
+    check_sequence_dim,
     empty_parameter,
     local_linear,
     reset_linear_,
@@ -114,6 +115,8 @@ class ColumnParallelLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features], whole or (sequence_parallel) a shard -> [..., this rank's output features]."""
+        if self.sequence_parallel:
+            check_sequence_dim(x, self.sequence_dim)
         weight, bias = local_linear(self, self.device_mesh)
         if self.parts > 1:
             weight = weight.flatten(0, 1)

@@ -55,6 +55,15 @@ class _ToLocal(Function):
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def check_sequence_dim(x: Tensor, dim: int) -> None:
+    """Raises ValueError unless dimension `dim` of x [..., features] is one that a sequence can have."""
+    if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"sequence_dim {dim}: the input has shape {tuple(x.shape)}: expected one of its dimensions but the last,"
+            " along which sequence_parallel spreads the tokens"
+        )
+
+
 def sequence_first(x: Tensor, dim: int) -> Tensor:
     """x with dimension `dim` moved to the front; x itself where it is there."""
     return x if dim % x.ndim == 0 else x.movedim(dim, 0)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.mesh import group_of, rank_and_size
 from tpfuse.layers.parameter import (
+    check_sequence_dim,
     empty_parameter,
     local_linear,
     reset_linear_,
@@ -100,6 +101,8 @@ class RowParallelLinear(nn.Linear):
 
         residual: of the output's shape, added to it (in the product's last pass where that is a Triton kernel).
         """
+        if self.sequence_parallel:
+            check_sequence_dim(x, self.sequence_dim)
         weight, bias = local_linear(self, self.device_mesh)
         if not self.input_is_parallel:
             x = split_last(x, self.group)

@@ -7,7 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.layout import copy_whole_
 from tpfuse.comm.mesh import group_of, rank_and_size
-from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.layers.parameter import (
+    check_sequence_dim,
+    empty_parameter,
+    local,
+    sequence_back,
+    sequence_first,
+    shared_generator,
+)
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import all_gather, gather_last, replicate
 from tpfuse.ops.embedding import embedding
@@ -19,8 +26,8 @@ class VocabParallelEmbedding(nn.Embedding):
     """Table [num_embeddings, embedding_dim] sharded along dimension 0, and the output projection tied to it.
 
     The mesh need not divide num_embeddings: the last ranks hold fewer rows (see `tpfuse.comm.mesh`), and no
-    row exists that is not in the vocabulary. sequence_parallel: the output is this rank's shard of the tokens
-    (dimension 0), whose number the mesh must divide, and `project` takes such a shard.
+    row exists that is not in the vocabulary. sequence_parallel: the output is this rank's shard along its dimension
+    `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a shard.
     """
 
     def __init__(
@@ -29,6 +36,7 @@ class VocabParallelEmbedding(nn.Embedding):
         embedding_dim: int,
         *,
         sequence_parallel: bool = False,
+        sequence_dim: int = -2,
         device_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -37,7 +45,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
-        self.sequence_parallel, self.device_mesh = sequence_parallel, device_mesh
+        self.sequence_parallel, self.sequence_dim, self.device_mesh = sequence_parallel, sequence_dim, device_mesh
         self.group = group_of(device_mesh)
         self.weight = empty_parameter((num_embeddings, embedding_dim), 0, device_mesh, device, dtype)
         if not self.weight.is_meta:
@@ -49,15 +57,25 @@ class VocabParallelEmbedding(nn.Embedding):
         copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [M, ...] int64, equal on all ranks -> [M or M / world, ..., embedding_dim]."""
-        scatter = self.sequence_parallel and self.group is not None
-        return embedding(input, local(self.weight), self.num_embeddings, self.group, scatter=scatter)
+        """input: [...] int64, equal on all ranks -> [..., embedding_dim], whole or (sequence_parallel) a shard."""
+        if not self.sequence_parallel:
+            return embedding(input, local(self.weight), self.num_embeddings, self.group, scatter=False)
+        check_sequence_dim(input.unsqueeze(-1), self.sequence_dim)
+        dim = self.sequence_dim % (input.ndim + 1)
+        scatter = self.group is not None
+        ids = sequence_first(input, dim)
+        return sequence_back(embedding(ids, local(self.weight), self.num_embeddings, self.group, scatter=scatter), dim)
 
     def project(self, x: Tensor, *, gather_output: bool = False) -> Tensor:
-        """Logits x wᵀ: x [m, C], whole or a shard -> [M, this rank's rows], or gathered [M, num_embeddings]."""
+        """Logits x wᵀ of all tokens: x [..., embedding_dim], whole or a shard -> [..., this rank's rows].
+
+        gather_output: [..., num_embeddings] on every rank instead.
+        """
         weight = local(self.weight)
         if self.sequence_parallel:
-            logits = all_gather_linear(x, weight, None, self.group)
+            check_sequence_dim(x, self.sequence_dim)
+            logits = all_gather_linear(sequence_first(x, self.sequence_dim), weight, None, self.group)
+            logits = sequence_back(logits, self.sequence_dim)
         else:
             logits = gemm(replicate(x, self.group), weight)
         if not gather_output or self.group is None:
@@ -69,9 +87,15 @@ class VocabParallelEmbedding(nn.Embedding):
     def loss(self, x: Tensor, target: Tensor, weight: float) -> Tensor:
         """weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks; no rank ever holds all its logits.
 
-        x: [m, C], whole or a shard, as for `project`; target: [M] int64, all tokens', -1 where there is no loss.
+        x: [..., embedding_dim], whole or a shard, as for `project`; target: [...] int64, all tokens', -1 where there is
+        no loss.
         """
-        x = all_gather(x, self.group) if self.sequence_parallel else replicate(x, self.group)
+        if self.sequence_parallel:
+            check_sequence_dim(x, self.sequence_dim)
+            x = sequence_back(all_gather(sequence_first(x, self.sequence_dim), self.group), self.sequence_dim)
+        else:
+            x = replicate(x, self.group)
+        x, target = x.flatten(0, -2), target.flatten()
         weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         table = local(self.weight)
         return linear_cross_entropy(x, table, target, self.num_embeddings, self.group, weights=weights)[0]
