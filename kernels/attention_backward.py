@@ -361,7 +361,9 @@ def attention_backward(
     arguments |= {"documents": sequences if documents else 1, "dropout_scale": 1.0 / (1.0 - dropout_p)}
     arguments |= {"grad_out_ptr": grad_out, "q_ptr": q, "k_ptr": k, "v_ptr": v}
     arguments |= strides("g", grad_out) | strides("q", q) | strides("k", k) | strides("v", v)
-    arguments |= attention_backward_delta(grad_out, out, lse, grad_lse, cu_seqlens_q, sequences, longest_q)
+    arguments |= attention_backward_delta(
+        grad_out, out, lse, grad_lse, arguments["cu_seqlens_q_ptr"], sequences, longest_q
+    )
     _launch_dkdv(arguments, sequences * k.shape[1], longest_k, dk, dv)
     _launch_dq(arguments, sequences * q.shape[1], longest_q, dq)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -118,14 +118,16 @@ def score_arguments(
 ) -> dict[str, Any]:
     """Checks the arguments that forward and backward share; returns what their kernels take of them, by keyword.
 
+    Cumulative lengths are cut to the rows that there are, so that no document lies outside. That is a small kernel of
+    its own: in the attention kernels the same costs registers, and dkdv of sm_80 would spill.
     Raises ValueError that names the argument, what was received and what is accepted.
     """
     sequences = check_heads(operator, q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_scores(operator, q, sequences, window, scale, dropout_p, dropout_key, head_rows)
     ahead, behind = bounds(causal, window)
     return {
-        "cu_seqlens_q_ptr": cu_seqlens_q,
-        "cu_seqlens_k_ptr": cu_seqlens_k,
+        "cu_seqlens_q_ptr": None if cu_seqlens_q is None else cu_seqlens_q.clamp(0, q.shape[2]),
+        "cu_seqlens_k_ptr": None if cu_seqlens_k is None else cu_seqlens_k.clamp(0, k.shape[2]),
         "head_rows_ptr": None if head_rows is None or dropout_p == 0.0 else head_rows.contiguous(),
         "dropout_key_ptr": None if dropout_p == 0.0 else dropout_key,
         "heads": q.shape[1],

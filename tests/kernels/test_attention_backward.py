@@ -149,6 +149,15 @@ def test_documents(options: dict[str, Any], dtype: torch.dtype) -> None:
     assert not dk[:, :, 140:].any() and not dv[:, :, 140:].any()
 
 
+def test_documents_that_end_outside_are_cut() -> None:
+    inputs, found = _inputs((1, 2, 1, 5, 5, 16), F32), []
+    for lengths in ([-2, 3, 99], [0, 3, 5]):
+        ends = torch.tensor(lengths, dtype=torch.int32)
+        documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 5, "max_seqlen_k": 5}
+        found.append(_backward(inputs, _gradient(inputs), **documents))
+    assert all(torch.equal(cut, plain) for cut, plain in zip(*found, strict=True))
+
+
 def test_documents_do_not_see_each_other() -> None:
     inputs = _inputs((1, 1, 1, 64, 64, 16))
     cu_seqlens = torch.tensor([0, 20, 64], dtype=torch.int32)

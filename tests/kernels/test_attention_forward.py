@@ -235,6 +235,15 @@ def test_no_documents() -> None:
     assert out.shape == (1, 2, 0, 16) and lse.shape == (1, 2, 0)
 
 
+def test_documents_that_end_outside_are_cut() -> None:
+    """GPUs do not look at cumulative lengths before a launch."""
+    inputs, found = _inputs((1, 2, 1, 5, 5, 16), torch.float32), []
+    for lengths in ([-2, 3, 99], [0, 3, 5]):
+        ends = torch.tensor(lengths, dtype=torch.int32)
+        found.append(attention_forward(**inputs, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5))
+    assert all(torch.equal(cut, plain) for cut, plain in zip(*found, strict=True))
+
+
 def test_documents_need_the_longest_length() -> None:
     inputs, lengths = _inputs((1, 1, 1, 4, 4, 16), torch.float32), _cumulative((4,))
     with pytest.raises(ValueError, match="max_seqlen_q is None: expected the longest document's length"):

@@ -277,6 +277,10 @@ def test_empty(name: Kernels, shape: tuple[int, int, int]) -> None:
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
 
 
+def _lengths(*ends: int) -> Options:
+    return dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor(ends, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -298,6 +302,12 @@ def test_empty(name: Kernels, shape: tuple[int, int, int]) -> None:
         ({"cu_seqlens_q": torch.tensor([0, 3], dtype=torch.int32)}, "cu_seqlens_k is None: expected both"),
         ({name: torch.tensor([0, 3]) for name in DOCUMENTS}, "cu_seqlens_q is torch.int64: expected int32"),
         (DOCUMENTS | {"cu_seqlens_k": DOCUMENTS["cu_seqlens_k"][:2]}, "cu_seqlens_k has shape"),
+        (_lengths(1, 3), "cu_seqlens_q goes from 1 to 3: expected cumulative lengths from 0 to at most 3, the number"),
+        (_lengths(0, 4), "cu_seqlens_q goes from 0 to 4"),
+        (_lengths(0, 2, 1, 3), "cu_seqlens_q decreases from 2 to 1"),
+        (_lengths(0, -1, 3), "cu_seqlens_q decreases from 0 to -1"),
+        (_lengths(0, 3) | {"max_seqlen_q": 2}, "cu_seqlens_q has a document of 3 rows: expected at most 2"),
+        (_lengths(0, 3) | {"cu_seqlens_k": torch.tensor([0, 4], dtype=torch.int32)}, "cu_seqlens_k goes from 0 to 4"),
     ],
 )
 def test_bad_input_is_refused(name: Kernels, change: Options, message: str) -> None:

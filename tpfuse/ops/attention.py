@@ -21,6 +21,7 @@ from tpfuse.kernels.attention_scores import check_scores
 from tpfuse.kernels.checks import check_device, check_integers, check_shape
 from tpfuse.ops.autograd import autocast
 from tpfuse.ops.dense_attention import dense_attention
+from tpfuse.ops.values import check_cumulative
 
 
 class Options(TypedDict, total=False):
@@ -82,9 +83,10 @@ def attention(
     Tk - Tq where causal (the keys before the first query come from a cache), 0 otherwise and with documents. scale:
     default 1 / sqrt(D).
 
-    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, from 0 to the number of rows, where the rows of the one batch element are
-    S documents behind each other; each sees itself alone, and has positions of its own. max_seqlen_q, max_seqlen_k: the
-    lengths of the longest, or more; they spare the kernels looking for longer ones.
+    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, growing from 0, where the rows of the one batch element are S documents
+    one after another; each sees itself alone, and has positions of its own. Rows after the last document are padding:
+    they see nothing and are not seen. max_seqlen_q, max_seqlen_k: the lengths of the longest, or more; they spare the
+    kernels looking for longer ones. On CPUs these are checked; on GPUs what lies outside of the rows is not touched.
 
     dropout_p: of the probabilities, with the mask of `tpfuse.ops.dropout` under `key` (one of `dropout_keys`) for row
     head_rows * dropout_width + query position and column key position. head_rows: [B, H] ([S, H] with documents) int64,
@@ -97,6 +99,9 @@ def attention(
     sequences = check_tensors("attention", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_scores("attention", q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")
     tq, tk = q.shape[2], k.shape[2]
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        check_cumulative("attention", "cu_seqlens_q", cu_seqlens_q, tq, max_seqlen_q)
+        check_cumulative("attention", "cu_seqlens_k", cu_seqlens_k, tk, max_seqlen_k)
     if q_offset is None:
         q_offset = tk - tq if causal and cu_seqlens_q is None else 0
         if q_offset < 0:

@@ -30,8 +30,8 @@ def sights(
         begin, end = torch.zeros_like(positions), torch.full_like(positions, length)
         stop = positions.new_full((), length)
     else:
-        bounds = cu_seqlens.to(torch.int64)
-        stop = bounds[-1].clamp(max=length)  # not asked for: hosts do not wait for a GPU here
+        bounds = cu_seqlens.to(torch.int64).clamp(0, length)  # not asked for: hosts do not wait for a GPU here
+        stop = bounds[-1]
         document = torch.searchsorted(bounds, positions, right=True)
         begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
         end = bounds[document.clamp(max=len(bounds) - 1)]

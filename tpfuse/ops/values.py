@@ -15,3 +15,21 @@ def check_range(x: Tensor, lowest: int, highest: int, message: str) -> None:
     low, high = int(x.min()), int(x.max())
     if low < lowest or high > highest:
         raise ValueError(message.format(low=low, high=high))
+
+
+def check_cumulative(operator: str, name: str, x: Tensor, rows: int, longest: int | None = None) -> None:
+    """Raises ValueError unless x [S + 1] begins with 0, never decreases and ends at `rows` or before.
+
+    longest: what the caller says is the longest document's length. Looks where `check_range` does.
+    """
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    first, last, lengths = int(x[0]), int(x[-1]), x.diff()
+    expected = f"expected cumulative lengths from 0 to at most {rows}, the number of rows"
+    if first != 0 or last > rows:
+        raise ValueError(f"{operator}: {name} goes from {first} to {last}: {expected}")
+    if (lengths < 0).any():
+        index = int((lengths < 0).nonzero()[0])
+        raise ValueError(f"{operator}: {name} decreases from {int(x[index])} to {int(x[index + 1])}: {expected}")
+    if longest is not None and len(lengths) and int(lengths.max()) > longest:
+        raise ValueError(f"{operator}: {name} has a document of {int(lengths.max())} rows: expected at most {longest}")
