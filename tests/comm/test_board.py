@@ -61,64 +61,90 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 
 def _compare() -> list[str]:
-    """Operations that differ are named, once both have ended them; not those of before a reset, forgotten or failed."""
+    """What this rank hears of operations that ranks have begun, in turn the same ones, other ones, and more of them."""
     board, heard = _board(), []
 
-    def begin(*ops: str, failing: bool = False) -> None:
+    def begin(*ops: str) -> None:
         for op in ops:
             board.begin(op)
-            if not failing:
-                board.end()
-        board.exchange("", "begun")
+        dist.barrier()
         try:
             board.compare()
             heard.append("")
         except Disagreement as error:
             heard.append(str(error))
-        board.exchange("", "compared")
+        dist.barrier()
+        assert board.disagreed is bool(heard[-1]) and not board.aborted
+        if board.disagreed:
+            board.reset(lambda: None)
 
     begin("all_gather [4]", "all_gather [5]")
     begin("all_gather [4]", f"all_gather [{4 + board.rank}]", f"all_gather [{6 + board.rank}]")
+    begin("all_gather [4]")
     begin(*["all_reduce [4]"] * (boards.RECORDS - 1))
     begin(*[f"only rank {board.rank}"] * board.rank)
-    board.reset(lambda: None)
-    begin()
-    begin("all_gather [4]")
-    begin(f"all_gather [{board.rank}]", failing=True)
-    begin(f"all_gather [{board.rank}]", failing=board.rank == 0)
-    begin(f"all_gather [{board.rank}]")
+    begin(*["all_reduce [4]"] * (board.world - 1 - board.rank))
+    begin(*["all_reduce [4]"] * 2 * boards.RECORDS)
+    begin("long " * 50 + str(board.rank))
     return heard
 
 
 def test_operations_that_differ_are_named_without_waiting() -> None:
     first, second = pool(2).run(_compare)
-    assert first[1] == "operation 4: 'all_gather [5]' on rank 1, 'all_gather [4]' on rank 0"
-    assert second[1] == "operation 4: 'all_gather [4]' on rank 0, 'all_gather [5]' on rank 1"
-    assert first[8] == "operation 73: 'all_gather [1]' on rank 1, 'all_gather [0]' on rank 0"
-    assert [bool(text) for text in first] == [False, True, *[False] * 6, True]
-    assert [bool(text) for text in second] == [False, True, *[False] * 6, True]
+    assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
+    assert second[1] == "operation 4: rank 0 runs all_gather [4], rank 1 runs all_gather [5]"
+    for heard in (first, second):
+        assert [bool(text) for text in heard] == [False, True, False, False, False, True, False, True]
+
+
+def _meet_in_vain() -> tuple[str, str]:
+    """Rank 0 waits for what the others, in another operation, never come to; what it says, and what follows."""
+    board = _board()
+    board.begin(f"operation of {min(board.rank, 1)}")
+    try:
+        if board.rank == 0:
+            board.exchange("", "test")
+        else:
+            wait_until(lambda: board.parts[0].begun, "rank 0 has begun")
+            board.stop_if_others_differ()
+            assert board.aborted
+            raise board.fail("test", None, 0.0)
+    except Disagreement as error:
+        board.reset(lambda: None)
+        return str(error), "".join(board.exchange(str(board.rank), "after"))
+    return "", ""
+
+
+def test_ranks_that_wait_for_others_in_another_operation_are_told() -> None:
+    for rank, (text, after) in enumerate(pool(3).run(_meet_in_vain)):
+        other = 0 if rank else 1
+        sides = f"rank {other} runs operation of {other}, rank {rank} runs operation of {min(rank, 1)}"
+        assert (text, after) == (f"operation 1: {sides}", "012")
 
 
 def _agree() -> str:
     board = _board()
-    board.agree("the same", "test")
+    board.agree("the same")
     with pytest.raises(Disagreement) as caught:
-        board.agree("a" if board.rank < 2 else "b", "test")
-    board.agree("the same again", "test")
+        board.agree("a" if board.rank < 2 else "b")
+    board.reset(lambda: None)
+    board.agree("the same again")
     return str(caught.value)
 
 
 def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
-    assert pool(3).run(_agree) == ["rank 0 is at a, rank 2 at b"] * 3
+    said = pool(3).run(_agree)
+    assert said[:2] == [f"operation 2: rank 2 runs b, rank {rank} runs a" for rank in range(2)]
+    assert said[2] == "operation 2: rank 0 runs a, rank 2 runs b"
 
 
 def _record() -> None:
     board = _board()
     assert board.mine.operations() == [] and board.mine.last_operation() == ""
     for number in range(1, boards.RECORDS + 11):
-        board.begin(f"operation {number} " + "n" * 200)
+        begun = board.begin(f"operation {number} " + "n" * 300)
         if number % 2:
-            board.end()
+            board.end(begun)
     operations = board.mine.operations()
     assert [entry["number"] for entry in operations] == list(range(11, boards.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {boards.RECORDS + 10} nnn")
@@ -226,15 +252,15 @@ def _is_through() -> list[int | None]:
             return board.gone()
 
     for number in range(3):
-        board.begin(f"operation {number}")
+        begun = board.begin(f"operation {number}")
         board.exchange("begun", "test")
         found.append(gone())
         board.exchange("seen", "test")
         if board.rank == 1:
-            board.end()
+            board.end(begun)
         board.exchange("ended", "test")
         found.append(gone())
-        board.end()
+        board.end(begun)
     return found
 
 
@@ -323,6 +349,10 @@ def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
     error = PeerTimeout("all_reduce", step=7, rank=1, peer=2, waited=1.25, detail="its process (5) has ended")
     assert str(error) == "all_reduce, step 7: rank 1 waited 1.2 s for rank 2; its process (5) has ended"
     assert str(PeerTimeout("x", step=-1, rank=0, peer=None, waited=0)) == "x: rank 0 waited 0.0 s for a rank"
+    late = PeerTimeout("x", step=-1, rank=0, peer=0, waited=0.0, detail="its process (5) has ended")
+    assert str(late) == "x: rank 0 came too late: the other ranks have stopped waiting for it"
+    later = PeerTimeout("x", step=-1, rank=0, peer=1, waited=None, detail="y: its process (5) has ended")
+    assert str(later).startswith("x: rank 0 cannot begin it after an earlier failure (y: its process (5) has ended): ")
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.op, copy.step, copy.peer) == (str(error), "all_reduce", 7, 2)
 

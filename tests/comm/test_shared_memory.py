@@ -226,13 +226,20 @@ def _disagree() -> list[str]:
 
 
 def test_ranks_that_disagree_are_all_told_both_sides() -> None:
-    for messages in pool(3).run(_disagree):
-        assert messages == [
-            "rank 0 is at buffer 'x' torch.float32 (3, 2), rank 2 at buffer 'x' torch.float32 (2, 3)",
-            "rank 0 is at buffer 'x' torch.float32 (2, 3), rank 2 at buffer 'x' torch.int32 (2, 3)",
-            "rank 0 is at buffer 'x' torch.float32 (2, 3), rank 2 at buffer 'y' torch.float32 (2, 3)",
-            "rank 0 is at b, rank 2 at a",
-        ]
+    sides = [
+        ("buffer 'x' torch.float32 (3, 2)", "buffer 'x' torch.float32 (2, 3)"),
+        ("buffer 'x' torch.float32 (2, 3)", "buffer 'x' torch.int32 (2, 3)"),
+        ("buffer 'x' torch.float32 (2, 3)", "buffer 'y' torch.float32 (2, 3)"),
+        ("b", "a"),
+    ]
+    for rank, messages in enumerate(pool(3).run(_disagree)):
+        for message, (first, last) in zip(messages, sides, strict=True):
+            theirs, ours = (
+                (f"rank 0 runs {first}", f"rank 2 runs {last}")
+                if rank == 2
+                else (f"rank 2 runs {last}", f"rank {rank} runs {first}")
+            )
+            assert message.endswith(f"{theirs}, {ours}"), message
 
 
 def _two_threads() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm import channel, row_channel
+from tpfuse.comm import channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.ops import direct_linear
 from tpfuse.testing.explore import SimulatedMemory
@@ -48,14 +48,14 @@ def _check_all_reduce(products: direct_linear.DirectLinear, rank: int, world: in
     assert torch.equal(products.all_reduce(x[rank], weights[rank], bias, residual), total + bias + residual)
 
 
-LINEAR, ROWS = direct_linear.DirectLinear, row_channel.RowChannel
+LINEAR = direct_linear.DirectLinear
 PARTIAL = "torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])"
 PRODUCT = "torch.mm(rows[part], weight.t(), out=slots[own])"
 
 
 class TestDirectLinear(ProtocolSuite):
-    modules = (channel, row_channel, direct_linear)
-    needed = (channel, row_channel, direct_linear)
+    modules = (channel, direct_linear)
+    needed = (channel, direct_linear)
     worlds = ((3, 1), (2, 1), (1, 1))
     seeds = 50
     faults = (
@@ -75,8 +75,8 @@ class TestDirectLinear(ProtocolSuite):
             replace(LINEAR.reduce_scatter, PARTIAL, by="pass"),
             replace(
                 LINEAR.reduce_scatter,
-                "epoch = channel.signal_rows(sums.shape[0])",
-                by=f"epoch = channel.signal_rows(sums.shape[0])\nfor rank in range(world):\n    {PARTIAL}",
+                "epoch = channel.signal()",
+                by=f"epoch = channel.signal()\nfor rank in range(world):\n    {PARTIAL}",
             ),
         ),
         Fault(
@@ -84,8 +84,8 @@ class TestDirectLinear(ProtocolSuite):
             replace(LINEAR.all_reduce, PRODUCT, by="pass"),
             replace(
                 LINEAR.all_reduce,
-                "epoch = channel.signal_rows(rows.shape[0])",
-                by=f"epoch = channel.signal_rows(rows.shape[0])\n{PRODUCT}",
+                "epoch = channel.signal()",
+                by=f"epoch = channel.signal()\n{PRODUCT}",
             ),
         ),
         Fault(
@@ -96,23 +96,10 @@ class TestDirectLinear(ProtocolSuite):
                 by="[slot[:most] for slot in slots]",
             ),
         ),
-        Fault(
-            "rows noted behind the signal",
-            replace(
-                ROWS.signal_rows,
-                "self._told[self.memory.rank][self.next_epoch % 2].fill_(rows)\nreturn self.signal()",
-                by="epoch = self.signal()\nself._told[self.memory.rank][epoch % 2].fill_(rows)\nreturn epoch",
-            ),
-        ),
-        Fault(
-            "one note of rows",
-            replace(ROWS.signal_rows, "self.next_epoch % 2", by="0"),
-            replace(ROWS.wait_for_rows, "epoch % 2", by="0"),
-        ),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Each product, of several pieces and of none; then of ranks that disagree, and after that of one row."""
+        """Each product, of several pieces and of none; then of one row."""
         module = current(direct_linear)
         module.ONE_SHOT_BYTES = module.SLOT_BYTES = 4 * N  # one row
         rank, world = memory.rank, memory.world
@@ -122,13 +109,6 @@ class TestDirectLinear(ProtocolSuite):
             _check_scattering(small, rank, world, n)
         for n in (7, 1):
             _check_all_reduce(large, rank, world, n)
-        if world > 1:
-            rows = 2 if rank == world - 1 else 1
-            x, weight = torch.ones(rows, K), torch.ones(N, K)
-            with pytest.raises(ValueError, match="all ranks must have equally many"):
-                small.all_gather(x, [weight], [None], None, False)
-            with pytest.raises(ValueError, match="all ranks must have equally many"):
-                small.all_reduce(x, weight, None, None)
         _check_gathering(small, rank, world, 1)
         _check_scattering(small, rank, world, 1)
         _check_all_reduce(small, rank, world, 1)

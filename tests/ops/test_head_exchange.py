@@ -57,10 +57,10 @@ def _program_of(channel: ModuleType, head_exchange: ModuleType) -> Callable[[Sim
             x = integers(turn, 1, 2 * world, world, 2)
             own = x[:, rank::world].contiguous()
             out = torch.empty(1, 2 * world, 1, 2)
-            head_exchange._through_slots(memory, [own], [out], [(1, 2, 1, 2)], places, True)
+            head_exchange._through_slots(memory, "", [own], [out], [(1, 2, 1, 2)], places, True)
             assert torch.equal(out, x[:, :, rank : rank + 1])
             back = torch.empty_like(own)
-            head_exchange._through_slots(memory, [out], [back], [(1, 2, 1, 2)], places, False)
+            head_exchange._through_slots(memory, "", [out], [back], [(1, 2, 1, 2)], places, False)
             assert torch.equal(back, own)
 
     return program

@@ -54,11 +54,6 @@ def _by_copy_engines(group: dist.ProcessGroup) -> None:
     _made.setdefault(group, {})[FusedLinear] = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=0)
 
 
-def _straight_to_the_kernels() -> None:
-    """Interpreted products compare shapes first, which is a wait of its own; those of GPUs mostly do not."""
-    FusedLinear._agree = lambda self, op: None  # type: ignore[method-assign]
-
-
 def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation) -> None:
     """From now on; the ranks come at once to what is no part of the test, but on a busy machine at once may be late."""
     set_settings(timeout=seconds)
@@ -71,7 +66,6 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
 def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tuple[str, ...], timeout: float) -> None:
     """In each step rank 1 does not come, then comes late; and all do it again."""
     world = rank.join()
-    _straight_to_the_kernels()
     process_group._PATIENCE = timeout
     if engines:
         _by_copy_engines(world)
@@ -130,7 +124,6 @@ def test_a_rank_that_never_comes_is_named(
 
 def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
-    _straight_to_the_kernels()
     process_group._PATIENCE = patient(0.4)
     set_settings(timeout=patient(LIMIT))
     with implementation(name):

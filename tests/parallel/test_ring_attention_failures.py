@@ -109,6 +109,12 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
         "ring_attention: cu_seqlens has shape (1, 3): expected [S + 1]",
     ),
     (_draw(), {"cu_seqlens": DOCUMENTS.long()}, "ring_attention: cu_seqlens is torch.int64: expected int32"),
+    (
+        _draw(),
+        {"cu_seqlens": torch.tensor([0, 17], dtype=torch.int32)},
+        "ring_attention: cu_seqlens goes from 0 to 17: expected cumulative lengths from 0 to at most 16, the number of"
+        " rows",
+    ),
 )
 
 

@@ -9,10 +9,12 @@ ever in /dev/shm, whoever is killed when, and its size (64 MB in a container, if
 """
 
 import contextlib
+import functools
 import os
 import select
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,11 +27,12 @@ from triton._C.libtriton import interpreter as atomics
 from tpfuse.comm import host
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.meeting import say
-from tpfuse.comm.words import Pace, load_acquire, store_release
+from tpfuse.comm.words import Pace, load_acquire, publish, store_release
 
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
 _TEXT = 4096  # bytes of one exchange
-RECORDS, _RECORD = 64, 128  # operations in the flight record, bytes of each: number, begun and ended (ns), then text
+RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`Part`), then text
+_NUMBER, _BEGUN_NS, _ENDED_NS, _DIGEST, _WORDS = 0, 1, 2, 3, 4
 _ABORT_BYTES = 128
 _PART = _NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT + RECORDS * _RECORD
 
@@ -69,7 +72,11 @@ def _map(path: str, size: int) -> NDArray[np.uint8]:
 
 
 class Part:
-    """One rank's part of the board."""
+    """One rank's part of the board.
+
+    A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
+    digest of its text in one word, which is written at once, and as much of the text as there is room for.
+    """
 
     def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
         start = rank * _PART
@@ -91,7 +98,7 @@ class Part:
 
     def operations(self) -> list[dict[str, object]]:
         """The last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
-        rows = [(*(int(x) for x in numbers[:3]), index) for index, numbers in enumerate(self.record_numbers)]
+        rows = [(*(int(x) for x in numbers[:_DIGEST]), index) for index, numbers in enumerate(self.record_numbers)]
         return [
             {"number": number, "operation": self._text(index), "begun_ns": begun, "ended_ns": ended}
             for number, begun, ended, index in sorted(rows)
@@ -101,14 +108,18 @@ class Part:
     def is_through(self, number: int) -> bool:
         """Whether this rank has ended operation `number`."""
         begun = self.begun
-        return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, 2]))
+        return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, _ENDED_NS]))
 
     def last_operation(self) -> str:
         """What it has begun last; empty where it has begun nothing."""
-        return self._text(self.begun % RECORDS) if self.begun else ""
+        return self.operation(self.begun) if self.begun else ""
+
+    def operation(self, number: int) -> str:
+        """The text of one of the last operations."""
+        return self._text(number % RECORDS)
 
     def _text(self, index: int) -> str:
-        return bytes(self.records[index, 24:]).rstrip(b"\0").decode(errors="replace")
+        return bytes(self.records[index, 8 * _WORDS :]).rstrip(b"\0").decode(errors="replace")
 
 
 class Board:
@@ -144,7 +155,12 @@ class Board:
         self.memory = mapping.memory
         self.parts = [Part(self.memory, rank) for rank in range(self.world)]
         self.mine = self.parts[self.rank]
-        self._epoch = self._resets = self._forgotten = 0
+        self._epoch = self._resets = 0
+        self._begun, self._digests = 0, [0] * RECORDS  # what `mine` has of this rank's operations, at hand
+        self._others = [rank for rank in range(self.world) if rank != self.rank]
+        self._compared = [0] * self.world
+        self.disagreed = False  # whether this rank has found that ranks run different operations
+        self._failure: tuple[int, str] | None = None  # the operation that failed first, by number, and why
         for part, (_, pid, _, _) in zip(self.parts, hellos, strict=True):
             with contextlib.suppress(OSError):
                 part.pidfd = os.pidfd_open(pid)
@@ -156,38 +172,65 @@ class Board:
         """Whether somebody told this rank to stop waiting."""
         return bool(self.mine.abort[0])
 
-    def begin(self, op: str) -> None:
-        """Records that this rank begins an operation."""
-        number = self.mine.begun + 1
-        row, text = number % RECORDS, op.encode()[: _RECORD - 24]
-        record = self.mine.records[row]
-        self.mine.record_numbers[row, :3] = number, time.time_ns(), 0
-        record[24 : 24 + len(text)] = np.frombuffer(text, np.uint8)
-        record[24 + len(text) :] = 0
-        self.mine.numbers[_BEGUN] = number
+    def begin(self, op: str, *, fence: bool = False) -> int:
+        """Records that this rank begins an operation, and returns its number.
 
-    def end(self) -> None:
-        """Records that the operation begun last has ended."""
-        self.mine.record_numbers[self.mine.begun % RECORDS, 2] = time.time_ns()
+        op: its name, shapes and dtypes, the same on every rank. fence: at least one of two ranks that then compare sees
+        the other's record.
+        """
+        number = self._begun + 1
+        row, (text, digest) = number % RECORDS, _recorded(op)
+        self._digests[row] = (number & 0x7FFFFFFF) << 32 | digest
+        self.mine.record_numbers[row, :_WORDS] = number, time.time_ns(), 0, self._digests[row]
+        self.mine.records[row, 8 * _WORDS :] = text
+        self._begun = number
+        if fence:
+            publish(self.mine.addresses[_BEGUN : _BEGUN + 1], np.array([number], np.int64))
+        else:
+            self.mine.numbers[_BEGUN] = number
+        return number
+
+    def end(self, number: int) -> None:
+        """Records that an operation has ended."""
+        self.mine.record_numbers[number % RECORDS, _ENDED_NS] = time.time_ns()
 
     def compare(self) -> None:
-        """Raises Disagreement where an operation among the last ones was another one on another rank.
+        """Raises Disagreement where a rank runs another operation than this rank."""
+        for rank in self._others:
+            self.compare_with(rank)
 
-        Nobody is waited for: only those are compared that both ranks have ended, and that neither is writing over.
-        One that failed has not ended: its error has been raised already.
+    def compare_with(self, rank: int) -> None:
+        """`compare`, with one rank.
+
+        Nobody is waited for or told: what both ranks have begun is compared, each operation once. Ranks that wait
+        compare with all others meanwhile, and so each finds for itself that one is in another operation.
         """
-        own, ended, texts = self.mine.record_numbers[:, 0], self.mine.record_numbers[:, 2], self.mine.records[:, 24:]
-        for rank, part in enumerate(self.parts):
-            newest = part.begun
-            numbers, other = part.record_numbers.copy(), part.records[:, 24:].copy()
-            theirs = numbers[:, 0]
-            oldest = max(part.begun + 1 - RECORDS, self._forgotten)
-            sound = (own == theirs) & (theirs > oldest) & (theirs <= newest) & (ended > 0) & (numbers[:, 2] > 0)
-            (different,) = np.nonzero(sound & (texts != other).any(1))
-            if len(different):
-                row = different[np.argmin(theirs[different])]
-                said, mine = (bytes(text).rstrip(b"\0").decode(errors="replace") for text in (other[row], texts[row]))
-                raise Disagreement(f"operation {theirs[row]}: {said!r} on rank {rank}, {mine!r} on rank {self.rank}")
+        compared = self._compared[rank]
+        if compared == self._begun:
+            return
+        newest = min(self._begun, self.parts[rank].begun)
+        if compared == newest:
+            return
+        theirs = self.parts[rank].record_numbers
+        for number in range(max(compared, self._begun - RECORDS) + 1, newest + 1):
+            digest = int(theirs[number % RECORDS, _DIGEST])
+            if digest == self._digests[number % RECORDS]:
+                continue
+            if digest >> 32 == number & 0x7FFFFFFF:
+                self.disagreed = True
+                texts = self.parts[rank].operation(number), self.mine.operation(number)
+                raise Disagreement(f"operation {number}: rank {rank} runs {texts[0]}, rank {self.rank} runs {texts[1]}")
+            if theirs[number % RECORDS, _NUMBER] < number:  # not to be seen yet
+                newest = number - 1
+                break
+        self._compared[rank] = newest
+
+    def stop_if_others_differ(self) -> None:
+        """For watchdogs: ends the waits of this rank's kernels, which cannot compare, where `compare` would raise."""
+        try:
+            self.compare()
+        except Disagreement:
+            self.mine.abort[0] = self.world + 2
 
     def abort(self, rank: int, missing: int | None) -> None:
         """Tells `rank` to stop waiting for `missing` (None: nobody in particular). The first one to tell is heard."""
@@ -216,14 +259,24 @@ class Board:
         rank = min(range(self.world), key=lambda r: self.parts[r].begun)
         return rank if self.parts[rank].begun < self.mine.begun else None
 
-    def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout:
-        """Aborts every rank's waits; the error to raise. peer: who is missing, as far as the caller knows."""
+    def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout | Disagreement:
+        """Ends every rank's waits; the error to raise. peer: who is missing, as far as the caller knows."""
         told = int(self.mine.abort[0])
+        if told == self.world + 2:
+            try:
+                self.compare()
+            except Disagreement as error:
+                return error
         missing = told - 1 if 0 < told <= self.world else self.gone()
         if missing is None and not told:
             missing = self.behind() if peer is None else peer
         for rank in range(self.world):
             self.abort(rank, missing)
+        if self._failure is None:
+            self._failure = self.mine.begun, f"{op}: {self.about(missing)}"
+        number, first = self._failure
+        if self.mine.begun > number:
+            return PeerTimeout(op, step=self.step, rank=self.rank, peer=missing, waited=None, detail=first)
         return self._timeout(op, missing, waited)
 
     def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
@@ -266,6 +319,8 @@ class Board:
                 if seen >= value:
                     break
                 if pace.rest(part.addresses[place : place + 1], seen):
+                    if heed_abort:
+                        self.compare()
                     gone = next((r for r in range(self.world) if self._has_left(r, place, value)), None)
                     if pace.waited > self.timeout or gone is not None:
                         missing = rank if gone is None else gone
@@ -276,12 +331,12 @@ class Board:
         """Whether a rank's process has ended before it came. It may have come and ended since: look in this order."""
         return rank != self.rank and self.ended(rank) and int(self.parts[rank].numbers[place]) < value
 
-    def agree(self, what: str, op: str) -> None:
-        """Raises Disagreement on every rank unless all say the same `what`, which then shows both sides."""
-        texts = self.exchange(what, op)
-        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-        if other is not None:
-            raise Disagreement(f"rank 0 is at {texts[0]}, rank {other} at {texts[other]}")
+    def agree(self, op: str) -> None:
+        """A barrier that is an operation: raises Disagreement on every rank where one comes to another operation."""
+        number = self.begin(op)
+        self.exchange("", op)
+        self.compare()
+        self.end(number)
 
     def reset(self, clear: Callable[[], None]) -> None:
         """Two barriers that no abort ends, and between them, when nobody waits for anything, everything is forgotten.
@@ -292,7 +347,8 @@ class Board:
         try:
             self._meet_again()
             self.mine.abort[0] = 0
-            self.mine.numbers[_BEGUN] = self._forgotten = max(part.begun for part in self.parts)
+            self.mine.numbers[_BEGUN] = self._begun = max(part.begun for part in self.parts)
+            self._compared, self.disagreed, self._failure = [self._begun] * self.world, False, None
             self._epoch = self.mine.numbers[_EPOCH] = 0
             clear()
             self._meet_again()
@@ -303,6 +359,13 @@ class Board:
     def _meet_again(self) -> None:
         self._resets += 1
         self._meet(_RESETS, self._resets, "reset", heed_abort=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded(op: str) -> tuple[NDArray[np.uint8], int]:
+    """(as much of the text as a record holds, the digest of all of it): operations of a training step come again."""
+    data, room = op.encode(), _RECORD - 8 * _WORDS
+    return np.frombuffer(data[:room].ljust(room, b"\0"), np.uint8), zlib.crc32(data)
 
 
 def _close(descriptors: Sequence[int]) -> None:

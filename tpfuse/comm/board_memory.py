@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm.board import Board
-from tpfuse.comm.errors import PeerTimeout, Unavailable
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.comm.watchdog import Watchdog, write_flight_record
@@ -39,7 +39,7 @@ class BoardMemory(SymmetricMemory):
         super().__init__(group.rank(), group.size(), device, timeout)
         self._watchdog: Watchdog | None = None
         self._busy = threading.Lock()
-        self._started = 0.0
+        self._started, self._number = 0.0, 0
 
     @property
     def step(self) -> int:
@@ -50,7 +50,8 @@ class BoardMemory(SymmetricMemory):
         self.board.step = step
 
     def barrier(self, op: str = "barrier") -> None:
-        self.board.agree(op, op)
+        self._recover()
+        self.board.agree(op)
 
     def guard(self, op: str, *, kernel: bool = False) -> _Guard:
         return _Guard(self, op, kernel)
@@ -60,12 +61,15 @@ class BoardMemory(SymmetricMemory):
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
-        self.board.begin(op)
         try:
+            self._recover()
+            self._number = self.board.begin(op, fence=kernel)
             if self.board.aborted:
                 raise self._failure(op, 0.0)
             if settings().fingerprint:
-                self.board.agree(f"operation {self.board.mine.begun}: {op}", op)
+                self.board.exchange("", op)  # no rank goes on before all have come to the comparison
+            if kernel or settings().fingerprint:
+                self.board.compare()  # a kernel cannot, while it waits
             self._watch(op, kernel)
         except BaseException as error:
             self.end(op, error)
@@ -80,7 +84,7 @@ class BoardMemory(SymmetricMemory):
             write_flight_record(self.board, error)
             raise error
         if error is None:
-            self.board.end()
+            self.board.end(self._number)
         else:
             write_flight_record(self.board, error)
 
@@ -94,7 +98,12 @@ class BoardMemory(SymmetricMemory):
         if self._watchdog is not None:
             self._watchdog.unwatch()
 
-    def _failure(self, op: str, waited: float) -> PeerTimeout:
+    def _recover(self) -> None:
+        """Resets the memory where this rank has raised a Disagreement: every other rank that goes on does so too."""
+        if self.board.disagreed:
+            self.reset()
+
+    def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
         """What to raise where this rank was told to stop."""
         return self.board.fail(op, None, waited)
 

@@ -67,11 +67,10 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
 def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
     x = x.detach().contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-    flat, rows = x.view(-1), out.view(group.size(), -1)
     symmetric = _symmetric(x, group)
     if symmetric is not None:
-        return out, symmetric.all_gather(flat, rows, later=later)
-    return out, process_group.start_all_gather(flat, rows, group)
+        return out, symmetric.all_gather(x, out, later=later)
+    return out, process_group.start_all_gather(x.view(-1), out.view(group.size(), x.numel()), group)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
@@ -91,11 +90,10 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {world} ranks")
     x = x.detach().contiguous()
     out = x.new_empty(x.shape[0] // world, *x.shape[1:])
-    rows, flat = x.view(world, out.numel()), out.view(-1)
     symmetric = _symmetric(x, group, summed=True)
     if symmetric is not None:
-        return out, symmetric.reduce_scatter(rows, flat, later=later)
-    return out, process_group.start_reduce_scatter(rows, flat, group)
+        return out, symmetric.reduce_scatter(x, out, later=later)
+    return out, process_group.start_reduce_scatter(x.view(world, out.numel()), out.view(-1), group)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
@@ -109,7 +107,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
 def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool) -> Handle:
     symmetric = _symmetric(x, group, summed=True)
     if symmetric is not None:
-        return symmetric.all_reduce(x.view(-1), out.view(-1), later=later)
+        return symmetric.all_reduce(x, out, later=later)
     if out is not x:
         out.copy_(x)
     return process_group.start_all_reduce(out, group)
@@ -151,7 +149,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     direct = _direct(x, group)
     if direct is not None:
         out = torch.empty_like(x)
-        direct.all_reduce_max(x.view(-1), out.view(-1)).wait()
+        direct.all_reduce_max(x, out).wait()
         return out
     out = x.clone()
     process_group.start_all_reduce(out, group, op=dist.ReduceOp.MAX).wait()
@@ -169,9 +167,11 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
     x = x.detach().contiguous()
     out = torch.empty_like(x)
-    rows = x.view(len(x), -1), out.view(len(x), -1)
     symmetric = _symmetric(x, group)
-    handle = process_group.start_all_to_all(*rows, group) if symmetric is None else symmetric.all_to_all(*rows)
+    if symmetric is not None:
+        handle: Handle = symmetric.all_to_all(x, out)
+    else:
+        handle = process_group.start_all_to_all(x.view(len(x), -1), out.view(len(x), -1), group)
     handle.wait()
     return out
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpfuse.comm.board_memory import BoardMemory
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
-from tpfuse.comm.errors import PeerTimeout, Unavailable
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
@@ -77,7 +77,8 @@ class CudaMemory(BoardMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
             raise RuntimeError(f"symmetric buffer {key!r} is made while a graph is captured: ask for it before")
-        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
+        self._recover()
+        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}")
         size = max(16, shape.numel() * dtype.itemsize)
         reason = ""
         try:
@@ -149,7 +150,7 @@ class CudaMemory(BoardMemory):
             self._on_streams.add(Pending(op, begun, end))
             self._last = self._calls.stream(), end
 
-    def _failure(self, op: str, waited: float) -> PeerTimeout:
+    def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
         return self._on_streams.failure() or super()._failure(op, waited)
 
     def check(self) -> None:

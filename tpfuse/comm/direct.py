@@ -59,7 +59,7 @@ class DirectHandle:
 
 
 class DirectCollectives:
-    """The collectives of one group. All tensors are contiguous, on the CPU, of any dtype."""
+    """The collectives of one group. Tensors are contiguous, on the CPU, of any dtype; x has one shape on all ranks."""
 
     def __init__(
         self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES, large_slot_bytes: int = LARGE_SLOT_BYTES
@@ -71,34 +71,42 @@ class DirectCollectives:
         self._pending: DirectHandle | None = None
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out[r] becomes rank r's x. x: [n]; out: [world, n]. later: begun only, until its handle is waited for."""
-        return self._run("all_gather", x, self._all_gather(x, out), later)
+        """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...].
+
+        later: begun only, until its handle is waited for.
+        """
+        return self._run("all_gather", x, self._all_gather(x.view(-1), self._rows(out)), later)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out[r] becomes rank r's x[this rank]. Both: [world, n]."""
-        return self._run("all_to_all", x, self._all_to_all(x, out), later)
+        """out[r] becomes rank r's x[this rank]. Both: [world, ...]."""
+        return self._run("all_to_all", x, self._all_to_all(self._rows(x), self._rows(out)), later)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes Σ over ranks of their x[this rank]. x: [world, n]; out: [n]."""
-        return self._run("reduce_scatter", x, self._reduce_scatter(x, out), later)
+        """out becomes Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
+        return self._run("reduce_scatter", x, self._reduce_scatter(self._rows(x), out.view(-1)), later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes Σ over ranks of x; both [n], may be the same."""
+        """out becomes Σ over ranks of x; both of one shape, may be the same."""
         limit = self._small.nbytes if self.memory.world == 2 else ONE_SHOT_BYTES
         if x.nbytes <= limit:
-            rounds = self._one_shot("all_reduce", x, out, sum_in_rank_order)
+            rounds = self._one_shot("all_reduce", x.view(-1), out.view(-1), sum_in_rank_order)
         else:
-            rounds = self._all_reduce_two_shot(x, out)
+            rounds = self._all_reduce_two_shot(x.view(-1), out.view(-1))
         return self._run("all_reduce", x, rounds, later)
 
     def all_reduce_max(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes the maximum over ranks of x; both [n], may be the same. NaN wins."""
-        return self._run("all_reduce_max", x, self._one_shot("all_reduce_max", x, out, max_in_rank_order), later)
+        """out becomes the maximum over ranks of x; both of one shape, may be the same. NaN wins."""
+        rounds = self._one_shot("all_reduce_max", x.view(-1), out.view(-1), max_in_rank_order)
+        return self._run("all_reduce_max", x, rounds, later)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as one row for each rank."""
+        return x.view(self.memory.world, x.numel() // self.memory.world)
 
     def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
         op = f"{op} {x.dtype} {list(x.shape)}"
-        handle = DirectHandle(self, op, rounds)
         with self.memory.guard(op):
+            handle = DirectHandle(self, op, rounds)
             self._finish_pending()
             if later:
                 handle.begin()

@@ -5,29 +5,42 @@ class PeerTimeout(RuntimeError):
     """A rank waited for another one in vain; raised on every rank that is still there.
 
     op: the operation; step: the caller's step (-1 where nobody told); rank: who waited; peer: who was missing (None
-    where nobody is behind: then the ranks wait for each other); waited: seconds. After `SymmetricMemory.reset()` on all
-    ranks the process can go on.
+    where nobody is behind: then the ranks wait for each other); waited: seconds, None where the operation was not begun
+    because of an earlier failure, which `detail` then tells. After `SymmetricMemory.reset()` on all ranks the process
+    can go on.
     """
 
-    def __init__(self, op: str, *, step: int, rank: int, peer: int | None, waited: float, detail: str = "") -> None:
+    def __init__(
+        self, op: str, *, step: int, rank: int, peer: int | None, waited: float | None, detail: str = ""
+    ) -> None:
         self.op, self.step, self.rank, self.peer, self.waited = op, step, rank, peer, waited
         self.detail = detail
         place = f"{op}, step {step}" if step >= 0 else op
-        missing = "a rank" if peer is None else f"rank {peer}"
-        super().__init__(
-            f"{place}: rank {rank} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
-        )
+        if waited is None:
+            text = (
+                f"rank {rank} cannot begin it after an earlier failure ({detail}):"
+                " call tpfuse.comm.connect.connect(group, device).reset() on every rank of the group first"
+            )
+        elif peer == rank:
+            text = f"rank {rank} came too late: the other ranks have stopped waiting for it"
+        else:
+            missing = "a rank" if peer is None else f"rank {peer}"
+            text = f"rank {rank} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
+        super().__init__(f"{place}: {text}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return _timeout, (self.op, self.step, self.rank, self.peer, self.waited, self.detail)
 
 
-def _timeout(op: str, step: int, rank: int, peer: int | None, waited: float, detail: str) -> PeerTimeout:
+def _timeout(op: str, step: int, rank: int, peer: int | None, waited: float | None, detail: str) -> PeerTimeout:
     return PeerTimeout(op, step=step, rank=rank, peer=peer, waited=waited, detail=detail)
 
 
 class Disagreement(ValueError):
-    """Ranks came to the same place with different things: another operation, shape, dtype or key."""
+    """Ranks came to the same place with different things: another operation, shape, dtype or key.
+
+    Raised on every rank, each as it next uses the group's memory. The next operation then works again.
+    """
 
 
 class Unavailable(RuntimeError):

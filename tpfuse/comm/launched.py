@@ -50,7 +50,7 @@ def open_channel(
 
 
 class LaunchedCollectives:
-    """The collectives of one group. All tensors are contiguous and on the memory's device."""
+    """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES) -> None:
         """Collective. slot_bytes: of a piece, a multiple of 16."""
@@ -58,30 +58,45 @@ class LaunchedCollectives:
         _, self._endpoint = open_channel(memory, "launched collectives", slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out[r] becomes rank r's x. x: [n]; out: [world, n]; of any dtype."""
-        return self._run("all_gather", x, out, self._slot_bytes, all_gather_forward)
+        """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
+        rows = x.view(-1), self._rows(out)
+        return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out[r] becomes rank r's x[this rank]. Both: [world, n], of any dtype."""
-        return self._run("all_to_all", x, out, self._slot_bytes // len(x), all_to_all_forward)
+        """out[r] becomes rank r's x[this rank]. Both: [world, ...], of any dtype."""
+        rows = self._rows(x), self._rows(out)
+        return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out becomes Σ over ranks of their x[this rank]. x: [world, n]; out: [n]; of a dtype that is summed."""
-        return self._run("reduce_scatter", x, out, self._slot_bytes // len(x), reduce_scatter_forward)
+        """out becomes Σ over ranks of part `rank` of their x, of a dtype that is summed.
+
+        x: [world * n, ...] or [world, n, ...]; out: [n, ...].
+        """
+        rows = self._rows(x), out.view(-1)
+        return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out becomes Σ over ranks of x; both [n], may be the same; of a dtype that is summed."""
+        """out becomes Σ over ranks of x; both of one shape, may be the same; of a dtype that is summed."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
-        return self._run("all_reduce", x, out, self._slot_bytes, forward)
+        return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as one row for each rank."""
+        return x.view(self.memory.world, x.numel() // self.memory.world)
 
     def _run(
-        self, op: str, x: Tensor, out: Tensor, row_bytes: int, forward: Callable[[Tensor, Tensor, Endpoint], None]
+        self,
+        op: str,
+        x: Tensor,
+        rows: tuple[Tensor, Tensor],
+        row_bytes: int,
+        forward: Callable[[Tensor, Tensor, Endpoint], None],
     ) -> Handle:
-        """`forward` of one piece of x's rows after the other; pieces of several rows are packed for it."""
-        size, width = row_bytes // x.element_size() // 16 * 16, x.shape[-1]
+        """`forward` of one piece of the rows of x and out after the other; pieces of several rows are packed for it."""
+        size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
         with self.memory.guard(f"{op} {x.dtype} {list(x.shape)}", kernel=True):
             for start in range(0, width, size):
-                piece, target = (t[..., start : start + size] for t in (x, out))
+                piece, target = (t[..., start : start + size] for t in rows)
                 packed = target.contiguous()
                 forward(piece.contiguous(), packed, self._endpoint)
                 if packed is not target:

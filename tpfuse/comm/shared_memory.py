@@ -39,7 +39,8 @@ class SharedMemory(BoardMemory):
         return self._abort
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
-        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
+        self._recover()
+        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}")
         size = max(1, shape.numel() * dtype.itemsize)
         own, reason = None, ""
         try:
@@ -83,9 +84,11 @@ class SharedMemory(BoardMemory):
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         view, address = self._word(flags, owner, index)
+        peer = owner if peer is None else peer
         if self.board.aborted or wrapped(int(view[0]) - value) < 0:
-            self._wait(view, address, value, owner if peer is None else peer, op)
+            self._wait(view, address, value, peer, op)
         load_acquire(address, _ZERO)
+        self.board.compare_with(peer)
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
         pace = Pace()
@@ -93,7 +96,10 @@ class SharedMemory(BoardMemory):
             aborted, seen = self.board.aborted, int(view[0])
             if not aborted and wrapped(seen - value) >= 0:
                 return
-            late = not aborted and pace.rest(address, seen) and (pace.waited > self.timeout or self.board.ended(peer))
+            late = False
+            if not aborted and pace.rest(address, seen):
+                self.board.compare()  # a rank in another operation may never signal
+                late = pace.waited > self.timeout or self.board.ended(peer)
             # Before its process ended it may have written the word: look in this order.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):
                 raise self.board.fail(op, peer, pace.waited)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tpfuse.comm.board import Board
 from tpfuse.comm.cuda_calls import Event
-from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.watchdog import look_often, write_flight_record
 from tpfuse.comm.words import Stopwatch
 
@@ -37,7 +37,7 @@ class StreamWatchdog:
     def __init__(self, board: Board, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
         self._board, self._alarm = board, alarm
         self._pending: deque[Pending] = deque()
-        self._failure: PeerTimeout | None = None
+        self._failure: PeerTimeout | Disagreement | None = None
         self._rung = False
         self._lock = threading.Lock()
         self._awake = threading.Event()
@@ -62,6 +62,7 @@ class StreamWatchdog:
     def _judge(self, oldest: Pending) -> None:
         if oldest.running is None and oldest.begun.query():
             oldest.running = Stopwatch()
+        self._board.stop_if_others_differ()
         waited = 0.0 if oldest.running is None else oldest.running.look()
         if self._board.aborted or waited > self._board.timeout or self._board.gone() is not None:
             self._failure = self._board.fail(oldest.op, oldest.peer, waited)
@@ -69,7 +70,7 @@ class StreamWatchdog:
             self._alarm()
             self._rung = True
 
-    def failure(self) -> PeerTimeout | None:
+    def failure(self) -> PeerTimeout | Disagreement | None:
         """What an operation has met, once."""
         with self._lock:
             failure, self._failure = self._failure, None

@@ -87,7 +87,6 @@ class SymmetricMemory(ABC):
         self.step, self.generation = -1, 0
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
-        self._agreed: set[str] = set()
 
     @torch.inference_mode(False)  # what is kept serves calls that need gradients too
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
@@ -111,16 +110,6 @@ class SymmetricMemory(ABC):
         found = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return found
-
-    def agree(self, op: str) -> None:
-        """Raises Disagreement where ranks are about to run different operations, or one of different shapes (`op` says
-        which): kernels would read past ends, or what is old.
-
-        On CPUs always; on GPUs, where hosts would wait for each other, when an operation is new.
-        """
-        if self.device.type == "cpu" or op not in self._agreed:
-            self.barrier(op)
-            self._agreed.add(op)
 
     def free(self, key: str) -> None:
         """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""
@@ -164,8 +153,9 @@ class SymmetricMemory(ABC):
     def guard(self, op: str, *, kernel: bool = False) -> AbstractContextManager[None]:
         """Around an operation: it is recorded, and PeerTimeout is raised at its end if it was aborted.
 
-        op: name, shape and dtype, the same on every rank. kernel: it waits in a kernel, which needs a watchdog.
-        Raises RuntimeError where another thread is inside.
+        op: name, shapes and dtypes, the same on every rank: Disagreement is raised on every rank where they are not,
+        before anything is read that another operation has written. kernel: it waits in a kernel, which needs a
+        watchdog. Raises RuntimeError where another thread is inside.
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise

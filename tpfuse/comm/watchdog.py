@@ -44,6 +44,7 @@ class Watchdog:
         """Tells every rank to stop waiting if the operation is late or a peer is gone."""
         with self._lock:
             if self._watched is not None:
+                self._board.stop_if_others_differ()
                 op, stopwatch = self._watched
                 waited = stopwatch.look()
                 if waited > self._board.timeout or self._board.gone() is not None:
@@ -85,7 +86,7 @@ def write_flight_record(board: Board, error: BaseException) -> None:
     A disk that fails must not hide the error, which says all that matters.
     """
     folder = settings().flight_folder
-    if folder is None or not isinstance(error, PeerTimeout):
+    if folder is None or not isinstance(error, PeerTimeout) or error.waited is None:
         return
     record: dict[str, Any] = {
         "error": str(error),

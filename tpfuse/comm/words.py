@@ -31,6 +31,11 @@ class _Timespec(ctypes.Structure):
 _TIMEOUT = _Timespec(0, int(_NAP * 1e9))
 
 
+def publish(address: NDArray[np.uint64], value: NDArray[np.int32] | NDArray[np.int64]) -> None:
+    """Stores one word after everything that this process has written before; nobody sleeps on it."""
+    atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE)
+
+
 def store_release(address: NDArray[np.uint64], value: NDArray[np.int32] | NDArray[np.int64]) -> None:
     """Stores one word after everything that this process has written before, and wakes those who sleep on it."""
     atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.RELEASE)

@@ -115,11 +115,11 @@ class DirectExchange(Exchange):
         return self._values[index][self.memory.rank]
 
     def begin(self) -> None:
-        if self._generation != self.memory.generation:  # a reset has made all counters 0
-            self._said, self._generation = [0, 0, 0, 0], self.memory.generation
-        self._first = self._said[SENT]
-        self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
         with self.memory.guard("begin a step"):
+            if self._generation != self.memory.generation:  # a reset has made all counters 0
+                self._said, self._generation = [0, 0, 0, 0], self.memory.generation
+            self._first = self._said[SENT]
+            self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
             if self._said[ENDED] != self._said[DONE]:  # there was no update
                 self._say(ENDED, self._said[DONE])
             self._wait(ENDED, self._said[DONE], "begin a step")

@@ -18,7 +18,6 @@ from torch import Tensor
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
-from tpfuse.comm.row_channel import RowChannel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import flat
 
@@ -31,7 +30,7 @@ class DirectLinear:
     def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
         """Collective."""
         self.memory, self._piece_bytes = memory, piece_bytes
-        self._channels: dict[int, RowChannel] = {}
+        self._channels: dict[int, Channel] = {}
 
     def activates(self, x: Tensor) -> bool:
         """Activations are operators of their own."""
@@ -70,7 +69,7 @@ class DirectLinear:
         sums = [_WeightGradient(left, rows) if need[0] else None for left, need in zip(lefts, needs, strict=True)]
         grad_x = rows.new_empty(rows.shape) if needs_x else None
         rounds = self._pieces(rows.shape[0], width * x.element_size() * (1 + world)) if gathers or needs_x else ()
-        with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
+        with memory.guard(f"{op} {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"):
             for channel, part in rounds:
                 slots = channel.next_slots(x.dtype, 1 + world, part.stop - part.start, width)
                 if gathers:
@@ -78,12 +77,12 @@ class DirectLinear:
                 if needs_x:
                     for rank in channel.others:
                         _sum_of_products([left[rank, part] for left in lefts], weights, slots[own][rank])
-                epoch = channel.signal_rows(rows.shape[0])
+                epoch = channel.signal()
                 if needs_x:
                     _sum_of_products([left[own, part] for left in lefts], weights, slots[own][own])
                 for rank in (own, *channel.others):
                     if rank != own:
-                        channel.wait_for_rows(rank, epoch, rows.shape[0], op)
+                        channel.wait_for(rank, epoch, op)
                     for total in sums:
                         if total is not None:
                             total.add(rank, part, slots[rank][world])
@@ -102,15 +101,15 @@ class DirectLinear:
         sums = flat(out)
         rows = x.reshape(world, sums.shape[0], x.shape[-1])
         added = None if residual is None else flat(residual)
-        with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
+        with memory.guard(f"{op} {x.dtype} {[*x.shape[:-1], width]}"):
             for channel, part in self._pieces(sums.shape[0], width * x.element_size() * world):
                 slots = channel.next_slots(x.dtype, world, part.stop - part.start, width)
                 for rank in channel.others:
                     torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])
-                epoch = channel.signal_rows(sums.shape[0])
+                epoch = channel.signal()
                 torch.mm(rows[own, part], weight.t(), out=slots[own][own])
                 for rank in channel.others:
-                    channel.wait_for_rows(rank, epoch, sums.shape[0], op)
+                    channel.wait_for(rank, epoch, op)
                 sum_in_rank_order([slot[own] for slot in slots] + _terms(part, bias, added), sums[part])
         return out
 
@@ -147,13 +146,13 @@ class DirectLinear:
         rows, out = flat(x), x.new_empty(*x.shape[:-1], width)
         sums, added = flat(out), None if residual is None else flat(residual)
         most = SLOT_BYTES if memory.world == 2 else ONE_SHOT_BYTES
-        with memory.guard(f"{op} {x.dtype} {list(x.shape)}"):
+        with memory.guard(f"{op} {x.dtype} {[*x.shape[:-1], width]}"):
             for channel, part in self._pieces(rows.shape[0], width * x.element_size()):
                 slots = channel.next_slots(x.dtype, part.stop - part.start, width)
                 torch.mm(rows[part], weight.t(), out=slots[own])
-                epoch = channel.signal_rows(rows.shape[0])
+                epoch = channel.signal()
                 for rank in channel.others:
-                    channel.wait_for_rows(rank, epoch, rows.shape[0], op)
+                    channel.wait_for(rank, epoch, op)
                 if slots[own].nbytes <= most:
                     sum_in_rank_order(slots + _terms(part, bias, added), sums[part])
                 else:
@@ -169,18 +168,18 @@ class DirectLinear:
         for channel, part in self._pieces(rows.shape[0], rows.shape[1] * rows.element_size()):
             slots = channel.next_slots(rows.dtype, part.stop - part.start, rows.shape[1])
             slots[own].copy_(rows[part])
-            epoch = channel.signal_rows(rows.shape[0])
+            epoch = channel.signal()
             yield own, part, slots[own]
             for rank in channel.others:
-                channel.wait_for_rows(rank, epoch, rows.shape[0], op)
+                channel.wait_for(rank, epoch, op)
                 yield rank, part, slots[rank]
 
-    def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple[RowChannel, slice]]:
+    def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
         """What each round takes of every rank's rows; there is one for no rows too."""
         nbytes = max(self._piece_bytes, row_bytes)
         channel = self._channels.get(nbytes)
         if channel is None:
-            channel = self._channels[nbytes] = RowChannel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
+            channel = self._channels[nbytes] = Channel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
         size = nbytes // max(row_bytes, 1)
         for start in range(0, max(rows, 1), size):
             yield channel, slice(start, min(start + size, rows))

@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tpfuse.comm.channel import Channel
 from tpfuse.comm.rank_order import sum_in_rank_order
-from tpfuse.comm.row_channel import RowChannel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.block_attention import BlockBackward, BlockForward
 from tpfuse.ops.ring_call import RingCall, computed
@@ -30,21 +30,21 @@ class DirectRing:
     def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
         """Collective."""
         self.memory, self._piece_bytes = memory, piece_bytes
-        self._channels: dict[int, RowChannel] = {}
+        self._channels: dict[int, Channel] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        op, own, length = "ring_attention", self.memory.rank, k.shape[2]
+        op, own = "ring_attention", self.memory.rank
         parts = []
-        with self.memory.guard(f"{op} {k.dtype} {list(k.shape)}"):
+        with self.memory.guard(call.described(op, k)):
             for channel, heads, q_heads in self._pieces(q, k, 2 * k.element_size()):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
-                epoch = channel.signal_rows(length)
+                epoch = channel.signal()
                 block = BlockForward(q[:, q_heads], call.heads(q_heads))
                 block.add(own, slots[own][0], slots[own][1])
                 for source in call.sources:
-                    channel.wait_for_rows(source, epoch, length, op)
+                    channel.wait_for(source, epoch, op)
                     block.add(source, slots[source][0], slots[source][1])
                 parts.append(block.result())
         return _joined([out for out, _ in parts]), _joined([lse for _, lse in parts])
@@ -53,45 +53,45 @@ class DirectRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        op, own, length, wide = "ring_attention backward", self.memory.rank, k.shape[2], computed(k.dtype)
+        op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
-        with self.memory.guard(f"{op} {k.dtype} {list(k.shape)}"):
+        with self.memory.guard(call.described(op, k)):
             for channel, heads, q_heads in self._pieces(q, k, 2 * self.memory.world * wide.itemsize):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
-                epoch = channel.signal_rows(length)
+                epoch = channel.signal()
                 block = BlockBackward(
                     grad_out[:, q_heads], q[:, q_heads], out[:, q_heads], lse[:, q_heads], call.heads(q_heads)
                 )
                 mine = _empty(k[:, heads], wide)
                 block.add(own, slots[own][0], slots[own][1], mine)
                 for source in channel.others:  # before the other half of the own slot is written, which they have read
-                    channel.wait_for_rows(source, epoch, length, op)
+                    channel.wait_for(source, epoch, op)
                 sums = _blocks(channel, k[:, heads], wide, self.memory.world)
                 for source in call.sources:
                     block.add(source, slots[source][0], slots[source][1], sums[own][source])
-                epoch = channel.signal_rows(length)
+                epoch = channel.signal()
                 for source in channel.others:
-                    channel.wait_for_rows(source, epoch, length, op)
+                    channel.wait_for(source, epoch, op)
                 parts = [mine if rank == own else part[own] for rank, part in enumerate(sums)]
                 _sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
                 dqs.append(block.dq())
         return _joined(dqs), gradients[0], gradients[1]
 
-    def _pieces(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[RowChannel, slice, slice]]:
+    def _pieces(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[Channel, slice, slice]]:
         """What each round takes of the heads of k and of q; element_bytes: what a slot holds for an element of k."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         head_bytes = k[:, :1].numel() * element_bytes
         nbytes = max(self._piece_bytes, head_bytes)
         channel = self._channels.get(nbytes)
         if channel is None:
-            channel = self._channels[nbytes] = RowChannel(self.memory, f"direct ring, {nbytes} bytes", nbytes, "tokens")
+            channel = self._channels[nbytes] = Channel(self.memory, f"direct ring, {nbytes} bytes", nbytes)
         most = min(nbytes // max(head_bytes, 1), max(heads, 1))
         for start in range(0, max(heads, 1), most):
             yield channel, slice(start, start + most), slice(start * group, (start + most) * group)
 
 
-def _blocks(channel: RowChannel, k: Tensor, dtype: torch.dtype, *counts: int) -> list[Tensor]:
+def _blocks(channel: Channel, k: Tensor, dtype: torch.dtype, *counts: int) -> list[Tensor]:
     """Every rank's slot of the next epoch as [*counts, 2, B, Hk, n, D] with k's sizes."""
     batch, heads, length, size = k.shape
     shape = *counts, 2, batch, length, heads, size

@@ -106,8 +106,9 @@ class FusedLinear:
         """(dX, dWs, dbs). The gradients of several weights meet in one product, of all of them behind each other."""
         lefts = [flat(grad) for grad in grads]
         befores = [None if before is None else flat(before) for before in preactivations]
-        op = f"all_gather_linear backward {x.dtype} {list(x.shape)}"
-        gather = self._begin(op, flat(x), keep=True) if any(weight or bias for weight, bias in needs) else None
+        gathers = any(weight or bias for weight, bias in needs)
+        op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"
+        gather = self._begin(op, flat(x), keep=True) if gathers else None
         grad_x = None
         if needs_x:
             left, weight, before = lefts[0], weights[0], befores[0]
@@ -129,7 +130,7 @@ class FusedLinear:
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual."""
-        op = f"linear_reduce_scatter {x.dtype} {list(x.shape)}"
+        op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
         out = self._product_scattering(op, flat(x), weight, bias=bias, residual=added)
         return out.view(len(x) // self.memory.world, *x.shape[1:-1], len(weight))
@@ -153,7 +154,7 @@ class FusedLinear:
         most = -(-len(rows) // world)
         own = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
         added = None if residual is None else flat(residual)[own]
-        op = f"linear_all_reduce {x.dtype} {list(x.shape)}"
+        op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
         sums = self._product_scattering(op, rows, weight, bias=bias, residual=added)
         padded = sums.new_zeros(most, sums.shape[1])
         padded[: len(sums)] = sums
@@ -161,7 +162,6 @@ class FusedLinear:
 
     def _begin(self, op: str, rows: Tensor, *, keep: bool) -> _Gather:
         """Sends copy engines for the others' rows, where they bring them; `_product` or `_finish` must follow."""
-        self.memory.agree(op)
         world, nbytes = self.memory.world, rows.nbytes
         gathered = rows.new_empty(world, *rows.shape)
         copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
@@ -232,7 +232,6 @@ class FusedLinear:
         preactivation: Tensor | None = None,
         activation: str | None = None,
     ) -> Tensor:
-        self.memory.agree(op)
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         with self.memory.guard(op, kernel=True):

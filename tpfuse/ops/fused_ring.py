@@ -33,8 +33,7 @@ class FusedRing:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        op, parts = f"ring_attention {k.dtype} {list(k.shape)}", []
-        self.memory.agree(op)
+        op, parts = call.described("ring_attention", k), []
         seen, _ = call.sights(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
@@ -53,8 +52,7 @@ class FusedRing:
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
-        op, parts = f"ring_attention backward {k.dtype} {list(k.shape)}", []
-        self.memory.agree(op)
+        op, parts = call.described("ring_attention backward", k), []
         seen, seen_by = call.sights(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=True):
             mine = call.heads(q_heads)

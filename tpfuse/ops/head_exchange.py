@@ -48,35 +48,36 @@ def _runs(row: list[int]) -> tuple[tuple[slice, slice], ...]:
     return tuple(found)
 
 
-def to_heads(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup) -> list[Tensor]:
+def to_heads(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup, call: str = "") -> list[Tensor]:
     """Each [B, H, n, D], this rank's tokens -> [B, H / world, world * n, D], all ranks' tokens by position.
 
-    H: each tensor's own, a multiple of world; of one dtype.
+    H: each tensor's own, a multiple of world; of one dtype. call: a description of what the heads are for, which must
+    be the same on every rank.
     """
-    return list(_Exchange.apply(places, group, True, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Exchange.apply(places, group, call, True, *tensors))  # type: ignore[no-untyped-call]
 
 
-def to_tokens(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup) -> list[Tensor]:
+def to_tokens(tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup, call: str = "") -> list[Tensor]:
     """The inverse of `to_heads`."""
-    return list(_Exchange.apply(places, group, False, *tensors))  # type: ignore[no-untyped-call]
+    return list(_Exchange.apply(places, group, call, False, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Exchange(Function):
     @staticmethod
     def forward(
-        ctx: Any, places: Places, group: dist.ProcessGroup, for_heads: bool, *tensors: Tensor
+        ctx: Any, places: Places, group: dist.ProcessGroup, call: str, for_heads: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.places, ctx.group, ctx.for_heads = places, group, for_heads
-        return _exchanged(tensors, places, group, for_heads)
+        ctx.places, ctx.group, ctx.call, ctx.for_heads = places, group, call, for_heads
+        return _exchanged(tensors, places, group, call, for_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *_exchanged(grads, ctx.places, ctx.group, not ctx.for_heads)
+        return None, None, None, None, *_exchanged(grads, ctx.places, ctx.group, ctx.call, not ctx.for_heads)
 
 
 def _exchanged(
-    tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup, for_heads: bool
+    tensors: Sequence[Tensor], places: Places, group: dist.ProcessGroup, call: str, for_heads: bool
 ) -> tuple[Tensor, ...]:
     world, first = len(places), tensors[0]
     tensors = [x.transpose(1, 2) for x in tensors]
@@ -86,7 +87,7 @@ def _exchanged(
               for x, out in zip(tensors, outs, strict=True)]  # fmt: skip
     choice = choose(first.device, first.dtype, group)
     if choice.implementation == "direct" and choice.memory is not None:
-        _through_slots(choice.memory, tensors, outs, shapes, places, for_heads)
+        _through_slots(choice.memory, call, tensors, outs, shapes, places, for_heads)
     else:
         sent = first.new_empty(world, sum(map(math.prod, shapes)))
         for rank in range(world):
@@ -103,6 +104,7 @@ def _heads(x: Tensor, world: int, for_heads: bool) -> int:
 
 def _through_slots(
     memory: SymmetricMemory,
+    call: str,
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor],
     shapes: Sequence[tuple[int, ...]],
@@ -111,7 +113,7 @@ def _through_slots(
 ) -> None:
     world, own, dtype, op = memory.world, memory.rank, tensors[0].dtype, "exchange of heads"
     row = sum(map(math.prod, shapes))
-    with memory.guard(f"{op} {dtype} {[list(shape) for shape in shapes]}"):
+    with memory.guard(f"{op} {dtype} {[list(shape) for shape in shapes]} {call}"):
         channel = _channel(memory, world * row * dtype.itemsize)
         slots = channel.next_slots(dtype, world, row)
         for rank in channel.others:

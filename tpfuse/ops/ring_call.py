@@ -37,6 +37,11 @@ class RingCall:
         direction = -1 if self.ring else 1
         return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
 
+    def described(self, op: str, k: Tensor) -> str:
+        """The operation `op` on a block of keys, as every rank of the call must describe it."""
+        options = f"causal {self.causal} window {self.window} dropout {self.dropout_p}"
+        return f"{op} {k.dtype} {list(k.shape)} {options}"
+
     @functools.cached_property
     def own_counters(self) -> Tensor | None:
         """`counters` of this rank."""

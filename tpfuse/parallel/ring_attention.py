@@ -27,6 +27,7 @@ from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
 from tpfuse.ops.ring_attention import check_call
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
 from tpfuse.ops.ring_call import RingCall
+from tpfuse.ops.values import check_cumulative
 
 Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -103,7 +104,7 @@ def ring_attention(
     q, k, v = autocast_heads(q, k, v)
     name = "ring_attention"
     check_call(name, q, k, v, window, scale, cu_seqlens, dropout_p, key, head_rows)
-    place = _place(name, q, k, group, schedule, balance, length)
+    place = _place(name, q, k, group, schedule, balance, length, cu_seqlens)
     call = RingCall(
         place.layout.runs,
         place.ring_rank,
@@ -124,12 +125,13 @@ def ring_attention(
     collectives.agree_on_rows(q.shape[2], q.device, *groups, op=name, unit="tokens")
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
     assert place.places is not None
-    q, k, v = to_heads((q, k, v), place.places, place.ulysses)
+    described = call.described("for ring_attention", k)
+    q, k, v = to_heads((q, k, v), place.places, place.ulysses, described)
     out, lse = attend_ring(q, k, v, call, place.ring)
-    (out,) = to_tokens((out,), place.places, place.ulysses)
+    (out,) = to_tokens((out,), place.places, place.ulysses, described)
     if not return_lse:
         return out
-    (lse,) = to_tokens((lse.unsqueeze(-1),), place.places, place.ulysses)
+    (lse,) = to_tokens((lse.unsqueeze(-1),), place.places, place.ulysses, described)
     return out, lse.squeeze(-1)
 
 
@@ -181,9 +183,16 @@ class _Place:
 
 
 def _place(
-    name: str, q: Tensor, k: Tensor, group: Group, schedule: Schedule, balance: Balance, length: int | None
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    group: Group,
+    schedule: Schedule,
+    balance: Balance,
+    length: int | None,
+    cu_seqlens: Tensor | None,
 ) -> _Place:
-    """Raises ValueError for a schedule, a layout or a group that does not fit."""
+    """Raises ValueError for a schedule, a layout, a group or documents that do not fit."""
     if schedule not in SCHEDULES:
         raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
     if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
@@ -199,6 +208,8 @@ def _place(
             f"{name}: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length} tokens,"
             f" {balance} (pad them: SequenceLayout.shard does)"
         )
+    if cu_seqlens is not None:
+        check_cumulative(name, "cu_seqlens", cu_seqlens, length)
     if schedule == "auto":
         schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
     ring_rank, blocks_travel_in = ring.rank(), ring if ring.size() > 1 else None

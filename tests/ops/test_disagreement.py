@@ -1,0 +1,119 @@
+"""Ranks that call one operation with different shapes, dtypes or options: both sides are shown, and ranks can go on."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import collectives
+from tpfuse.comm.errors import Disagreement
+from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+Group = dist.ProcessGroup
+Product = Callable[[Tensor, Tensor, None, Group], Tensor]
+Program = Callable[[bool, Group], object]
+
+
+def _collective(function: Callable[[Tensor, Group], Tensor], one: Tensor, other: Tensor) -> Program:
+    return lambda odd, group: function(other if odd else one, group)
+
+
+def _product(function: Product, one: tuple[int, int, int], other: tuple[int, int, int], half: bool = False) -> Program:
+    """one, other: rows, columns of x and outputs. half: bfloat16 instead, as autocast on one rank would have it."""
+
+    def run(odd: bool, group: Group) -> Tensor:
+        (rows, k, n), dtype = (other if odd else one), torch.bfloat16 if odd and half else torch.float32
+        return function(torch.ones(rows, k, dtype=dtype), torch.ones(n, k, dtype=dtype), None, group)
+
+    return run
+
+
+def _embedding(odd: bool, group: Group) -> Tensor:
+    layer = VocabParallelEmbedding(8, 4, device_mesh=tensor_mesh())
+    return layer(torch.tensor([1, 2, 3] if odd else [1, 2]))
+
+
+def _attention(change: Callable[[Tensor], Tensor], **options: object) -> Program:
+    def run(odd: bool, group: Group) -> object:
+        q = torch.ones(1, 2, 4, 16)
+        return ring_attention(*[change(q) if odd else q] * 3, group=group, **(options if odd else {}))
+
+    return run
+
+
+def _frozen(odd: bool, group: Group) -> None:
+    """One rank wants no gradient of x: it would send nothing to the others' sums."""
+    x = torch.ones(2, 4, requires_grad=not odd)
+    all_gather_linear(x, torch.ones(4, 4, requires_grad=True), None, group).sum().backward()
+
+
+def _elsewhere(odd: bool, group: Group) -> Tensor:
+    x = torch.ones(4, 2)
+    return collectives.reduce_scatter(x, group) if odd else collectives.all_gather(x, group)
+
+
+PROGRAMS: dict[str, Program] = {
+    "all_reduce dtype": _collective(collectives.all_reduce, torch.ones(4), torch.ones(4, dtype=torch.float64)),
+    "all_reduce elements": _collective(collectives.all_reduce, torch.ones(4), torch.ones(6)),
+    "all_reduce in another channel": _collective(collectives.all_reduce, torch.ones(4), torch.ones(2**19)),
+    "all_reduce_max elements": _collective(collectives.all_reduce_max, torch.ones(4), torch.ones(6)),
+    "all_gather rows": _collective(collectives.all_gather, torch.ones(2, 4), torch.ones(4, 4)),
+    "all_gather shape": _collective(collectives.all_gather, torch.ones(4, 2), torch.ones(2, 4)),
+    "reduce_scatter rows": _collective(collectives.reduce_scatter, torch.ones(4, 2), torch.ones(8, 2)),
+    "all_to_all columns": _collective(collectives.all_to_all, torch.ones(2, 2), torch.ones(2, 3)),
+    "embedding ids": _embedding,
+    "all_gather_linear rows": _product(all_gather_linear, (2, 4, 4), (4, 4, 4)),
+    "all_gather_linear columns": _product(all_gather_linear, (2, 4, 4), (2, 8, 4)),
+    "all_gather_linear dtype": _product(all_gather_linear, (2, 4, 4), (2, 4, 4), half=True),
+    "linear_reduce_scatter dtype": _product(linear_reduce_scatter, (2, 4, 4), (2, 4, 4), half=True),
+    "linear_reduce_scatter outputs": _product(linear_reduce_scatter, (2, 4, 2), (2, 4, 4)),
+    "linear_all_reduce dtype": _product(linear_all_reduce, (2, 4, 4), (2, 4, 4), half=True),
+    "linear_all_reduce outputs": _product(linear_all_reduce, (2, 4, 2), (2, 4, 4)),
+    "linear_all_reduce rows": _product(linear_all_reduce, (2, 4, 4), (4, 4, 4)),
+    "ring_attention dtype": _attention(Tensor.double),
+    "ring_attention window": _attention(Tensor.clone, window=1),
+    "no gradient": _frozen,
+    "another operation": _elsewhere,
+}
+
+
+def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[str, str]]:
+    """What each program says where rank `odd` calls it otherwise than the others; all can go on after each."""
+    group, said = dist.group.WORLD, []
+    assert group is not None
+    set_settings(fingerprint=fingerprint)
+    try:
+        with implementation(name):
+            for title, run in PROGRAMS.items():
+                if name == "fused" and "dtype" in title and "attention" in title:
+                    continue  # float64 is for `direct` alone
+                try:
+                    run(dist.get_rank() == odd, group)
+                    said.append((title, "nothing"))
+                except Disagreement as error:
+                    said.append((title, str(error)))
+                total = collectives.all_reduce(torch.tensor([float(dist.get_rank())]), group)
+                assert total.item() == sum(range(group.size())), title
+    finally:
+        set_settings(fingerprint=False)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint", "world"), [("direct", False, 2), ("direct", True, 2), ("fused", False, 2)]
+)
+def test_both_sides_are_shown_on_all_ranks_which_can_go_on(name: Implementation, fingerprint: bool, world: int) -> None:
+    for said in pool(world).run(_disagree, name, fingerprint, world - 1):
+        for title, text in said:
+            sides = [part[2:].rstrip(", ") for part in text.split("rank ")[1:]]
+            assert len(sides) == len(set(sides)) == 2, (title, text)
