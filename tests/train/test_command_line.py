@@ -1,23 +1,29 @@
 """The commands, in this process: what they print, write and return. Ranks of their own: test_launch."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tpfuse import kernel_choice
 from tpfuse.parallel import offload
+from tpfuse.testing.patience import patient
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import run
 from tpfuse.train.metrics import Reporter, Row, read_metrics
 from tpfuse.train.stop import StopRequest
+from tpfuse.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +137,8 @@ BAD = [
     (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
     (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
     (["--optim.lr", "nan"], "--optim.lr nan"),
+    (["--optim.lr", "inf"], "--optim.lr inf: expected at least 0, and finite"),
+    (["--out", "r\udcff"], "the name is not UTF-8: rename it"),
     (["--model.dropout", "1.0"], "dropout 1.0"),
     (["--parallel.tp", "0"], "--parallel.tp 0"),
     (["--parallel.cp", "0"], "--parallel.tp 1 --parallel.cp 0"),
@@ -256,6 +264,102 @@ def test_resume_with_other_data(trained: Path, text: Path, tmp_path: Path, capfd
     assert run(["train", "--resume", "--out", str(trained), *flags]) == 2
     assert "different data" in one_error(capfd)
 
+    assert run(["train", "--resume", "--out", str(trained), "--data.path", str(tmp_path / "other.txt")]) == 2
+    assert f"was trained on {text}, not on {tmp_path / 'other.txt'}" in one_error(capfd)
+    assert "other" not in (trained / "config.toml").read_text()
+
+
+def test_options_that_a_full_disk_has_emptied(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Default options would train on, silently; and a resume does not empty the file any more."""
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    (copy / "config.toml").write_text("")
+    assert run(["train", "--resume", "--out", str(copy)]) == 2
+    assert "config.toml is empty: write the run's options into it" in one_error(capfd)
+
+
+def test_a_disk_that_is_full_leaves_the_options_as_they_were(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tpfuse.train import durable
+
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    before = (copy / "config.toml").read_text()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "write", full)
+    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 2
+    assert "No space left on device" in one_error(capfd)
+    assert (copy / "config.toml").read_text() == before
+
+
+def test_a_folder_has_one_run_at_a_time(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    holder = os.open(copy, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 2
+    assert f"{copy} is in use by another run" in one_error(capfd)
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+    os.close(holder)
+    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 0
+
+
+def test_a_ruined_model_does_not_replace_a_good_checkpoint(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The update of step 4 overflows; its loss was still finite."""
+    out = tmp_path / "run"
+    assert (
+        run(["train", *flags, "--train.save-every", "1", "--train.keep", "1", "--train.steps", "3", "--out", str(out)])
+        == 0
+    )
+    explosion = ["--optim.lr", "1e38", "--optim.clip", "0", "--train.steps", "6", "--optim.weight-decay", "10"]
+    assert run(["train", "--resume", "--out", str(out), *explosion]) == 1
+    assert "step 4: after the update the loss is nan; not saved" in one_error(capfd)
+    assert [path.name for path in out.glob("step-*")] == ["step-3"]
+
+
+def test_a_run_folder_that_is_removed_is_said(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    real = Trainer.evaluate
+
+    def evaluate(self: Trainer, *arguments: Any) -> float:
+        if self.step == 6:
+            shutil.rmtree(out)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    assert run(["train", *flags, "--train.eval-every", "6", "--out", str(out)]) == 1
+    assert f"step 10 was not saved: the run's folder {out} has been removed" in one_error(capfd)
+
+
+def test_training_goes_on_when_nobody_reads_what_it_says(flags: list[str], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tpfuse",
+        "train",
+        *flags,
+        "--train.log-every",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=patient(120.0))
+    os.close(writing)
+    assert process.returncode == 0 and (tmp_path / "run" / "step-12").is_dir()
+    (line,) = process.stderr.splitlines()
+    assert line == "tpfuse: warning: cannot write to standard output: Broken pipe; training goes on without it"
+
 
 def damage(file: Path) -> None:
     content = bytearray(file.read_bytes())
@@ -286,7 +390,7 @@ def test_a_failed_save_warns_and_is_tried_again(
     real = durable.os.fsync
 
     def full(descriptor: int) -> None:
-        if next(failures, False):
+        if "step-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and next(failures, False):
             raise OSError(28, "No space left on device")
         real(descriptor)
 
@@ -303,8 +407,12 @@ def test_a_full_disk_at_the_end_is_said(
 ) -> None:
     from tpfuse.train import durable
 
+    real = durable.os.fsync
+
     def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+        if "step-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
 
     monkeypatch.setattr(durable.os, "fsync", full)
     assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1

@@ -154,7 +154,12 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         saved = Path(out) / "config.toml"
         if not saved.is_file():
             raise UserError(f"there is no run to resume in {out}: {saved} is missing")
-        sources.append((str(saved), read_toml(saved)))
+        table = read_toml(saved)
+        if not table:
+            raise UserError(
+                f"{saved} is empty: write the run's options into it; manifest.json of each checkpoint has them too"
+            )
+        sources.append((str(saved), table))
     file = flag_value(arguments, "--config")
     if file is not None:
         sources.append((file, read_toml(Path(file))))

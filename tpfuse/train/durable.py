@@ -65,6 +65,16 @@ class DurableFile:
                 os.close(self._descriptor)
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes a text file whole, or leaves the one that was there as it was. Raises OSError."""
+    staging = path.with_name(f".staging-{path.name}")
+    staging.unlink(missing_ok=True)
+    with DurableFile(staging) as file:
+        file.write(text.encode())
+    staging.replace(path)
+    sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Makes the names in a folder durable. Raises OSError."""
     with _naming(path):

@@ -1,5 +1,6 @@
 """Lines for people on stderr; results go to stdout."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -8,6 +9,17 @@ from pathlib import Path
 def warn(message: str) -> None:
     """One line that does not end the command."""
     print(f"tpfuse: warning: {message}", file=sys.stderr, flush=True)
+
+
+def say(line: str = "") -> None:
+    """One line on stdout. Where stdout is closed or its disk is full, a warning, once, and nothing more is said."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - the old one still holds what it cannot write
+        with contextlib.suppress(OSError):
+            warn(f"cannot write to standard output: {error.strerror}; training goes on without it")
 
 
 def program() -> str:

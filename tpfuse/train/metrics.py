@@ -17,7 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from tpfuse.train.messages import warn
+from tpfuse.train.messages import say, warn
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Reporter:
             self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
         else:
             remaining = "" if left is None else f"  {int(left) // 60}:{int(left) % 60:02d} left"
-            print(described(row, self.steps) + remaining, flush=True)
+            say(described(row, self.steps) + remaining)
 
     def close(self) -> None:
         """Ends the progress line and closes the files."""

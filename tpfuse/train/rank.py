@@ -1,7 +1,7 @@
 """What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
 
-import sys
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,12 +21,13 @@ from tpfuse.kernel_choice import implementation, set_kernels
 from tpfuse.layers.explain import plans, summary
 from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
+from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.errors import RunError
 from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
-from tpfuse.train.messages import fail, program, warn
+from tpfuse.train.messages import fail, program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
@@ -135,7 +136,7 @@ class Training:
         if stopped:
             if self.first:
                 draw_losses(self.run.folder, None)
-                print(
+                say(
                     f"stopped at step {self.trainer.step} of {steps}; go on with:"
                     f" {program()} train --resume --out {self.run.folder}"
                 )
@@ -152,26 +153,21 @@ class Training:
         config, train, trainer = self.run.config, self.options.train, self.trainer
         size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
         threads = f", {torch.get_num_threads()} thread(s) each" if self.device.type == "cpu" else ""
-        print(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
+        say(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
-        print(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
+        say(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
         context = trainer.model.context
         cp = f" x cp {context.size}" if context.size > 1 else ""
         layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
-        print(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
+        say(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
         if layers and trainer.tp * context.size > 1:
-            print(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
+            say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
-        print(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
-        print(f"memory   {self._counted()}")
+        say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
+        say(f"memory   {self._counted()}")
         peak = self.peak * self.place.world
-        print(
-            f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})"
-        )
-        print(
-            f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""),
-            flush=True,
-        )
+        say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
+        say(f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""))
 
     def _counted(self) -> str:
         """What `tpfuse memory` counts for this rank, in words."""
@@ -210,7 +206,7 @@ class Training:
             result = trainer.train_step(self.windows, self.stop)
             step = trainer.step
             if step == begun + 1 and self.first:
-                print(self._measured(), flush=True)
+                say(self._measured())
             last = step == options.steps
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
@@ -255,6 +251,14 @@ class Training:
     def _save(self) -> None:
         """Saves; after a failure tries again 1, 2, 4, … steps later."""
         trainer = self.trainer
+        options = self.run.folder / "config.toml"
+        if not all(agree(trainer.world_group, options.is_file)):
+            raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
+        loss = trainer.evaluate(self.windows, 1)  # a model that an update has ruined must not replace a good one
+        if not isfinite(loss):
+            raise RunError(
+                f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
+            )
         state: dict[str, Any] = trainer.state()
         state["model"] = asdict(self.run.config)
         state["dtype"] = self.options.train.dtype
@@ -289,18 +293,15 @@ class Training:
         known = len(self.val_tokens) > 0
         unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
         draw_losses(self.run.folder, unigram)
-        print("\nsample\n------")
-        print(self.tokenizer.decode(ids[0].tolist()))
-        print("------")
+        say("\nsample\n------")
+        say(self.tokenizer.decode(ids[0].tolist()))
+        say("------")
         if self.val_loss is not None and unigram is not None:
-            print(
-                f"validation loss {self.val_loss:.4f} nats per token (a unigram model of the same text: {unigram:.4f})"
-            )
-        print(f"trained {self.trainer.step} steps, {seconds:.0f} s")
-        print(f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._newest()}")
+            say(f"validation loss {self.val_loss:.4f} nats per token (a unigram model of the same text: {unigram:.4f})")
+        say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
+        say(f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._newest()}")
         prompt = " --prompt 'def '" if self.options.data.path is None else ""
-        print(f"more text: {program()} sample {self.run.folder}{prompt}")
-        sys.stdout.flush()
+        say(f"more text: {program()} sample {self.run.folder}{prompt}")
 
     def _newest(self) -> str:
         return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"

@@ -1,8 +1,11 @@
 """Everything that can be wrong with a run is found here, before a rank starts and before anything is written."""
 
+import fcntl
 import json
+import os
 from dataclasses import dataclass, replace
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_bucket
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.parallel.offload import check_space, state_bytes
 from tpfuse.train.checkpoint import newest_good
-from tpfuse.train.config import resolved
+from tpfuse.train.config import read_toml, resolved
 from tpfuse.train.corpus import read_text
+from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import device_count
 from tpfuse.train.messages import warn
@@ -67,8 +71,8 @@ def _check_numbers(options: TrainCommand) -> None:
         "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0), "optim.min-lr": (optim.min_lr, 0),
     }  # fmt: skip
     for name, (value, least) in at_least.items():
-        if not value >= least:
-            raise UserError(f"--{name} {value}: expected at least {least}")
+        if not least <= value < inf:
+            raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
@@ -205,9 +209,13 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     _check_kernels(options)
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
+    _check_names(folder, options.data.path)
     mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
     if mapped is None and options.resume:
         mapped = folder / "data" / "tokens.bin"
+    if options.resume:
+        lock(folder)
+        _check_same_text(folder, options)
     if mapped is not None:
         file = open_token_file(mapped)
         _check_lengths(options, file)
@@ -227,11 +235,51 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     return Run(folder, options, config, file.path, None)
 
 
+def _check_names(*paths: Path | None) -> None:
+    """Raises UserError for a name that config.toml, which is UTF-8, cannot hold."""
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{str(path)!r}: the name is not UTF-8: rename it") from None
+
+
+_locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by device and inode, until this process ends
+
+
+def lock(folder: Path) -> None:
+    """Keeps other runs out of a run folder as long as this process lives. Raises UserError where one is in it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    key = status.st_dev, status.st_ino
+    if key in _locked:
+        os.close(descriptor)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{folder} is in use by another run: wait for its end, or choose another --out") from None
+    except OSError:  # a file system without locks
+        os.close(descriptor)
+        return
+    _locked[key] = descriptor
+
+
+def _check_same_text(folder: Path, options: TrainCommand) -> None:
+    """Raises UserError for a text other than the one that the run was trained on, whose tokens it has kept."""
+    before, now = read_toml(folder / "config.toml").get("data", {}).get("path"), options.data.path
+    if now is not None and now.suffix != ".bin" and Path(before or "").absolute() != now.absolute():
+        trained = before or "its default text"
+        raise UserError(f"--resume with different data: {folder} was trained on {trained}, not on {now}")
+
+
 def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(tomli_w.dumps(resolved(options)), encoding="utf-8")
-        (folder / "tokenizer.json").write_text(json.dumps(tokenizer.as_json()), encoding="utf-8")
+        lock(folder)
+        replace_file(folder / "config.toml", tomli_w.dumps(resolved(options)))
+        replace_file(folder / "tokenizer.json", json.dumps(tokenizer.as_json()))
     except OSError as error:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
 
