@@ -149,6 +149,8 @@ def _record() -> None:
     assert [entry["number"] for entry in operations] == list(range(11, boards.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {boards.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
+    board.begin("x" + "ü" * 300)  # which is cut within a letter
+    assert board.mine.last_operation().startswith("x" + "ü" * 70)
     board.begin("short")
     assert board.mine.last_operation() == "short"
     board.exchange("", "test")

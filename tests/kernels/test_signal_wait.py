@@ -58,3 +58,5 @@ def test_what_is_no_word_is_refused() -> None:
         signal_wait(word.long(), 1, word)
     with pytest.raises(ValueError, match="abort"):
         signal_wait(word, 1, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="abort is on meta, flag on cpu"):
+        signal_wait(word, 1, word.to("meta"))

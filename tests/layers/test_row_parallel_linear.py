@@ -134,6 +134,7 @@ def _from_linear(dtype: torch.dtype) -> None:
         layer = RowParallelLinear.from_linear(linear, sequence_parallel=True, device_mesh=tensor_mesh())
         piece = WIDTH // world
         assert torch.equal(layer(x[:, rank * piece : (rank + 1) * piece]), linear(x)[rank : rank + 1])
+    assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
 
 
 @pytest.mark.parametrize(

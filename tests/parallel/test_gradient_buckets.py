@@ -253,6 +253,26 @@ def test_non_finite_gradients_are_named() -> None:
     assert set(buckets.nonfinite()) == {"second.bias", "first.weight"}
 
 
+def _each_is_named() -> int:
+    """One element after the other of this rank's shards; returns how many segments have one there."""
+    model, found = _Toy(), 0
+    buckets = GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD, stage=1)
+    _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
+    for bucket in buckets.buckets:
+        for segment, part in bucket.layout.inside(bucket.shard):
+            for element in (part.start, part.stop - 1):
+                before = bucket.sums[element - bucket.shard.start].item()
+                bucket.sums[element - bucket.shard.start] = torch.nan
+                assert buckets.nonfinite() == [segment.name]
+                bucket.sums[element - bucket.shard.start] = before
+            found += 1
+    return found
+
+
+def test_a_rank_names_what_is_not_finite_in_its_shards() -> None:
+    assert min(pool(2).run(_each_is_named)) > 1
+
+
 def _missing_group() -> None:
     model = GPT(CONFIG, device_mesh=tensor_mesh())
     initialize(model, 1)
