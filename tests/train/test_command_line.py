@@ -21,7 +21,7 @@ from tpfuse.parallel import offload
 from tpfuse.testing.patience import patient
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import run
-from tpfuse.train.metrics import Reporter, Row, read_metrics
+from tpfuse.train.metrics import Reporter, Row, described, read_metrics
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import Trainer
 
@@ -445,6 +445,14 @@ def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capfd.readouterr().err.count("cannot write metrics of step 2: No space left on device") == 1
+
+
+def test_a_narrow_terminal_loses_what_matters_least() -> None:
+    row = Row(40, 3.3073, 3.1, 1.6e-3, 1.13, 1000.0, 0.03, 2**29, 1.0)
+    whole = "step 40/400  loss 3.3073  grad norm 1.13  lr 1.6e-03  val loss 3.1000  1.0k tokens/s  MFU 3%  512 MiB"
+    assert described(row, 400) == described(row, 400, 200) == described(row, 400, len(whole)) == whole
+    assert described(row, 400, 80) == "step 40/400  loss 3.3073  lr 1.6e-03  val loss 3.1000  1.0k tokens/s  MFU 3%"
+    assert described(row, 400, 50) == described(row, 400, 1) == "step 40/400  loss 3.3073  val loss 3.1000"
 
 
 def test_a_second_signal_ends_a_single_rank_at_once() -> None:

@@ -19,6 +19,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tpfuse.train.messages import say, warn
 
+_BAR, _TIME = 20, 10  # columns of the progress bar, and of the time left with the spaces around it
+
 
 @dataclass(frozen=True)
 class Row:
@@ -61,17 +63,20 @@ def forget_after(path: Path, step: int) -> None:
     staging.replace(path)
 
 
-def described(row: Row, steps: int) -> str:
-    """The row as words for the console."""
-    parts = [f"step {row.step}/{steps}"]
+def described(row: Row, steps: int, width: int | None = None) -> str:
+    """The row as words for the console; what matters least is left out until they fit `width` columns."""
+    parts: dict[str, str] = {"step": f"step {row.step}/{steps}"}
     if row.loss is not None and row.grad_norm is not None and row.lr is not None:
-        parts.append(f"loss {row.loss:.4f}  grad norm {row.grad_norm:.2f}  lr {row.lr:.1e}")
+        parts |= {"loss": f"loss {row.loss:.4f}", "norm": f"grad norm {row.grad_norm:.2f}", "lr": f"lr {row.lr:.1e}"}
     if row.val_loss is not None:
-        parts.append(f"val loss {row.val_loss:.4f}")
+        parts["val"] = f"val loss {row.val_loss:.4f}"
     if row.tokens_per_second is not None and row.mfu is not None:
-        parts.append(f"{row.tokens_per_second / 1000:.1f}k tokens/s  MFU {row.mfu:.0%}")
-    parts.append(f"{row.memory_bytes / 2**20:.0f} MiB")
-    return "  ".join(parts)
+        parts |= {"speed": f"{row.tokens_per_second / 1000:.1f}k tokens/s", "mfu": f"MFU {row.mfu:.0%}"}
+    parts["memory"] = f"{row.memory_bytes / 2**20:.0f} MiB"
+    for least in ("memory", "norm", "lr", "mfu", "speed"):
+        if width is not None and len("  ".join(parts.values())) > width:
+            parts.pop(least, None)
+    return "  ".join(parts.values())
 
 
 class Board:
@@ -103,7 +108,7 @@ class Board:
 class Reporter:
     """Writes rows to the run folder and shows them; for the first rank alone.
 
-    On a terminal one progress line with the latest row; otherwise a line for each row.
+    On a terminal one progress line with the latest row, in as many columns as there are; otherwise a line for each row.
     """
 
     def __init__(self, folder: Path, steps: int, start: int) -> None:
@@ -116,9 +121,10 @@ class Reporter:
         self._board = Board(folder / "tensorboard", start)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        if sys.stdout.isatty():
+        self._console = Console()
+        if sys.stdout.isatty() and self._console.is_interactive:  # not in a dumb terminal, nor where colors are forced
             self._progress = Progress(
-                BarColumn(20), TextColumn("{task.description}"), TimeRemainingColumn(), console=Console()
+                BarColumn(_BAR), TimeRemainingColumn(), TextColumn("{task.description}"), console=self._console
             )
             self._task = self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
@@ -137,7 +143,8 @@ class Reporter:
                 warn(f"cannot write metrics of step {row.step}: {error.strerror}; training goes on")
             self._failed = True
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=row.step, description=described(row, self.steps))
+            words = described(row, self.steps, self._console.width - _BAR - _TIME)
+            self._progress.update(self._task, completed=row.step, description=words)
         else:
             remaining = "" if left is None else f"  {int(left) // 60}:{int(left) % 60:02d} left"
             say(described(row, self.steps) + remaining)
