@@ -119,6 +119,26 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
             assert torch.equal(collectives.all_reduce_max(mine, group), whole.amax(0))
 
 
+def _pieces() -> None:
+    """Kernels with slots that hold less than a row."""
+    group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    launched = LaunchedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
+    whole = integers(1, world, world, 50)
+    mine, row, rows = whole[rank].clone(), torch.empty(50), torch.empty(world, 50)
+    for operation, x, out, expected in (
+        (launched.all_gather, mine[0], rows, whole[:, 0]),
+        (launched.all_to_all, mine, rows, whole[:, rank]),
+        (launched.reduce_scatter, mine, row, whole.sum(0)[rank]),
+        (launched.all_reduce, mine, rows, whole.sum(0)),
+    ):
+        operation(x, out).wait()
+        assert torch.equal(out, expected)
+
+
+def test_kernels_pass_what_a_slot_does_not_hold_in_pieces() -> None:
+    pool(2).run(_pieces)
+
+
 F32, BF16, I32, I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
 
 
