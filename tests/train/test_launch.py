@@ -237,6 +237,17 @@ def test_a_killed_parent_leaves_no_rank(start: Callable[..., Started], tmp_path:
 
 
 @pytest.mark.processes
+def test_a_parent_that_is_killed_while_ranks_import_leaves_no_rank(
+    start: Callable[..., Started], tmp_path: Path
+) -> None:
+    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
+    wait_until(lambda: len(command.ranks()) == 2, "the parent has started both")
+    command.process.kill()
+    command.assert_nothing_is_left()
+    assert not list((tmp_path / "run").glob("step-*")), "nothing was trained"
+
+
+@pytest.mark.processes
 def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Callable[..., Started], tmp_path: Path) -> None:
     explosion = ("--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0", "--parallel.tp", "2")
     command = start(*explosion, "--out", str(tmp_path / "run"))

@@ -5,6 +5,7 @@ The parent passes SIGTERM and Ctrl-C on once; a second one ends the ranks at onc
 the others end: at first by themselves (their collectives fail), after a grace period by SIGKILL.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -74,16 +75,19 @@ def join(place: Place, device: torch.device) -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
 
 
-def _die_with_parent() -> None:
-    """On Linux: SIGTERM for this process when its parent is gone, so that no rank is left behind."""
-    try:
+def _die_with_parent(parent: int) -> None:
+    """SIGTERM for this process (on Linux) when process `parent` ends, so that no rank is left behind.
+
+    Ends the process at once where its parent has ended before, while this process imported what it needs.
+    """
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
-    except (OSError, AttributeError):
-        return
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-def _child(function: Callable[..., int], place: Place, arguments: tuple[Any, ...]) -> None:
-    _die_with_parent()
+def _child(function: Callable[..., int], place: Place, arguments: tuple[Any, ...], parent: int) -> None:
+    _die_with_parent(parent)
     status = 1
     try:
         status = function(place, *arguments)
@@ -142,7 +146,7 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any) -> in
     try:
         for rank in range(world):
             place = Place(rank, world, rank, world, str(folder / "store"))
-            parent.start(context.Process(target=_child, args=(function, place, arguments)))
+            parent.start(context.Process(target=_child, args=(function, place, arguments, os.getpid())))
         return _wait(parent)
     finally:
         for process in parent.processes:
