@@ -9,10 +9,9 @@ imported, and holds for the whole process.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def _skip_overflow_checks() -> None:
     from triton.runtime.interpreter import interpreter_builder
 
     if not interpreter_builder.options.debug:
-        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+        interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
 
 
 if INTERPRETED:

@@ -61,7 +61,7 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 
 def _compare() -> list[str]:
-    """What this rank hears of operations that ranks have begun, in turn the same ones, other ones, and more of them."""
+    """Ranks begin the same operations, other ones, and more of them, in turn; returns what this rank hears of each."""
     board, heard = _board(), []
 
     def begin(*ops: str) -> None:
@@ -124,11 +124,11 @@ def test_ranks_that_wait_for_others_in_another_operation_are_told() -> None:
 
 def _agree() -> str:
     board = _board()
-    board.agree("the same")
+    board.agree("the same", "test")
     with pytest.raises(Disagreement) as caught:
-        board.agree("a" if board.rank < 2 else "b")
+        board.agree("a" if board.rank < 2 else "b", "test")
     board.reset(lambda: None)
-    board.agree("the same again")
+    board.agree("the same again", "test")
     return str(caught.value)
 
 

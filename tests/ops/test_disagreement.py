@@ -88,7 +88,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[str, str]]:
-    """What each program says where rank `odd` calls it otherwise than the others; all can go on after each."""
+    """Rank `odd` calls each program otherwise than the others; returns what each says. All ranks go on after each."""
     group, said = dist.group.WORLD, []
     assert group is not None
     set_settings(fingerprint=fingerprint)

@@ -32,7 +32,7 @@ from tpfuse.comm.words import Pace, load_acquire, publish, store_release
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
 _TEXT = 4096  # bytes of one exchange
 RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`Part`), then text
-_NUMBER, _BEGUN_NS, _ENDED_NS, _DIGEST, _WORDS = 0, 1, 2, 3, 4
+_NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # places among those numbers, and how many they are
 _ABORT_BYTES = 128
 _PART = _NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT + RECORDS * _RECORD
 
@@ -239,14 +239,14 @@ class Board:
             self.parts[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
         )
 
-    def ended(self, rank: int) -> bool:
-        """Whether the process of `rank` is gone (a zombie is)."""
+    def ended(self, rank: int, within: float = 0.0) -> bool:
+        """Whether the process of `rank` is gone (a zombie is), or will be in so many seconds."""
         pidfd = self.parts[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
         poll = select.poll()  # which descriptors beyond 1023 do not trouble, as they do select
         poll.register(pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(1000 * within))
 
     def gone(self) -> int | None:
         """The first rank whose process has ended before it was through with this rank's last operation."""
@@ -331,9 +331,12 @@ class Board:
         """Whether a rank's process has ended before it came. It may have come and ended since: look in this order."""
         return rank != self.rank and self.ended(rank) and int(self.parts[rank].numbers[place]) < value
 
-    def agree(self, op: str) -> None:
-        """A barrier that is an operation: raises Disagreement on every rank where one comes to another operation."""
-        number = self.begin(op)
+    def agree(self, what: str, op: str) -> None:
+        """A barrier that is an operation: raises Disagreement on every rank where one comes to another one.
+
+        what: what the ranks compare; op: its name in PeerTimeout.
+        """
+        number = self.begin(what)
         self.exchange("", op)
         self.compare()
         self.end(number)

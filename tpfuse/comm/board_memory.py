@@ -50,8 +50,7 @@ class BoardMemory(SymmetricMemory):
         self.board.step = step
 
     def barrier(self, op: str = "barrier") -> None:
-        self._recover()
-        self.board.agree(op)
+        self._agree(op, op)
 
     def guard(self, op: str, *, kernel: bool = False) -> _Guard:
         return _Guard(self, op, kernel)
@@ -97,6 +96,11 @@ class BoardMemory(SymmetricMemory):
     def _unwatch(self, op: str) -> None:
         if self._watchdog is not None:
             self._watchdog.unwatch()
+
+    def _agree(self, what: str, op: str) -> None:
+        """`Board.agree`, after a Disagreement too."""
+        self._recover()
+        self.board.agree(what, op)
 
     def _recover(self) -> None:
         """Resets the memory where this rank has raised a Disagreement: every other rank that goes on does so too."""

@@ -26,6 +26,7 @@ from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.direct import DirectCollectives
 from tpfuse.comm.handle import DONE, Handle
 from tpfuse.comm.launched import LaunchedCollectives
+from tpfuse.comm.rank_order import rows_of
 from tpfuse.kernels.endpoint import SUMMED
 
 _Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
@@ -70,7 +71,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Te
     symmetric = _symmetric(x, group)
     if symmetric is not None:
         return out, symmetric.all_gather(x, out, later=later)
-    return out, process_group.start_all_gather(x.view(-1), out.view(group.size(), x.numel()), group)
+    return out, process_group.start_all_gather(x.view(-1), rows_of(out, group.size()), group)
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
@@ -93,7 +94,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
     symmetric = _symmetric(x, group, summed=True)
     if symmetric is not None:
         return out, symmetric.reduce_scatter(x, out, later=later)
-    return out, process_group.start_reduce_scatter(x.view(world, out.numel()), out.view(-1), group)
+    return out, process_group.start_reduce_scatter(rows_of(x, world), out.view(-1), group)
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
@@ -171,7 +172,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if symmetric is not None:
         handle: Handle = symmetric.all_to_all(x, out)
     else:
-        handle = process_group.start_all_to_all(x.view(len(x), -1), out.view(len(x), -1), group)
+        handle = process_group.start_all_to_all(rows_of(x, len(x)), rows_of(out, len(x)), group)
     handle.wait()
     return out
 

@@ -77,8 +77,7 @@ class CudaMemory(BoardMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
             raise RuntimeError(f"symmetric buffer {key!r} is made while a graph is captured: ask for it before")
-        self._recover()
-        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}")
+        self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(16, shape.numel() * dtype.itemsize)
         reason = ""
         try:

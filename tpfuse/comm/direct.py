@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.comm.channel import Channel
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.rank_order import max_in_rank_order, sum_in_rank_order
+from tpfuse.comm.rank_order import max_in_rank_order, rows_of, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
 # Of a slot, and of the one that larger tensors pass through: it takes 16 MiB of each rank, once there is such a tensor.
@@ -75,15 +75,17 @@ class DirectCollectives:
 
         later: begun only, until its handle is waited for.
         """
-        return self._run("all_gather", x, self._all_gather(x.view(-1), self._rows(out)), later)
+        return self._run("all_gather", x, self._all_gather(x.view(-1), rows_of(out, self.memory.world)), later)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out[r] becomes rank r's x[this rank]. Both: [world, ...]."""
-        return self._run("all_to_all", x, self._all_to_all(self._rows(x), self._rows(out)), later)
+        return self._run(
+            "all_to_all", x, self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world)), later
+        )
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out becomes Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
-        return self._run("reduce_scatter", x, self._reduce_scatter(self._rows(x), out.view(-1)), later)
+        return self._run("reduce_scatter", x, self._reduce_scatter(rows_of(x, self.memory.world), out.view(-1)), later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """out becomes Σ over ranks of x; both of one shape, may be the same."""
@@ -98,10 +100,6 @@ class DirectCollectives:
         """out becomes the maximum over ranks of x; both of one shape, may be the same. NaN wins."""
         rounds = self._one_shot("all_reduce_max", x.view(-1), out.view(-1), max_in_rank_order)
         return self._run("all_reduce_max", x, rounds, later)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """x as one row for each rank."""
-        return x.view(self.memory.world, x.numel() // self.memory.world)
 
     def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
         op = f"{op} {x.dtype} {list(x.shape)}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.handle import DONE, Handle
+from tpfuse.comm.rank_order import rows_of
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
@@ -59,12 +60,12 @@ class LaunchedCollectives:
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
-        rows = x.view(-1), self._rows(out)
+        rows = x.view(-1), rows_of(out, self.memory.world)
         return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out[r] becomes rank r's x[this rank]. Both: [world, ...], of any dtype."""
-        rows = self._rows(x), self._rows(out)
+        rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
         return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
@@ -72,17 +73,13 @@ class LaunchedCollectives:
 
         x: [world * n, ...] or [world, n, ...]; out: [n, ...].
         """
-        rows = self._rows(x), out.view(-1)
+        rows = rows_of(x, self.memory.world), out.view(-1)
         return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """out becomes Σ over ranks of x; both of one shape, may be the same; of a dtype that is summed."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
         return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """x as one row for each rank."""
-        return x.view(self.memory.world, x.numel() // self.memory.world)
 
     def _run(
         self,

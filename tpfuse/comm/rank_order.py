@@ -34,3 +34,8 @@ def max_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
     out.copy_(parts[0])
     for part in parts[1:]:
         torch.maximum(out, part, out=out)
+
+
+def rows_of(x: Tensor, world: int) -> Tensor:
+    """The contiguous x as one row for each rank, [world, elements / world]; it may be empty."""
+    return x.view(world, x.numel() // world)

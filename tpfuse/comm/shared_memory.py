@@ -39,8 +39,7 @@ class SharedMemory(BoardMemory):
         return self._abort
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
-        self._recover()
-        self.board.agree(f"buffer {key!r} {dtype} {tuple(shape)}")
+        self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(1, shape.numel() * dtype.itemsize)
         own, reason = None, ""
         try:
@@ -55,7 +54,8 @@ class SharedMemory(BoardMemory):
                 for rank, (pid, descriptor) in enumerate(places):
                     maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
             except Unavailable as error:
-                if self.board.ended(rank):  # it has said that all was well, and was killed before it was read
+                # It has said that all was well, and was killed before it was read: files go before the process does.
+                if self.board.ended(rank, within=1.0):
                     raise self.board.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
             self.all_well(reason, f"buffer {key}")

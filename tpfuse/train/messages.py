@@ -16,8 +16,9 @@ def say(line: str = "") -> None:
     try:
         print(line, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - the old one still holds what it cannot write
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # and there goes what sys.stdout still holds
+        os.close(nowhere)
         with contextlib.suppress(OSError):
             warn(f"cannot write to standard output: {error.strerror}; training goes on without it")
 

@@ -17,6 +17,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from tpfuse.train.durable import replace_file
 from tpfuse.train.messages import say, warn
 
 _BAR, _TIME = 20, 10  # columns of the progress bar, and of the time left with the spaces around it
@@ -58,9 +59,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def forget_after(path: Path, step: int) -> None:
     """Drops the rows beyond `step`, which a resumed run is about to write again."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
-    staging = path.with_suffix(".staging")
-    staging.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    staging.replace(path)
+    replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def described(row: Row, steps: int, width: int | None = None) -> str:

@@ -251,8 +251,7 @@ class Training:
     def _save(self) -> None:
         """Saves; after a failure tries again 1, 2, 4, … steps later."""
         trainer = self.trainer
-        options = self.run.folder / "config.toml"
-        if not all(agree(trainer.world_group, options.is_file)):
+        if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
             raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
         loss = trainer.evaluate(self.windows, 1)  # a model that an update has ruined must not replace a good one
         if not isfinite(loss):

@@ -214,7 +214,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     if mapped is None and options.resume:
         mapped = folder / "data" / "tokens.bin"
     if options.resume:
-        lock(folder)
+        _lock(folder)
         _check_same_text(folder, options)
     if mapped is not None:
         file = open_token_file(mapped)
@@ -247,7 +247,7 @@ def _check_names(*paths: Path | None) -> None:
 _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by device and inode, until this process ends
 
 
-def lock(folder: Path) -> None:
+def _lock(folder: Path) -> None:
     """Keeps other runs out of a run folder as long as this process lives. Raises UserError where one is in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
@@ -277,7 +277,7 @@ def _check_same_text(folder: Path, options: TrainCommand) -> None:
 def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock(folder)
+        _lock(folder)
         replace_file(folder / "config.toml", tomli_w.dumps(resolved(options)))
         replace_file(folder / "tokenizer.json", json.dumps(tokenizer.as_json()))
     except OSError as error:

@@ -85,7 +85,7 @@ class Copy:
         return found.group(1) if found else f"exit status {status}"
 
     def failing_with(self, fault: Fault, tests: Sequence[RecordedTest]) -> str:
-        """What `failing` says with the fault in place; a time-out counts if the tests are in time without the fault."""
+        """Runs `failing` with the fault in place; a time-out counts if the tests are in time without the fault."""
         limit = 15 + 4 * sum(test.seconds for test in tests)
         while True:
             self._write(fault.file, fault.planted((self._root / fault.file).read_text()))
