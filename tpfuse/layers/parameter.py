@@ -100,6 +100,11 @@ def offer_leaf(parameter: DTensor) -> Tensor:
     return leaf
 
 
+def withdraw_leaf(parameter: DTensor) -> None:
+    """Undoes `offer_leaf`: gradients pass through the DTensor again, whose hooks see them."""
+    parameter.local_leaf = None  # type: ignore[attr-defined]
+
+
 def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
     """A CPU generator that is in the same state on all ranks of the mesh and moves on at every call.
 

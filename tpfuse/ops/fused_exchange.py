@@ -83,7 +83,6 @@ class FusedExchange(DirectExchange):
             clip=None if rates.factor == 1.0 else scalar[1:],
             endpoint=self._endpoint,
         )
-        torch.autograd.graph.increment_version([own])
         self.traffic.exchange((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
         if sums is None:
             self.traffic.exchange((self.memory.world - 1) * len(shard) * room[0].element_size())

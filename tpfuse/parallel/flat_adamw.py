@@ -13,6 +13,7 @@ from tpfuse.parallel.bucket import Bucket
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.offload import DeviceStore, Staging, StateStore
 from tpfuse.parallel.pieces import Kept, Piece, pieces_of
+from tpfuse.parallel.taken_parameters import count_write
 
 MOMENTS: tuple[Kept, ...] = ("exp_avg", "exp_avg_sq")
 
@@ -23,6 +24,8 @@ class FlatAdamW:
     betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
     (`tpfuse.parallel.bucket_layout.decays`). store: where moments and float32 masters live, by default on the device of
     the parameters (`tpfuse.parallel.offload`).
+
+    What is written into parameters of a half type between two updates (by load_state_dict, say) becomes their masters.
     """
 
     def __init__(
@@ -45,6 +48,23 @@ class FlatAdamW:
             if "model" in state:
                 for part in self._store.walk([state["model"]]):
                     state["model"][part].copy_(bucket.own[part])
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> dict[str, int]:
+        """How often each parameter was written; writes into the bucket do not count."""
+        return {name: parameter._version for name, parameter in self._buckets.trained.items()}
+
+    def _take_written(self) -> None:
+        """Parameters that somebody has written since the last update are the masters from now on."""
+        versions = self._current_versions()
+        if versions == self._versions:
+            return
+        for bucket, state in self._state.items():
+            for segment, part in bucket.layout.inside(bucket.shard):
+                if "model" in state and versions[segment.name] != self._versions[segment.name]:
+                    inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                    state["model"][inside].copy_(bucket.own[inside])
+        self._store.release()
 
     def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
         layout, size = bucket.layout, len(bucket.shard)
@@ -58,6 +78,7 @@ class FlatAdamW:
         may then be new and others old: go on from a checkpoint.
         """
         self._buckets.take_sums()
+        self._take_written()
         self._step += 1
         rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
         updates: dict[Exchange, list[ShardUpdate]] = {}
@@ -77,6 +98,8 @@ class FlatAdamW:
             updates.setdefault(bucket.exchange, []).insert(0, update)
         for exchange in self._buckets.exchanges:
             exchange.update(updates[exchange])
+        count_write(list(self._buckets.trained.values()))
+        self._versions = self._current_versions()
 
     def state(self, bucket: Bucket) -> dict[Kept, Tensor]:
         """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
@@ -91,6 +114,7 @@ class FlatAdamW:
                     bucket.own[part].copy_(state["model"][part])
         for exchange in self._buckets.exchanges:
             exchange.publish()
+        self._versions = self._current_versions()
         self._store.release()
 
     def pieces(self) -> Iterator[Piece]:

@@ -35,6 +35,12 @@ from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.counted_collectives import CountedAllGather, CountedReduceScatter
 from tpfuse.parallel.micro_batches import MicroBatches
+from tpfuse.parallel.taken_parameters import taken_gradient
+
+_REPLACED = (
+    "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
+    " model.parameters() after that"
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class FullySharded(MicroBatches):
     gradient, and where the replicas do not divide the ranks.
     """
 
-    _cure = "shard a new model, with or without it"
+    _cure = "shard a new model after such changes"
 
     def __init__(
         self,
@@ -98,17 +104,23 @@ class FullySharded(MicroBatches):
             set_timeout(each.get_group())
         self._across = across.get_group() if across.size() > 1 else None
         copies, copy = across.size(), across.get_local_rank()
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         spread = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
         self.members: list[Member] = []
-        for index, name in enumerate(names):
+        for index, name in enumerate(replaced):
             parameter = model.get_parameter(name)
             same, place = (copies, copy) if name in spread else (copies * tp, copy * tp + tp_rank)
             decay = decays(name, parameter)
             self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
+        for name, parameter in replaced.items():  # an optimizer may hold it
+            parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
         self._watch()
+
+    def _check_parameters(self) -> None:
+        self.forget()  # the modules hold shards then
+        super()._check_parameters()
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
         """Units first, the model last, which is left what they have not taken."""

@@ -19,27 +19,33 @@ Parameters in a half type have float32 masters in the optimizer (`tpfuse.paralle
 accumulated and summed in float32 unless less is asked for. What is exchanged how: `tpfuse.ops.bucket_exchange`.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
-from tpfuse.layers.parameter import offer_leaf
+from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
 from tpfuse.ops.bucket_exchange import BucketSpec, Exchange
 from tpfuse.ops.node_hop import Compression
 from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.parallel.bucket import Bucket
 from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
 from tpfuse.parallel.micro_batches import MicroBatches
-from tpfuse.parallel.trained_parameters import Member, rebuilt, take_partial_gradients, trained_parameters
+from tpfuse.parallel.taken_parameters import move_, take_partial_gradients, taken_gradient
 
 GradientDtype = Literal["float32", "parameter"]
+
+_WITHOUT_GRADIENT = (
+    "{name}.grad is in the memory of GradientBuckets: call start() before each backward pass; after finish()"
+    " squared_norm() is the norm, bucket.sums the gradients, and FlatAdamW(buckets) updates the parameters"
+)
 
 
 class GradientBuckets(MicroBatches):
@@ -57,10 +63,15 @@ class GradientBuckets(MicroBatches):
     parameter that took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets,
     and so out of the optimizer. Every rank makes and uses its buckets in the same order.
 
-    Raises ValueError for another stage, where nothing requires a gradient, or `world_group` is missing but needed.
+    Parameters stay the objects that they are, with their hooks (a post-accumulate hook sees the gradient of a
+    micro-batch if it was registered before the buckets were made); `trained` has those of the buckets by name. Their
+    `.grad` is not there: what computes with it, as torch's optimizers and clip_grad_norm_ do, raises ValueError.
+
+    Raises ValueError for another stage, where nothing requires a gradient, for complex parameters, or `world_group` is
+    missing but needed.
     """
 
-    _cure = "make new buckets, which take it in or out"
+    _cure = "make new buckets and a new optimizer of the changed model"
 
     def __init__(
         self,
@@ -83,22 +94,24 @@ class GradientBuckets(MicroBatches):
         partial = take_partial_gradients(model)
         if partial and world_group is None:
             raise ValueError(f"world_group is missing: gradients such as {min(partial)}'s are partial sums")
-        members = {member.name: member for member in reversed(trained_parameters(model))}
-        if not members:
+        trained = _trained(model)
+        if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
+        first = next(iter(trained.values()))
         groups = _groups(data_group, world_group)
         layouts = plan_buckets(
-            [(member.name, member.parameter) for member in members.values()],
+            reversed(trained.items()),
             partial,
             {kind: rank_and_size(group)[1] for kind, group in groups.items()},
             bucket_bytes,
         )
-        device = local_tensor(next(iter(members.values())).parameter).device
         self.reasons: list[str] = []
-        self.buckets = self._open(layouts, groups, device, compression)
-        self._model_rank = max(_mesh_rank(member.parameter) for member in members.values())  # plain ones say 0
+        self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
+        self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # plain ones say 0
+        self.trained = trained
+        self._taken = {name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()}
         for bucket in self.buckets:
-            self._move_in(bucket, members)
+            self._move_in(bucket)
         for bucket in self.buckets:
             if bucket.exchange.keeps_gradients:
                 room, kept = bucket.exchange.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
@@ -131,47 +144,40 @@ class GradientBuckets(MicroBatches):
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
         return layout.dtype if choice == "parameter" else layout.state_dtype
 
-    def _move_in(self, bucket: Bucket, members: dict[str, Member]) -> None:
+    def _move_in(self, bucket: Bucket) -> None:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
-        layout = bucket.layout
-        for number, segment in enumerate(layout.segments):
-            member = members.pop(segment.name)  # what it leaves is free
-            storage = layout.view(bucket.values, segment)
-            storage.copy_(local_tensor(member.parameter))
-            replacement = rebuilt(member.parameter, storage)
-            for module, attribute in member.owners:
-                module.register_parameter(attribute, replacement)
-            leaves: list[Tensor] = [replacement]
-            if isinstance(replacement, DTensor):
-                leaves.append(offer_leaf(replacement))
-            for leaf in leaves:
-                leaf.register_post_accumulate_grad_hook(self._hook(bucket, number))  # type: ignore[no-untyped-call]
+        for number, segment in enumerate(bucket.layout.segments):
+            parameter = self.trained[segment.name]
+            move_(parameter, bucket.layout.view(bucket.values, segment))
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
+                del hooks[key]  # of buckets that had the parameter before
+            taking = _Taking(self, bucket, number, parameter)
+            parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
+            if isinstance(parameter, DTensor):
+                offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
 
-    def _hook(self, bucket: Bucket, number: int) -> Callable[[Tensor], None]:
+    def _take(self, bucket: Bucket, number: int, gradient: Tensor) -> None:
+        """A gradient of the bucket's segment `number` has come."""
         segment = bucket.layout.segments[number]
-
-        def take(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            gradient = local_tensor(parameter.grad)
-            parameter.grad = None
-            if not self._accumulating or (self._last and number not in bucket.missing):
-                raise ValueError(f"a gradient of {segment.name} that no start() announced: one backward pass for each")
-            if bucket.kept is None and self._last:
-                bucket.held[number] = gradient
-                if bucket is self.buckets[self._next]:
-                    self._put(bucket)  # and so its memory is free for the next ones
+        if gradient.layout is not torch.strided:
+            raise ValueError(f"{segment.name} has a sparse gradient: expected a dense one (sparse=False)")
+        if not self._accumulating or (self._last and number not in bucket.missing):
+            raise ValueError(_WITHOUT_GRADIENT.format(name=segment.name))
+        if bucket.kept is None and self._last:
+            bucket.held[number] = gradient
+            if bucket is self.buckets[self._next]:
+                self._put(bucket)  # and so its memory is free for the next ones
+        else:
+            place = bucket.layout.view(self._kept(bucket), segment)
+            if number in bucket.untouched:
+                place.copy_(gradient)
             else:
-                place = bucket.layout.view(self._kept(bucket), segment)
-                if number in bucket.untouched:
-                    place.copy_(gradient)
-                else:
-                    place.add_(gradient)
-            bucket.untouched.discard(number)
-            bucket.missing.discard(number)
-            if self._last and not bucket.missing:
-                self._send(complete=True)
-
-        return take
+                place.add_(gradient)
+        bucket.untouched.discard(number)
+        bucket.missing.discard(number)
+        if self._last and not bucket.missing:
+            self._send(complete=True)
 
     def _kept(self, bucket: Bucket) -> Tensor:
         if bucket.kept is None:
@@ -220,6 +226,10 @@ class GradientBuckets(MicroBatches):
             for exchange in self.exchanges:
                 exchange.begin()
             self._next = 0
+        for parameter in self.trained.values():
+            parameter.grad = None
+            if isinstance(parameter, DTensor) and _has_hooks(parameter):
+                withdraw_leaf(parameter)
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.layout.segments)))
             if first:
@@ -237,6 +247,8 @@ class GradientBuckets(MicroBatches):
             for bucket in self.buckets:
                 bucket.held.clear()
                 bucket.room = None
+            for name, parameter in self.trained.items():
+                parameter.grad = self._taken[name]
 
     @property
     def traffic(self) -> Traffic:
@@ -279,6 +291,37 @@ class GradientBuckets(MicroBatches):
         """Gives symmetric memory back, parameters included: the model is of no use afterwards. Collective."""
         for exchange in self.exchanges:
             exchange.free()
+
+
+@dataclass(eq=False)
+class _Taking:
+    """The hook that takes what arrives at a parameter, or at its leaf, to segment `number` of a bucket."""
+
+    buckets: GradientBuckets
+    bucket: Bucket
+    number: int
+    parameter: Parameter
+
+    def __call__(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        gradient, leaf.grad = local_tensor(leaf.grad), None
+        self.parameter.grad = self.buckets._taken[self.bucket.layout.segments[self.number].name]
+        self.buckets._take(self.bucket, self.number, gradient)
+
+
+def _trained(model: nn.Module) -> dict[str, Parameter]:
+    """The parameters that require a gradient, in the model's order. Raises ValueError for one that is complex."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is {parameter.dtype}: expected parameters of a real floating dtype")
+    return trained
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether the parameter has hooks besides the one that takes its gradient."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return bool(parameter._backward_hooks) or any(not isinstance(hook, _Taking) for hook in hooks)
 
 
 def _within(shard: Tensor, whole: range, part: range) -> Tensor:

@@ -5,6 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn import Parameter
+
+from tpfuse.parallel.taken_parameters import location
 
 
 class MicroBatches(ABC):
@@ -14,29 +17,48 @@ class MicroBatches(ABC):
     `finish()` to the update `_summed`.
     """
 
-    _cure = ""  # for a parameter that was frozen or released: what to do
+    _cure = ""  # for a model that was changed: what to do
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._last = self._accumulating = self._summed = False
 
     def _watch(self) -> None:
-        """When the parameters are those that training will have: from here on none may be frozen or released."""
+        """When the parameters are those that training will have: from here on the model must keep them."""
         self._watched = [(name, p, p.requires_grad) for name, p in self.model.named_parameters()]
+        self._held = _held(self.model)
+        self._locations = [location(parameter) for _, parameter, _ in self._watched]
 
     def start(self, *, last: bool) -> None:
         """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
 
         Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
-        where a parameter was frozen or released since the engine was made. Raises PeerTimeout.
+        where a parameter was frozen, released, converted or replaced since the engine was made. Raises PeerTimeout.
         """
         if self._last:
             raise ValueError("start() after the last micro-batch: call finish() first")
+        if not self._accumulating:
+            self._check_parameters()
         for name, parameter, required in self._watched:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
         self._announce(first=not self._accumulating, last=last)
         self._accumulating, self._last, self._summed = True, last, False
+
+    def _check_parameters(self) -> None:
+        """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
+        held = _held(self.model)
+        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
+            taken = {name: parameter for name, parameter, _ in self._watched}
+            now = dict(self.model.named_parameters())
+            name = next(name for name in {**taken, **now} if taken.get(name) is not now.get(name))
+            what = "is not in the model any more" if name not in now else "is new in the model"
+            if name in now and name in taken:
+                what = "was replaced by another tensor, as load_state_dict(assign=True) does"
+            raise ValueError(f"{name} {what}: {self._cure}")
+        for (name, parameter, _), place in zip(self._watched, self._locations, strict=True):
+            if location(parameter) != place:
+                raise ValueError(f"{name} was converted or moved, as model.to() does: {self._cure}")
 
     @abstractmethod
     def _announce(self, *, first: bool, last: bool) -> None:
@@ -71,3 +93,8 @@ class MicroBatches(ABC):
         if not self._summed:
             raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
         self._summed = False
+
+
+def _held(model: nn.Module) -> list[Parameter | None]:
+    """What the modules hold, in one order; without names, whose making takes longer than all else."""
+    return [parameter for module in model.modules() for parameter in module._parameters.values()]

@@ -21,7 +21,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.parallel.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
 from tpfuse.parallel.memory import STAGES, MemoryAccount, Width, account, account_sharded
-from tpfuse.parallel.trained_parameters import take_partial_gradients
+from tpfuse.parallel.taken_parameters import take_partial_gradients
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import MemoryCommand, TrainCommand
