@@ -125,7 +125,8 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
             assert 2 * block <= _resident(store) <= 2 * (block + around)
         assert _resident(store) <= around, "blocks stay resident after the walk"
     assert all((x == 2.0).all() for x in state)
-    assert _resident(store) == 8 * block, "the test sees what is resident"
+    # The kernel may take single pages back, but not a block.
+    assert 7 * block < _resident(store) <= 8 * block, "the test sees what is resident"
     store.release()
     assert _resident(store) <= around
 

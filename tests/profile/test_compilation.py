@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.compile, pytest.mark.timeout(1800)]  # the first test 
 
 
 @pytest.fixture(scope="session")
-def report() -> Report:
+def report(compiled_beside: None) -> Report:
     report = compile_in_subprocess(cases.names(), FAMILIES, list(DTYPES))
     print(table(report.compilations, report.triton))
     return report
