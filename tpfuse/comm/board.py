@@ -248,11 +248,15 @@ class Board:
         poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(1000 * within))
 
+    def left(self, rank: int) -> bool:
+        """Whether a rank will not come to this rank's operations any more: it is in `reset`, or its process is gone."""
+        return int(self.parts[rank].numbers[_RESETS]) > self._resets or self.ended(rank)
+
     def gone(self) -> int | None:
-        """The first rank whose process has ended before it was through with this rank's last operation."""
+        """The first rank that has left before it was through with this rank's last operation."""
         number = self.mine.begun
         others = (rank for rank in range(self.world) if rank != self.rank)
-        return next((rank for rank in others if self.ended(rank) and not self.parts[rank].is_through(number)), None)
+        return next((rank for rank in others if self.left(rank) and not self.parts[rank].is_through(number)), None)
 
     def behind(self) -> int | None:
         """The rank that has begun the fewest operations, where that is fewer than this rank has."""
@@ -289,6 +293,8 @@ class Board:
         if self.ended(rank):
             return f"its process ({self.pids[rank]}) has ended"
         last = self.parts[rank].last_operation()
+        if self.left(rank):
+            return f"process {self.pids[rank]} has given up {last or 'its step'}, and waits in reset()"
         return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
 
     def exchange(self, text: str, op: str) -> list[str]:
@@ -328,8 +334,8 @@ class Board:
             load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
 
     def _has_left(self, rank: int, place: int, value: int) -> bool:
-        """Whether a rank's process has ended before it came. It may have come and ended since: look in this order."""
-        return rank != self.rank and self.ended(rank) and int(self.parts[rank].numbers[place]) < value
+        """Whether a rank has left before it came. It may have come and left since: look in this order."""
+        return rank != self.rank and self.left(rank) and int(self.parts[rank].numbers[place]) < value
 
     def agree(self, what: str, op: str) -> None:
         """A barrier that is an operation: raises Disagreement on every rank where one comes to another one.

@@ -26,6 +26,8 @@ from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.direct import DirectCollectives
 from tpfuse.comm.handle import DONE, Handle
 from tpfuse.comm.launched import LaunchedCollectives
+from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.kernels.endpoint import SUMMED
 
@@ -58,6 +60,14 @@ def _of(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _Kind | 
     return cast(_Kind, made[kind])
 
 
+def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = True) -> None:
+    """Raises ValueError for what is no process group, a DTensor, and where rows are wanted a tensor without any."""
+    check_group(operator, group)
+    check_local(operator, x=x)
+    if rows and not x.ndim:
+        raise ValueError(f"{operator}: x has shape (): expected at least one dimension, as x.view(1) has")
+
+
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
     """All ranks' `x` [n, ...] behind each other in rank order: [world * n, ...]. Shapes must agree."""
     if group is None:
@@ -66,6 +76,7 @@ def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
+    _check("all_gather", x, group)
     x = x.detach().contiguous()
     out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     symmetric = _symmetric(x, group)
@@ -86,6 +97,7 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Te
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
+    _check("reduce_scatter", x, group)
     world = group.size()
     if x.shape[0] % world:
         raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {world} ranks")
@@ -101,6 +113,7 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Replaces the contiguous `x` by its sum over all ranks, in place."""
     if group is None:
         return DONE
+    _check("all_reduce", x, group, rows=False)
     x = x.detach()
     return _all_reduce(x, x, group, later=True)
 
@@ -136,6 +149,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the sum of `x` over all ranks."""
     if group is None:
         return x
+    _check("all_reduce", x, group, rows=False)
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     _all_reduce(x, out, group, later=False).wait()
@@ -146,6 +160,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the maximum of `x` over all ranks."""
     if group is None:
         return x
+    _check("all_reduce_max", x, group, rows=False)
     x = x.detach().contiguous()
     direct = _direct(x, group)
     if direct is not None:
@@ -164,6 +179,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return x
+    _check("all_to_all", x, group)
     if x.shape[0] != group.size():
         raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
     x = x.detach().contiguous()

@@ -17,6 +17,13 @@ def local_tensor(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def check_local(operator: str, **tensors: Tensor | None) -> None:
+    """Raises ValueError for a DTensor among an operator's tensors, by the names of its arguments."""
+    for name, x in tensors.items():
+        if isinstance(x, DTensor):
+            raise ValueError(f"{operator}: {name} is a DTensor: expected this rank's part of it, {name}.to_local()")
+
+
 def local_slices(x: Tensor) -> Slices:
     """[start, stop) of the local part in each global dimension.
 

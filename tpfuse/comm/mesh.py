@@ -55,16 +55,31 @@ def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The process group of a one-dimensional mesh; None where there is nobody to talk to.
 
-    Raises ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`).
+    Raises ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`), and for what is no mesh.
     """
     if device_mesh is None:
         return None
+    if not isinstance(device_mesh, DeviceMesh):
+        raise ValueError(
+            f"device_mesh is {_shown(device_mesh)}: expected a one-dimensional DeviceMesh, or None for one rank"
+        )
     if device_mesh.ndim != 1:
         raise ValueError(
             f"device_mesh has {device_mesh.ndim} dimensions {device_mesh.mesh_dim_names}, expected one:"
             ' slice it, as in mesh["tp"]'
         )
     return device_mesh.get_group() if device_mesh.size() > 1 else None
+
+
+def check_group(operator: str, group: object) -> None:
+    """Raises ValueError, which names the operator, unless `group` is a process group or None."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        cure = "its get_group()" if isinstance(group, DeviceMesh) else "a process group, or None for one rank"
+        raise ValueError(f"{operator}: group is {_shown(group)}: expected {cure}")
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -99,8 +99,8 @@ class SharedMemory(BoardMemory):
             late = False
             if not aborted and pace.rest(address, seen):
                 self.board.compare()  # a rank in another operation may never signal
-                late = pace.waited > self.timeout or self.board.ended(peer)
-            # Before its process ended it may have written the word: look in this order.
+                late = pace.waited > self.timeout or self.board.left(peer)
+            # Before it left it may have written the word: look in this order.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):
                 raise self.board.fail(op, peer, pace.waited)
 

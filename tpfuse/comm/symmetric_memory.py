@@ -165,7 +165,8 @@ class SymmetricMemory(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """After PeerTimeout, on every rank: all signals and aborts are 0 again, and the next step can begin.
+        """After PeerTimeout, or a rank's own error, on every rank: all signals and aborts are 0 again.
 
-        Raises PeerTimeout where a rank does not come.
+        The waits of ranks that are still in an operation end with PeerTimeout. Raises PeerTimeout where a rank does not
+        come.
         """

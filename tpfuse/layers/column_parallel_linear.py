@@ -67,6 +67,8 @@ class ColumnParallelLinear(nn.Linear):
             raise ValueError("gather_output is not defined for a gated activation: gather after the next layer")
         self.group = group_of(device_mesh)
         world = rank_and_size(self.group)[1]
+        if parts < 1:
+            raise ValueError(f"parts {parts}: expected at least 1")
         height, remainder = divmod(out_features, parts)
         if remainder:
             raise ValueError(f"out_features {out_features} in {parts} part(s): expected a multiple of {parts}")

@@ -1,5 +1,7 @@
 """LayerNorm on sequence shards: replicated weights whose gradients are summed over the ranks."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +21,7 @@ class LayerNorm(nn.LayerNorm):
 
     def __init__(
         self,
-        normalized_shape: int,
+        normalized_shape: int | Sequence[int],
         eps: float = 1e-5,
         bias: bool = True,
         *,
@@ -29,13 +31,14 @@ class LayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.normalized_shape, self.eps, self.elementwise_affine = (normalized_shape,), eps, True
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if len(shape) != 1:
+            raise ValueError(f"normalized_shape {list(shape)}: expected the last dimension alone")
+        self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, True
         self.group = group_of(device_mesh)
         self.sum_gradients = sequence_parallel and self.group is not None
-        self.weight = empty_parameter((normalized_shape,), None, device_mesh, device, dtype)
-        self.register_parameter(
-            "bias", empty_parameter((normalized_shape,), None, device_mesh, device, dtype) if bias else None
-        )
+        self.weight = empty_parameter(shape, None, device_mesh, device, dtype)
+        self.register_parameter("bias", empty_parameter(shape, None, device_mesh, device, dtype) if bias else None)
         if not self.weight.is_meta:
             self.reset_parameters()
 

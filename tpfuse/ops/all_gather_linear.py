@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, once_differentiable
@@ -92,6 +93,7 @@ def all_gather_linear(
     biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
     if not single and bias is None:
         biases = [None] * len(weights)
+    check_group("all_gather_linear", group)
     _check(x, weights, biases, activation, single)
     if group is None:
         outs = tuple(gemm(x, w, b, activation=activation) for w, b in zip(weights, biases, strict=True))

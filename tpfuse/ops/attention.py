@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.comm.layout import check_local
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
@@ -236,6 +237,7 @@ def check_tensors(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: 
 
     cu_seqlens: cumulative lengths by the names of the arguments, all of them or none.
     """
+    check_local(operator, q=q, k=k, v=v)
     if q.dim() != 4 or not q.is_floating_point():
         raise ValueError(f"{operator}: q is {q.dtype} {tuple(q.shape)}: expected floats [B, H, Tq, D]")
     batch, heads, _, size = q.shape

@@ -11,6 +11,7 @@ themselves are given up as soon as they are summed.
     exchange.sums(i)                            this rank's shard of Σ over ranks, rank 0 first
     exchange.update(updates)                    new parameters everywhere: AdamW on the shards between two exchanges
     exchange.publish()                          parameters of the shards to all, where something else has changed them
+    exchange.abandon(begun=…)                   instead of the rest, after an error: the next step begins anew
 
 | implementation | what it is                                                                          |
 |----------------|-------------------------------------------------------------------------------------|
@@ -134,6 +135,13 @@ class Exchange(ABC):
     def publish(self) -> None:
         """The parameters of this rank's shards to all, and theirs to this rank. Raises PeerTimeout."""
 
+    @abstractmethod
+    def abandon(self, *, begun: bool) -> None:
+        """Gives up the gradients of a step, wherever each rank is in it; the next call is `begin`.
+
+        begun: whether this rank's last `begin` was for this step. Raises PeerTimeout where a rank does not come.
+        """
+
     def free(self) -> None:  # noqa: B027 - most have nothing to give back
         """Gives symmetric memory back. Collective; the exchange and its tensors are of no use afterwards."""
 
@@ -191,4 +199,7 @@ class Alone(Exchange):
             update.apply(self.sums(index), self.values(index))
 
     def publish(self) -> None:
+        pass
+
+    def abandon(self, *, begun: bool) -> None:
         pass

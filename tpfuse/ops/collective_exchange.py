@@ -76,6 +76,18 @@ class CollectiveExchange(Exchange):
         for handle in [handle for index in range(len(self.specs)) for handle in self._gather(index)]:
             handle.wait()
 
+    def abandon(self, *, begun: bool) -> None:
+        """Sends NaN where this rank has sent nothing, for which others may wait: no rank goes on with that."""
+        if not begun:
+            self.begin()
+        for index, reduced in enumerate(self._reduced):
+            if reduced is None:
+                self.room(index).fill_(torch.nan)
+                self.send(index)
+        for index in range(len(self.specs)):
+            self.sums(index)
+        self.begin()
+
     def _gather(self, index: int) -> list[Handle]:
         if self.stage == 0:
             return []

@@ -22,7 +22,8 @@ from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.comm import collectives
-from tpfuse.comm.mesh import named_group, rank_and_size, shard_range
+from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
@@ -46,6 +47,8 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
     or dtype and, on CPU (on CUDA that check would stop the stream: there the loss is NaN, with the torch path a device
     assertion), for a target outside the vocabulary.
     """
+    check_group("cross_entropy", group)
+    check_local("cross_entropy", logits=logits, target=target)
     rank, world = rank_and_size(group)
     start, stop = shard_range(vocabulary, rank, world)
     if logits.ndim != 2 or logits.shape[1] != stop - start:

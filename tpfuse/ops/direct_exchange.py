@@ -54,6 +54,7 @@ class DirectExchange(Exchange):
         self._sums: list[Tensor | None] = [None] * len(self.specs)
         self._squares: list[Tensor | None] = [None] * len(self.specs)
         self._apart: dict[int, Tensor] = {}
+        self._crossed = 0  # buckets that this step has summed over the nodes
         self._arrange()
 
     @torch.inference_mode(False)  # views are kept
@@ -120,6 +121,7 @@ class DirectExchange(Exchange):
                 self._said, self._generation = [0, 0, 0, 0], self.memory.generation
             self._first = self._said[SENT]
             self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
+            self._crossed = 0
             if self._said[ENDED] != self._said[DONE]:  # there was no update
                 self._say(ENDED, self._said[DONE])
             self._wait(ENDED, self._said[DONE], "begin a step")
@@ -167,9 +169,7 @@ class DirectExchange(Exchange):
             part = self._sum_part(index)
             if self.stage == 2:
                 self._say(SUMMED, self._first + index + 1)
-            if self._hop is not None:
-                part = self._hop.reduce_scatter(part, index, self._matrices(index), self.traffic)
-            self._sums[index] = part
+            self._sums[index] = self._cross(index, part)
 
     def _sum_part(self, index: int) -> Tensor:
         """The node's sum of this rank's part."""
@@ -203,13 +203,22 @@ class DirectExchange(Exchange):
                 found.append((first + top * columns - place.start, bottom - top, columns))
         return tuple(found)
 
+    def _cross(self, index: int, part: Tensor) -> Tensor:
+        """Sums the node's part over all nodes: in place at stage 0, otherwise this rank's shard of it."""
+        self._crossed = index + 1
+        if self._hop is None:
+            return part
+        if self.stage == 0:
+            self._hop.all_reduce(part, index, self._matrices(index), self.traffic)
+            return part
+        return self._hop.reduce_scatter(part, index, self._matrices(index), self.traffic)
+
     def _sum_everywhere(self) -> None:
         """Stage 0: all sums of all buckets, on every rank; afterwards this rank has read what it needs."""
         own = self.memory.rank
         for index in range(len(self.specs)):
             part = self._sum_part(index)
-            if self._hop is not None:
-                self._hop.all_reduce(part, index, self._matrices(index), self.traffic)
+            self._cross(index, part)
             if index in self._apart:
                 self._room(index)[own][self._part(index)].copy_(part)
             self._say(SUMMED, self._first + index + 1)
@@ -283,6 +292,15 @@ class DirectExchange(Exchange):
         for index in range(len(self.specs)):
             self._spread(index)
         self.memory.barrier("published")
+
+    def abandon(self, *, begun: bool) -> None:
+        if self._generation == self.memory.generation:  # another exchange, or the caller, may have reset it
+            self.memory.reset()
+        if self._hop is not None:  # which has no reset: other nodes, which may wait for sums, get NaN
+            for index in range(self._crossed if begun else 0, len(self.specs)):
+                size = self.specs[index].size // self.memory.world
+                dtype = self.specs[index].state_dtype
+                self._cross(index, torch.full((size,), torch.nan, dtype=dtype, device=self.memory.device))
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

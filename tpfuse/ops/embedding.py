@@ -5,7 +5,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.comm.mesh import rank_and_size, shard_range
+from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group, rank_and_size, shard_range
 from tpfuse.ops.collectives import all_reduce, reduce_scatter
 from tpfuse.ops.values import check_range
 
@@ -24,6 +25,8 @@ def embedding(
     or with `scatter` this rank's shard along dimension 0. An id outside the table raises ValueError on CPU
     (on CUDA that check would stop the stream).
     """
+    check_group("embedding", group)
+    check_local("embedding", ids=ids, weight=weight)
     check_range(
         ids, 0, num_embeddings - 1, f"ids between {{low}} and {{high}} do not fit a table of {num_embeddings} rows"
     )

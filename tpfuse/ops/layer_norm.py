@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.comm.layout import check_local
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
@@ -65,6 +66,7 @@ def add_layer_norm(
 
 def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
     """Raises ValueError unless x is [..., C] of floats, residual is as x, and weight and bias are [C]."""
+    check_local(operator, x=x, weight=weight, bias=bias, residual=residual)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
         raise ValueError(f"{operator}: x is {x.dtype} {tuple(x.shape)}: expected floats [..., C], C of at least 1")
     for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):

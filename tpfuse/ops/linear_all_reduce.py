@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
 from tpfuse.ops.gemm import gemm, input_gradient, weight_gradient
 from tpfuse.ops.linear_checks import check_linear, check_residual
@@ -61,6 +62,7 @@ def linear_all_reduce(
     of rows.
     """
     operator = "linear_all_reduce"
+    check_group(operator, group)
     if group is None:
         return gemm(x, weight, bias, residual=residual)
     check_linear(operator, x, weight, bias)

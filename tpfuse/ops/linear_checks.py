@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from tpfuse.comm.layout import check_local
 from tpfuse.ops.activation import GATED, check_activation
 
 
@@ -12,6 +13,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
     N must be even for a gated activation. Under torch.autocast dtypes may differ.
     """
     check_activation(activation)
+    check_local(operator, x=x, weight=weight, bias=bias)
     if not x.is_floating_point():
         raise ValueError(f"{operator}: x is {x.dtype}: expected a float dtype")
     if x.ndim == 0:

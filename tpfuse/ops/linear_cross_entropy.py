@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.comm.mesh import named_group, rank_and_size, shard_range
+from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
@@ -86,7 +87,10 @@ def _check(
     weights: Tensor | None,
     chunk_tokens: int | None,
 ) -> None:
-    operator, (rank, world) = "linear_cross_entropy", rank_and_size(group)
+    operator = "linear_cross_entropy"
+    check_group(operator, group)
+    check_local(operator, x=x, weight=weight, weights=weights)
+    rank, world = rank_and_size(group)
     start, stop = shard_range(vocabulary, rank, world)
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, C]")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear_checks import check_linear, check_residual
@@ -59,6 +60,7 @@ def linear_reduce_scatter(
     divide the rows, and where ranks have unequal numbers of rows.
     """
     operator = "linear_reduce_scatter"
+    check_group(operator, group)
     if group is None:
         return gemm(x, weight, bias, residual=residual)
     check_linear(operator, x, weight, bias)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
 from tpfuse.comm import collectives
+from tpfuse.comm.choice import choose
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
@@ -102,6 +103,7 @@ class FullySharded(MicroBatches):
         shards, across = data_mesh(mesh, replicas)
         for each in (shards, across):
             set_timeout(each.get_group())
+        self._groups = [each.get_group() for each in (shards, across) if each.size() > 1]
         self._across = across.get_group() if across.size() > 1 else None
         copies, copy = across.size(), across.get_local_rank()
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -171,6 +173,23 @@ class FullySharded(MicroBatches):
 
     def _complete(self, *, sums: bool) -> None:
         """They are there, whether they are asked for or not."""
+
+    def _abandon(self, *, begun: bool) -> None:
+        root = self._units[-1]
+        if not hasattr(root, "reset_iter_state"):
+            raise ValueError("stage 3 can abandon a step from torch 2.13 on: go on from a checkpoint in a new process")
+        for group in self._groups if self.device.type == "cpu" else []:
+            memory = choose(self.device, torch.float32, group).memory
+            if memory is not None:
+                memory.reset()
+        root.reset_iter_state()
+        for unit in self._units:  # gradients of micro-batches that were not the last, which it leaves
+            for parameters in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in parameters.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        self.clear()
 
     def clear(self) -> None:
         """Lets the gradients go."""

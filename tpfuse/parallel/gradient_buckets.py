@@ -250,6 +250,15 @@ class GradientBuckets(MicroBatches):
             for name, parameter in self.trained.items():
                 parameter.grad = self._taken[name]
 
+    def _abandon(self, *, begun: bool) -> None:
+        for exchange in self.exchanges:
+            exchange.abandon(begun=begun)
+        for bucket in self.buckets:
+            bucket.held.clear()
+            bucket.room = None
+            if not bucket.exchange.keeps_gradients:
+                bucket.kept = None
+
     @property
     def traffic(self) -> Traffic:
         """Bytes that all exchanges have passed since the buckets were made."""

@@ -14,14 +14,14 @@ class MicroBatches(ABC):
     """An engine that takes over the parameters of `model`: `tpfuse.parallel.gradient_buckets`, `fully_sharded`.
 
     Between the first micro-batch of a step and `finish()` it is accumulating, `_last` from the last one on; from
-    `finish()` to the update `_summed`.
+    `finish()` to the update `_summed`. `_begun` lasts from the first micro-batch to the update, also after an error.
     """
 
     _cure = ""  # for a model that was changed: what to do
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._last = self._accumulating = self._summed = False
+        self._last = self._accumulating = self._summed = self._begun = False
 
     def _watch(self) -> None:
         """When the parameters are those that training will have: from here on the model must keep them."""
@@ -36,14 +36,14 @@ class MicroBatches(ABC):
         where a parameter was frozen, released, converted or replaced since the engine was made. Raises PeerTimeout.
         """
         if self._last:
-            raise ValueError("start() after the last micro-batch: call finish() first")
+            raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
         if not self._accumulating:
             self._check_parameters()
         for name, parameter, required in self._watched:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
         self._announce(first=not self._accumulating, last=last)
-        self._accumulating, self._last, self._summed = True, last, False
+        self._accumulating, self._last, self._summed, self._begun = True, last, False, True
 
     def _check_parameters(self) -> None:
         """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
@@ -88,11 +88,26 @@ class MicroBatches(ABC):
     def _complete(self, *, sums: bool) -> None:
         """What is left to be done when backward is over."""
 
+    def abandon(self) -> None:
+        """Gives up the gradients of a step, after an error on some rank or all; the next `start()` begins a step anew.
+
+        Collective: every rank calls it, wherever its own step has ended; ranks that still wait for others in this
+        engine then raise PeerTimeout, and are to call it too. Memory in which tensor-parallel operators failed has a
+        `reset()` of its own. After an error in an update some parameters may be new: go on from a checkpoint. Raises
+        PeerTimeout where a rank does not come.
+        """
+        self._abandon(begun=self._begun)
+        self._last = self._accumulating = self._summed = self._begun = False
+
+    @abstractmethod
+    def _abandon(self, *, begun: bool) -> None:
+        """begun: whether this rank has begun the step, which others may have."""
+
     def take_sums(self) -> None:
         """Before an update: it uses up what `finish()` has brought. Raises ValueError where that is not there."""
         if not self._summed:
             raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
-        self._summed = False
+        self._summed = self._begun = False
 
 
 def _held(model: nn.Module) -> list[Parameter | None]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
+from tpfuse.comm.mesh import check_group
 from tpfuse.comm.sequence import Balance, SequenceLayout
 from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
@@ -193,6 +194,10 @@ def _place(
     cu_seqlens: Tensor | None,
 ) -> _Place:
     """Raises ValueError for a schedule, a layout, a group or documents that do not fit."""
+    if group is None:
+        raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
+    for each in group if isinstance(group, tuple) else (group,):
+        check_group(name, each)
     if schedule not in SCHEDULES:
         raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
     if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):

@@ -1,0 +1,76 @@
+"""Arguments that no operator can take: one line names the operator, the argument, what came and what is accepted."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from tpfuse.comm import collectives
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.attention import attention
+from tpfuse.ops.cross_entropy import cross_entropy
+from tpfuse.ops.embedding import embedding
+from tpfuse.ops.layer_norm import layer_norm
+from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+
+Call = Callable[[], object]
+
+
+def _table() -> list[tuple[Call, str]]:
+    mesh = tensor_mesh()
+    assert mesh is not None
+    group = dist.group.WORLD
+    assert group is not None
+    x, w, heads = torch.ones(2, 4), torch.ones(6, 4), torch.ones(1, 2, 4, 8)
+    ids, scalar = torch.zeros(2, dtype=torch.int64), torch.tensor(1.0)
+    spread = DTensor.from_local(x, mesh, [Replicate()])
+    spread_heads = DTensor.from_local(heads, mesh, [Replicate()])
+    no_mesh, no_group = "expected a one-dimensional DeviceMesh, or None for one rank", "expected its get_group()"
+    is_spread = "is a DTensor: expected this rank's part of it"
+    given: list[tuple[Call, str]] = [
+        (lambda: ColumnParallelLinear(4, 4, device_mesh="tp"), f"device_mesh is 'tp': {no_mesh}"),  # type: ignore[arg-type]
+        (lambda: RowParallelLinear(4, 4, device_mesh=group), f"device_mesh is a ProcessGroup: {no_mesh}"),  # type: ignore[arg-type]
+        (lambda: ColumnParallelLinear(4, 4, parts=0), "parts 0: expected at least 1"),
+        (lambda: LayerNorm([2, 4]), r"normalized_shape [2, 4]: expected the last dimension alone"),
+        (lambda: ring_attention(heads, heads, heads, group=None), "ring_attention: group is None: expected a process"),  # type: ignore[call-overload]
+        (lambda: ring_attention(heads, heads, heads, group=mesh), f"ring_attention: group is a DeviceMesh: {no_group}"),  # type: ignore[call-overload]
+        (lambda: ring_attention(spread_heads, heads, heads, group=group), f"ring_attention: q {is_spread}"),
+        (lambda: attention(heads, spread_heads, heads), f"attention: k {is_spread}"),
+        (lambda: layer_norm(spread, w[0], None, 1e-5), f"layer_norm: x {is_spread}"),
+        (lambda: embedding(ids, x, 4, mesh), f"embedding: group is a DeviceMesh: {no_group}"),  # type: ignore[arg-type]
+        (lambda: cross_entropy(spread, ids, 8, group), f"cross_entropy: logits {is_spread}"),
+        (lambda: linear_cross_entropy(x, w, ids, 12, mesh), "linear_cross_entropy: group is a DeviceMesh"),  # type: ignore[arg-type]
+    ]
+    for product in (linear_all_reduce, linear_reduce_scatter, all_gather_linear):
+        name = product.__name__
+        given.append((lambda f=product: f(x, w, None, mesh), f"{name}: group is a DeviceMesh: {no_group}"))  # type: ignore
+        given.append((lambda f=product: f(spread, w, None, group), f"{name}: x {is_spread}"))  # type: ignore[misc]
+    for collective in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
+        name = collective.__name__
+        given.append((lambda f=collective: f(scalar, group), f"{name}: x has shape (): expected at least one"))  # type: ignore
+    for collective in (collectives.all_gather, collectives.all_reduce, collectives.all_reduce_max):
+        name = collective.__name__
+        given.append((lambda f=collective: f(spread, group), f"{name}: x {is_spread}"))  # type: ignore[misc]
+        given.append((lambda f=collective: f(x, "tp"), f"{name}: group is 'tp': expected a process group, or None"))  # type: ignore
+    return given
+
+
+def _each_is_refused() -> None:
+    for call, message in _table():
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_each_is_refused_in_one_line() -> None:
+    pool(2).run(_each_is_refused)
