@@ -327,6 +327,9 @@ def test_a_file_that_is_not_the_manifests_is_found_while_loading(tmp_path):
     folder = save_whole(tmp_path, 1)
     saved = checkpoint.open_checkpoint(folder)
     (folder / "rank-00000.safetensors").write_bytes(b"junk")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected \d+ bytes, found 4 bytes"):
+        saved.load(whole_parts(1))
+    saved.sound.add("rank-00000.safetensors")  # what it was when it was verified
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected a readable safetensors file"):
         saved.load(whole_parts(1))
     other = tmp_path / "other"

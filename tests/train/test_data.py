@@ -46,7 +46,7 @@ def test_a_file_of_the_tokenizers_library(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(str(path), "")
     assert from_json(tokenizer.as_json()).encode("be not be x").tolist() == [0, 1, 0, 2]
     path.write_text("{}")
-    with pytest.raises(UserError, match="not a file of the tokenizers library"):
+    with pytest.raises(UserError, match="not a tokenizer of the tokenizers library"):
         build_tokenizer(str(path), "")
     with pytest.raises(UserError, match="cannot read the tokenizer"):
         build_tokenizer(str(tmp_path / "missing.json"), "")

@@ -15,7 +15,7 @@ A loading rank reads the intersections of these with its own, so any layout load
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from tpfuse.train.manifest import CheckpointError as CheckpointError
 from tpfuse.train.manifest import Part as Part
 from tpfuse.train.manifest import Parts as Parts
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
+from tpfuse.train.untrusted import Unreadable, check_regular
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _Wanted = tuple[str, Slices, Slices, Part]  # key in the file, the slice that is there, what of it the part needs
@@ -60,11 +61,12 @@ def step_folder(run: Path, step: int) -> Path:
 
 @dataclass
 class Checkpoint:
-    """A folder whose manifest is sound; of its files that has been said only after `verify`."""
+    """A folder whose manifest is sound. sound: the files that are known to be so too, by `verify` or `load`."""
 
     folder: Path
     step: int
     manifest: dict[str, Any]
+    sound: set[str] = field(default_factory=set)
 
     @property
     def state(self) -> Any:
@@ -73,23 +75,30 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Reads every file once. Raises CheckpointError for one whose size or SHA-256 is not the manifest's."""
-        for name, entry in self.manifest["files"].items():
-            file = self.folder / name
-            try:
-                size = file.stat().st_size
-                if size != entry["size"]:
-                    raise CheckpointError(file, f"{entry['size']} bytes", f"{size} bytes")
-                found = sha256_of(file)
-            except OSError as error:
-                raise CheckpointError(file, f"a file of {entry['size']} bytes", str(error)) from error
-            if found != entry["sha256"]:
-                raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
+        for name in self.manifest["files"]:
+            self._verify(name)
+
+    def _verify(self, name: str) -> None:
+        file, entry = self.folder / name, self.manifest["files"][name]
+        if name in self.sound:
+            return
+        try:
+            size = check_regular(file)
+            if size != entry["size"]:
+                raise CheckpointError(file, f"{entry['size']} bytes", f"{size} bytes")
+            found = sha256_of(file)
+        except (OSError, Unreadable) as error:
+            raise CheckpointError(file, f"a file of {entry['size']} bytes", str(error)) from error
+        if found != entry["sha256"]:
+            raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
+        self.sound.add(name)
 
     def load(self, parts: Parts) -> None:
         """Fills every part; what else the checkpoint holds is left alone.
 
         Raises CheckpointMismatch, before anything is written, for a tensor that the checkpoint does not have or
-        has in another shape or dtype; CheckpointError for a file that cannot be read.
+        has in another shape or dtype; CheckpointError for a file that cannot be read or, though others may have
+        verified it before, is not what the manifest says.
         """
         wanted: dict[str, list[_Wanted]] = {}
         for name, part in ((name, part) for name, held in parts.items() for part in held):
@@ -101,6 +110,7 @@ class Checkpoint:
                     wanted.setdefault(piece["file"], []).append((piece["key"], saved, both, part))
         for name, pieces in wanted.items():
             file = self.folder / name
+            self._verify(name)
             try:
                 self._read(file, pieces)
             except (OSError, SafetensorError) as error:

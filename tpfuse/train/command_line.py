@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tpfuse.profile import tune, verify
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
 from tpfuse.train.config import parse_command, parse_prepare, parse_train
-from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.errors import RunError, UserError, of_disk
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
 from tpfuse.train.memory import memory
 from tpfuse.train.messages import fail
@@ -127,4 +127,7 @@ def run(arguments: Sequence[str]) -> int:
         return error.status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        fail(name, of_disk(error))
         return 1

@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import io
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -17,8 +16,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import tyro
 
 import tpfuse.models
+from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import PrepareCommand, Preset, TrainCommand
+from tpfuse.train.untrusted import Unreadable, quoted
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)
@@ -91,11 +92,11 @@ def _one_line(message: str) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file. Raises UserError where it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return untrusted.read_toml(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from None
+    except Unreadable as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
@@ -103,15 +104,15 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
     if get_origin(hint) is not None and get_args(hint) and not any(a is type(None) for a in get_args(hint)):
         if value in get_args(hint):
             return value
-        raise UserError(f"{where} = {value!r}: expected one of {', '.join(map(str, get_args(hint)))}")
+        raise UserError(f"{where} = {quoted(value)}: expected one of {', '.join(map(str, get_args(hint)))}")
     if Path in get_args(hint) or hint is Path:
         if isinstance(value, str):
             return Path(value)
-        raise UserError(f"{where} = {value!r}: expected a path in quotes")
+        raise UserError(f"{where} = {quoted(value)}: expected a path in quotes")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{where} = {value!r}: expected {hint.__name__}")
+        raise UserError(f"{where} = {quoted(value)}: expected {hint.__name__}")
     return value
 
 
@@ -128,7 +129,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
         current = getattr(options, name)
         if is_dataclass(current):
             if not isinstance(value, dict):
-                raise UserError(f"{where} = {value!r}: expected a table")
+                raise UserError(f"{where} = {quoted(value)}: expected a table")
             changes[name] = overlaid(current, value, source, f"{prefix}{key}.")
         else:
             changes[name] = _converted(value, hints[name], where)

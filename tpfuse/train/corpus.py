@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tpfuse.train.errors import UserError
+from tpfuse.train.untrusted import Unreadable, read_bytes
 
 STANDARD_LIBRARY = "the source of the Python standard library"
 
@@ -26,7 +27,7 @@ def _folder(root: Path) -> Iterator[Path]:
 
 def _decoded(path: Path) -> str | None:
     """The file as UTF-8 text; None for one that is not."""
-    data = path.read_bytes()
+    data = read_bytes(path, None)
     if b"\0" in data:
         return None
     try:
@@ -63,4 +64,6 @@ def read_text(path: Path | None) -> tuple[str, str]:
             raise UserError(f"{path} does not exist: --data.path takes a file or a folder")
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     return "".join(texts), source

@@ -27,10 +27,19 @@ from torch import Tensor
 
 from tpfuse.comm.layout import Slices
 from tpfuse.train.safetensors_file import DTYPES
+from tpfuse.train.untrusted import EACH, Unreadable, check, parsed_json, quoted, read_bytes
 
 FORMAT = 2
 READ = (1, 2)  # formats
 MANIFEST = "manifest.json"
+_SCHEMA = {
+    "step": int,
+    "files": {EACH: {"size": int, "sha256": str}},
+    "tensors": {
+        EACH: {"shape": [int], "dtype": str, "slices": [{"file": str, "key": str, "ranges": [[int]]}]},
+    },
+    "state": dict,
+}
 # What a rank holds: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
 Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
 
@@ -193,8 +202,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a step's folder, checked against itself and the folder's name. Raises CheckpointError."""
     file = folder / MANIFEST
     try:
-        raw = file.read_bytes()
-    except OSError as error:
+        raw = read_bytes(file)
+    except (OSError, Unreadable) as error:
         raise CheckpointError(file, "a manifest", str(error)) from error
     head = re.match(rb'\{\n "sha256": "([0-9a-f]{64})",\n', raw)
     if head is None:
@@ -203,17 +212,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if stated != found:
         raise CheckpointError(file, f"SHA-256 {stated}", found)
     try:
-        manifest: dict[str, Any] = json.loads(raw)
+        manifest: dict[str, Any] = parsed_json(raw, {"format": int})
         if manifest["format"] not in READ:
             raise CheckpointError(file, f"format {' or '.join(map(str, READ))}", f"format {manifest['format']}")
         if folder.name != f"step-{manifest['step']}":
             raise CheckpointError(file, f"the step of {folder.name}", f"step {manifest['step']}")
         if manifest["format"] == 1:
             _add_keys(manifest)
+        check(manifest, _SCHEMA, "the manifest")
         _check_tables(file, manifest)
         return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(file, f"a manifest of format {FORMAT}", repr(error)) from error
+        found = str(error) if isinstance(error, Unreadable) else quoted(error)
+        raise CheckpointError(file, f"a manifest of format {FORMAT}", found) from error
 
 
 def _add_keys(manifest: dict[str, Any]) -> None:
@@ -224,11 +235,10 @@ def _add_keys(manifest: dict[str, Any]) -> None:
 
 
 def _check_tables(file: Path, manifest: dict[str, Any]) -> None:
-    manifest["state"]  # has to be there
-    for name, entry in manifest["files"].items():
+    for name in manifest["files"]:
         # A name with a folder in it could lead out of the checkpoint.
-        if not re.fullmatch(r"rank-\d+\.safetensors", name) or not {"size", "sha256"} <= entry.keys():
-            raise CheckpointError(file, "files rank-….safetensors with size and sha256", f"{name!r}: {entry}")
+        if not re.fullmatch(r"rank-\d+\.safetensors", name):
+            raise CheckpointError(file, "files rank-….safetensors", quoted(name))
     places: set[tuple[str, str]] = set()
     for name, entry in manifest["tensors"].items():
         problem = flaw(tuple(entry["shape"]), [slices_of(piece["ranges"]) for piece in entry["slices"]])

@@ -18,7 +18,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tpfuse.train.durable import replace_file
+from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say, warn
+from tpfuse.train.untrusted import Unreadable, parsed_json, read_bytes
 
 _BAR, _TIME = 20, 10  # columns of the progress bar, and of the time left with the spaces around it
 
@@ -43,16 +45,20 @@ class Row:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics.jsonl; none where there is no file.
+    """The complete rows of a metrics.jsonl; none where there is no file.
 
-    A line may be cut where the run was killed or the disk was full.
+    A line may be cut where the run was killed or the disk was full. Raises UserError for what is no file.
     """
-    if not path.exists():
+    try:
+        lines = read_bytes(path, None).splitlines()
+    except FileNotFoundError:
         return []
+    except (OSError, Unreadable) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    for line in lines:
+        with contextlib.suppress(Unreadable):
+            rows.append(parsed_json(line, {"step": int}))
     return rows
 
 

@@ -23,12 +23,13 @@ from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
-from tpfuse.train.errors import RunError
+from tpfuse.train.errors import RunError, of_disk
 from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import fail, program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
+from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.token_file import open_token_file
@@ -61,15 +62,18 @@ def train_rank(place: Place, run: Run) -> int:
     try:
         training = Training(place, run, mesh, device, stop)
         training.run_to_end()
-    except (RunError, checkpoint.CheckpointError, checkpoint.CheckpointMismatch) as error:
+    except RunError as error:
         if place.rank == 0:
             fail("train", str(error))
-        return 2 if isinstance(error, checkpoint.CheckpointMismatch) else 1
+        return error.status
     except PeerTimeout as error:
         fail("train", str(error) if error.step >= 0 else f"{_when(training)}: {error}")
         return 1
     except Disagreement as error:
         fail("train", f"{_when(training)}: {error}")
+        return 1
+    except OSError as error:
+        fail("train", f"{_when(training)}: rank {place.rank}: {of_disk(error)}")
         return 1
     except RuntimeError as error:
         if place.world == 1 or not is_lost_peer(error):
@@ -111,14 +115,33 @@ class Training:
         self.trainer = Trainer(run.options, run.config, mesh, device)
         self.held_before = held  # by Python and torch themselves
         if run.checkpoint is not None:
-            saved = checkpoint.open_checkpoint(run.checkpoint)
-            saved.load(self.trainer.parts())
-            self.trainer.restore(saved.state)
+            self._load(run.checkpoint)
         self.peak, self.peak_source = peak_flops(device, self.trainer.dtype)
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
         self.retry_at: int | None = None
         self.retry_delay = 1
+
+    def _load(self, folder: Path) -> None:
+        """Every rank reads what it needs. Raises RunError on all ranks where one cannot."""
+
+        states: list[dict[str, Any]] = []
+
+        def load() -> tuple[str, int] | None:
+            try:
+                saved = checkpoint.open_checkpoint(folder)
+                saved.load(self.trainer.parts())
+                states.append(saved_state(saved)[0])
+                return None
+            except checkpoint.CheckpointMismatch as error:
+                return str(error), 2
+            except checkpoint.CheckpointError as error:
+                return str(error), 3
+
+        for failure in agree(dist.group.WORLD if self.place.world > 1 else None, load):
+            if failure is not None:
+                raise RunError(*failure)
+        self.trainer.restore(states[0])
 
     def run_to_end(self) -> None:
         """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""

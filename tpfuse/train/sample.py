@@ -1,18 +1,19 @@
 """`tpfuse sample`: text from the newest good checkpoint of a run, on one rank."""
 
-import json
 from pathlib import Path
 
 import torch
 
 from tpfuse.comm.layout import local_slices
 from tpfuse.models.generate import generate
-from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.gpt import GPT
 from tpfuse.train.checkpoint import Part, newest_good
 from tpfuse.train.errors import UserError
 from tpfuse.train.messages import warn
 from tpfuse.train.options import SampleCommand
+from tpfuse.train.saved_state import saved_state
 from tpfuse.train.tokenizer import Tokenizer, from_json
+from tpfuse.train.untrusted import Unreadable, read_json
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
@@ -23,9 +24,9 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     saved = newest_good(folder, warn=warn) if folder.is_dir() else None
     if saved is None:
         raise UserError(f"{folder} holds no checkpoint: expected the folder of a `tpfuse train` run")
-    state = saved.state
+    state, config = saved_state(saved)
     dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
-    model = GPT(GPTConfig(**state["model"]), device=device, dtype=dtype)
+    model = GPT(config, device=device, dtype=dtype)
     saved.load(
         {
             f"model.{name}": [Part(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
@@ -34,9 +35,13 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     )
     description = folder / "tokenizer.json"
     try:
-        return model.eval(), from_json(json.loads(description.read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
+        tokenizer = from_json(read_json(description, {"kind": str}))
+    except (OSError, Unreadable, UserError) as error:
         raise UserError(f"cannot read {description}: {error}") from None
+    if tokenizer.vocab_size != model.config.vocab_size:
+        expected = f"the {model.config.vocab_size} of the model"
+        raise UserError(f"{description} has a vocabulary of {tokenizer.vocab_size} tokens: expected {expected}")
+    return model.eval(), tokenizer
 
 
 def sample(folder: Path, options: SampleCommand) -> str:

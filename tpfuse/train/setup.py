@@ -3,11 +3,11 @@
 import fcntl
 import json
 import os
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 import torch
@@ -26,6 +26,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import device_count
 from tpfuse.train.messages import warn
 from tpfuse.train.options import DataOptions, ParallelOptions, PrepareCommand, TrainCommand
+from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
 from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
 
@@ -230,8 +231,14 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     _check_lengths(options, tokens)
     config = model_config(options, tokenizer.vocab_size)
     _check_offload(options, config, ranks)
-    _write(folder, options, tokenizer)
-    file = write_token_file(folder / "data", tokens, tokenizer, source)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder)
+        file = write_token_file(folder / "data", tokens, tokenizer, source)
+    except OSError as error:
+        shutil.rmtree(folder / "data", ignore_errors=True)  # the next run may have the folder
+        raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
+    _write(folder, options, tokenizer)  # at last: what it says is there
     return Run(folder, options, config, file.path, None)
 
 
@@ -289,10 +296,9 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, sha256
     if checkpoint is None:
         warn(f"{folder} has no checkpoint yet: starting from step 0")
         return None
-    state: dict[str, Any] = checkpoint.state
-    differing = {
-        name: (old, getattr(config, name)) for name, old in state["model"].items() if getattr(config, name) != old
-    }
+    state, model = saved_state(checkpoint)
+    pairs = {name: (old, getattr(config, name)) for name, old in asdict(model).items()}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     differing.pop("dropout", None)  # has no weights; changing it is a choice, not a mistake
     if differing:
         changes = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in differing.items())

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import UserError
 from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json
+from tpfuse.train.untrusted import Unreadable, check_regular, read_json
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 _CHUNK = 1 << 24  # tokens looked at in one go
@@ -42,7 +44,8 @@ def write_token_file(folder: Path, tokens: Tokens, tokenizer: Tokenizer, source:
     header[:3] = MAGIC, VERSION, len(tokens)
     digest = hashlib.sha256()
     path = folder / "tokens.bin"
-    with path.open("wb") as file:
+    staging = folder / ".staging-tokens.bin"
+    with staging.open("wb") as file:
         for data in (header.tobytes(), *(tokens[i : i + _CHUNK].tobytes() for i in range(0, len(tokens), _CHUNK))):
             digest.update(data)
             file.write(data)
@@ -53,21 +56,20 @@ def write_token_file(folder: Path, tokens: Tokens, tokenizer: Tokenizer, source:
         "source": source,
         "tokenizer": tokenizer.as_json(),
     }
-    path.with_suffix(".json").write_text(json.dumps(description, ensure_ascii=False), encoding="utf-8")
+    replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
+    staging.replace(path)  # at last, so that where it is all is there
     return open_token_file(path, verify=False)
 
 
 def _read_description(path: Path) -> dict[str, Any]:
     beside = path.with_suffix(".json")
     try:
-        description = json.loads(beside.read_text(encoding="utf-8"))
-        if isinstance(description, dict) and {"tokenizer", "sha256"} <= set(description):
-            return description
+        description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
+        return description
     except OSError as error:
         raise UserError(f"cannot read {beside}, which tells the tokenizer of {path}: {error.strerror}") from None
-    except ValueError:
-        pass
-    raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}")
+    except Unreadable as error:
+        raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}: {error}") from None
 
 
 def open_token_file(path: Path, *, verify: bool = True) -> TokenFile:
@@ -77,10 +79,12 @@ def open_token_file(path: Path, *, verify: bool = True) -> TokenFile:
     outside the vocabulary.
     """
     try:
-        size = path.stat().st_size
+        size = check_regular(path)
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC:
         found = f"magic {header[0]}" if len(header) else "an empty file"
         raise UserError(f"{path} is not a token file: found {found}, expected magic {MAGIC}")
@@ -90,7 +94,10 @@ def open_token_file(path: Path, *, verify: bool = True) -> TokenFile:
     if size != HEADER_BYTES + 2 * count:
         raise UserError(f"{path}: {size} bytes, but {count} tokens need {HEADER_BYTES + 2 * count}")
     description = _read_description(path)
-    tokenizer = from_json(description["tokenizer"])
+    try:
+        tokenizer = from_json(description["tokenizer"])
+    except UserError as error:
+        raise UserError(f"{path.with_suffix('.json')}: {error}") from None
     tokens = (
         np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,)) if count else np.zeros(0, "<u2")
     )

@@ -12,6 +12,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tpfuse.train.errors import UserError
+from tpfuse.train.untrusted import Unreadable, check, quoted, read_text
 
 Tokens = npt.NDArray[np.uint16]
 _GPT2_MODEL = "openai-community/gpt2"
@@ -104,11 +105,26 @@ def from_json(description: dict[str, Any]) -> Tokenizer:
     kind = description.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
-    if kind == "chars":
-        return CharTokenizer(description["characters"])
-    if kind == "tokenizers":
-        return FileTokenizer(description["json"])
-    raise UserError(f"tokenizer kind {kind!r} is not known: expected bytes, chars or tokenizers")
+    try:
+        if kind == "chars":
+            check(description, {"characters": str}, "the tokenizer")
+            return CharTokenizer(description["characters"])
+        if kind == "tokenizers":
+            check(description, {"json": str}, "the tokenizer")
+            return _of_library(description["json"], "the tokenizer's json")
+    except Unreadable as error:
+        raise UserError(str(error)) from None
+    raise UserError(f"tokenizer kind {quoted(kind)} is not known: expected bytes, chars or tokenizers")
+
+
+def _of_library(text: str, source: object) -> FileTokenizer:
+    """Raises UserError for a text that the library does not take."""
+    try:
+        return FileTokenizer(text)
+    except UserError:
+        raise
+    except Exception as error:  # the library raises plain Exception for what it cannot use
+        raise UserError(f"{source} is not a tokenizer of the tokenizers library: {str(error)[:200]}") from None
 
 
 def build_tokenizer(name: str, text: str) -> Tokenizer:
@@ -121,13 +137,12 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
         return _gpt2()
     if name.endswith(".json"):
         try:
-            return FileTokenizer(Path(name).read_text(encoding="utf-8"))
+            text = read_text(Path(name))
         except OSError as error:
             raise UserError(f"cannot read the tokenizer {name}: {error.strerror}") from None
-        except UserError:
-            raise
-        except Exception as error:  # the library raises plain Exception for a file it cannot use
-            raise UserError(f"{name} is not a file of the tokenizers library: {error}") from None
+        except Unreadable as error:
+            raise UserError(f"cannot read the tokenizer {name}: {error}") from None
+        return _of_library(text, name)
     raise UserError(f"tokenizer {name!r} is not known: expected bytes, chars, gpt2 or a FILE.json")
 
 
