@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from triton._C.libtriton import interpreter as atomics
 
 from tpfuse.comm import host
-from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.meeting import say
 from tpfuse.comm.words import Pace, load_acquire, publish, store_release
 
@@ -131,6 +131,7 @@ class Board:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.world, self.timeout = group.rank(), group.size(), timeout
         self.step = -1
+        self.ranks = dist.get_process_group_ranks(group)  # by their numbers in the world, as messages name them
         mapping, reason = None, ""
         if self.rank == 0:
             try:
@@ -219,7 +220,10 @@ class Board:
             if digest >> 32 == number & 0x7FFFFFFF:
                 self.disagreed = True
                 texts = self.parts[rank].operation(number), self.mine.operation(number)
-                raise Disagreement(f"operation {number}: rank {rank} runs {texts[0]}, rank {self.rank} runs {texts[1]}")
+                raise Disagreement(
+                    f"operation {number}: {named(self.ranks[rank])} runs {texts[0]},"
+                    f" {named(self.ranks[self.rank])} runs {texts[1]}"
+                )
             if theirs[number % RECORDS, _NUMBER] < number:  # not to be seen yet
                 newest = number - 1
                 break
@@ -280,11 +284,15 @@ class Board:
             self._failure = self.mine.begun, f"{op}: {self.about(missing)}"
         number, first = self._failure
         if self.mine.begun > number:
-            return PeerTimeout(op, step=self.step, rank=self.rank, peer=missing, waited=None, detail=first)
+            return self._error(op, missing, None, first)
         return self._timeout(op, missing, waited)
 
     def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
-        return PeerTimeout(op, step=self.step, rank=self.rank, peer=missing, waited=waited, detail=self.about(missing))
+        return self._error(op, missing, waited, self.about(missing))
+
+    def _error(self, op: str, missing: int | None, waited: float | None, detail: str) -> PeerTimeout:
+        peer = None if missing is None else self.ranks[missing]
+        return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=peer, waited=waited, detail=detail)
 
     def about(self, rank: int | None) -> str:
         """What is known of a missing rank."""

@@ -37,6 +37,7 @@ class BoardMemory(SymmetricMemory):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.board = Board(group, timeout)
         super().__init__(group.rank(), group.size(), device, timeout)
+        self.global_rank = self.board.ranks[self.rank]
         self._watchdog: Watchdog | None = None
         self._busy = threading.Lock()
         self._started, self._number = 0.0, 0

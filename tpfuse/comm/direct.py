@@ -52,7 +52,12 @@ class DirectHandle:
         self.done = True
         if self._generation != memory.generation:
             raise PeerTimeout(
-                self._op, step=memory.step, rank=memory.rank, peer=None, waited=0.0, detail="begun before a reset"
+                self._op,
+                step=memory.step,
+                rank=memory.global_rank,
+                peer=None,
+                waited=0.0,
+                detail="begun before a reset",
             )
         for _ in self._rounds:
             pass

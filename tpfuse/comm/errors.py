@@ -1,11 +1,25 @@
 """What goes wrong between ranks, by name."""
 
+_places: dict[int, str] = {}  # of the ranks of the world in the mesh of `tpfuse.comm.mesh.build_mesh`
+
+
+def tell_places(places: dict[int, str]) -> None:
+    """What messages say of ranks of the world from now on besides their numbers, as "dp 1, tp 0"."""
+    _places.clear()
+    _places.update(places)
+
+
+def named(rank: int) -> str:
+    """A rank of the world, for a message: "rank 3 (dp 1, tp 1)"."""
+    return f"rank {rank} ({_places[rank]})" if _places.get(rank) else f"rank {rank}"
+
 
 class PeerTimeout(RuntimeError):
     """A rank waited for another one in vain; raised on every rank that is still there.
 
     op: the operation; step: the caller's step (-1 where nobody told); rank: who waited; peer: who was missing (None
-    where nobody is behind: then the ranks wait for each other); waited: seconds, None where the operation was not begun
+    where nobody is behind: then the ranks wait for each other), both by their numbers in the world, whatever the group;
+    waited: seconds, None where the operation was not begun
     because of an earlier failure, which `detail` then tells. After `SymmetricMemory.reset()` on all ranks the process
     can go on.
     """
@@ -18,14 +32,14 @@ class PeerTimeout(RuntimeError):
         place = f"{op}, step {step}" if step >= 0 else op
         if waited is None:
             text = (
-                f"rank {rank} cannot begin it after an earlier failure ({detail}):"
+                f"{named(rank)} cannot begin it after an earlier failure ({detail}):"
                 " call tpfuse.comm.connect.connect(group, device).reset() on every rank of the group first"
             )
         elif peer == rank:
-            text = f"rank {rank} came too late: the other ranks have stopped waiting for it"
+            text = f"{named(rank)} came too late: the other ranks have stopped waiting for it"
         else:
-            missing = "a rank" if peer is None else f"rank {peer}"
-            text = f"rank {rank} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
+            missing = "a rank" if peer is None else named(peer)
+            text = f"{named(rank)} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
         super().__init__(f"{place}: {text}")
 
     def __reduce__(self) -> tuple[object, ...]:

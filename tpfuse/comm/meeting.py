@@ -23,7 +23,7 @@ def say(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[A
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
     store.set(f"tpfuse meeting {count}: {group.rank()}", json.dumps(value))
-    said = []
+    said, ranks = [], dist.get_process_group_ranks(group)
     for rank in range(group.size()):
         key = f"tpfuse meeting {count}: {rank}"
         try:
@@ -31,5 +31,7 @@ def say(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[A
             said.append(json.loads(store.get(key)))
         except RuntimeError as error:
             detail = "it has not come to where ranks meet for the first time"
-            raise PeerTimeout(op, step=-1, rank=group.rank(), peer=rank, waited=timeout, detail=detail) from error
+            raise PeerTimeout(
+                op, step=-1, rank=ranks[group.rank()], peer=ranks[rank], waited=timeout, detail=detail
+            ) from error
     return said

@@ -5,8 +5,12 @@ which may be shorter or empty. So a vocabulary that the world does not divide ne
 could leak into a loss or an export.
 """
 
+import itertools
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tpfuse.comm.errors import tell_places
 
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
@@ -25,7 +29,13 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
         raise ValueError(f"ulysses {ulysses} does not divide cp {cp}")
     context = {"ring": cp // ulysses, "ulysses": ulysses} if ulysses > 1 else {"cp": cp} if cp > 1 else {}
     sizes = {"dp": dp, **context, "tp": tp}
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    wide = [name for name, size in sizes.items() if size > 1]
+    places = (dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values())))
+    if len(wide) < 2:  # the number says it
+        wide = []
+    tell_places({rank: ", ".join(f"{name} {place[name]}" for name in wide) for rank, place in enumerate(places)})
+    return mesh
 
 
 def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:

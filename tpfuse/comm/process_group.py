@@ -57,14 +57,16 @@ class Work:
             if not is_lost_peer(error):
                 raise
             waited, silent = time.monotonic() - self._started, _silent(self._group, self._number)
-            said = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent; "
+            ranks = dist.get_process_group_ranks(self._group)
+            silent = [ranks[rank] for rank in silent]
+            said = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
             raise PeerTimeout(
                 self._op,
                 step=-1,
-                rank=self._group.rank(),
+                rank=ranks[self._group.rank()],
                 peer=silent[0] if len(silent) == 1 else None,
                 waited=waited,
-                detail=said + str(error).strip().splitlines()[0],
+                detail=said,
             ) from error
 
 

@@ -85,6 +85,7 @@ class SymmetricMemory(ABC):
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device, self.timeout = rank, world, device, timeout
         self.step, self.generation = -1, 0
+        self.global_rank = rank  # its number in the world, where a backend knows it
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
 

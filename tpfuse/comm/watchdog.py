@@ -96,11 +96,11 @@ def write_flight_record(board: Board, error: BaseException) -> None:
         "missing": error.peer,
         "waited_s": round(error.waited, 3),
         "ranks": [
-            {"rank": rank, "pid": pid, "ended": board.ended(rank), "operations": part.operations()}
+            {"rank": board.ranks[rank], "pid": pid, "ended": board.ended(rank), "operations": part.operations()}
             for rank, (pid, part) in enumerate(zip(board.pids, board.parts, strict=True))
         ],
     }
     try:
-        (folder / f"flight_record_rank{board.rank}.json").write_text(json.dumps(record, indent=1))
+        (folder / f"flight_record_rank{error.rank}.json").write_text(json.dumps(record, indent=1))
     except OSError as disk:
         error.add_note(f"the flight record could not be written: {disk}")

@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.errors import tell_places
 from tpfuse.testing.patience import Deadline, patient
 
 # What the server imports before it forks ranks; a program may add modules before it starts its first pool.
@@ -73,6 +74,7 @@ def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bo
             file, name, args = connection.recv()
         except EOFError:
             return
+        tell_places({})  # of the run before
         torch.manual_seed(0)  # what a run draws does not depend on the runs before it
         try:
             value = _find(file, name)(*args)

@@ -1,0 +1,65 @@
+"""Errors name ranks by their numbers in the world, and by their places in the mesh, whatever group they are in."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import collectives
+from tpfuse.comm.errors import Disagreement, PeerTimeout, named
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.settings import set_settings, settings
+from tpfuse.implementation_choice import Implementation, set_implementation
+from tpfuse.testing.ranks import pool
+
+
+def _late(implementation: Implementation, folder: str) -> None:
+    """Rank 3 does not come to its tensor-parallel group, of which rank 2 is the other one."""
+    before = settings()
+    set_implementation(implementation)
+    set_settings(timeout=1.0, flight_folder=Path(folder))
+    try:
+        mesh = build_mesh("cpu", dp=2, tp=2)
+        group = mesh["tp"].get_group()
+        collectives.all_reduce(torch.ones(2), group)
+        if dist.get_rank() == 2:
+            with pytest.raises(
+                PeerTimeout, match=r"rank 2 \(dp 1, tp 0\) waited .* for rank 3 \(dp 1, tp 1\)"
+            ) as caught:
+                collectives.all_reduce(torch.ones(2), group)
+            assert (caught.value.rank, caught.value.peer) == (2, 3)
+            assert "[/" not in str(caught.value) and ".cc:" not in str(caught.value)
+        elif dist.get_rank() == 3:
+            time.sleep(3.5)
+    finally:
+        set_settings(timeout=before.timeout, flight_folder=before.flight_folder)
+        set_implementation("auto")
+
+
+@pytest.mark.parametrize("implementation", ["direct", "collective"])
+def test_a_rank_of_a_subgroup_is_named_by_its_number_in_the_world(
+    implementation: Implementation, tmp_path: Path
+) -> None:
+    pool(4).run(_late, implementation, str(tmp_path))
+    pool(4).close()  # the group of the two is of no more use
+    if implementation == "direct":
+        record = json.loads((tmp_path / "flight_record_rank2.json").read_text())
+        assert (record["rank"], record["missing"]) == (2, 3)
+        assert [each["rank"] for each in record["ranks"]] == [2, 3]
+
+
+def _others() -> None:
+    group = build_mesh("cpu", dp=2, tp=2)["tp"].get_group()
+    with pytest.raises(Disagreement) as caught:
+        collectives.all_reduce(torch.ones(2 + dist.get_rank() % 2), group)
+        collectives.all_reduce(torch.ones(2), group)
+    mine = dist.get_rank()
+    for rank in (mine, mine ^ 1):
+        assert f"{named(rank)} runs" in str(caught.value) and "dp" in named(rank)
+
+
+def test_both_sides_of_a_disagreement_are_named_so() -> None:
+    pool(4).run(_others)
