@@ -24,8 +24,8 @@ class StopRequest:
             sys.exit(128 + number)
         self._wanted = True
         if not self._insistent:  # the parent repeats itself; a signal more would interrupt calls inside a collective
-            for each in STOP_SIGNALS:
-                signal.signal(each, signal.SIG_IGN)
+            # Held back, not ignored: of one that has come already, Python would say that it can call nothing for it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     def __call__(self) -> bool:
         return self._wanted
