@@ -135,6 +135,15 @@ def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change:
             torch.testing.assert_close(sums.to(x.dtype), plain.get_parameter(segment.name).grad)
 
 
+def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    buckets = GradientBuckets(model)
+    model[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"1\.weight is not in the model any more"):
+        buckets.start(last=True)
+
+
 def _taken_in(stage: int, dtype: torch.dtype) -> None:
     """Weights that are loaded between two updates are those that the second one starts from."""
     world = dist.get_world_size() if dist.is_initialized() else 1

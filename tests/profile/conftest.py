@@ -35,5 +35,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def compiled_beside(request: pytest.FixtureRequest) -> None:
-    """From here on the results of all kernels are kept (`tpfuse.profile.kept_results`)."""
+    """Waits until the results of all kernels are kept (`tpfuse.profile.kept_results`)."""
     request.config.stash[_COMPILING].wait()

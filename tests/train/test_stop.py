@@ -11,7 +11,7 @@ from tpfuse.train.stop import StopRequest
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_two_signals_at_once_are_one_request() -> None:
-    """As Ctrl-C sends SIGINT to all ranks while their parent passes SIGTERM on."""
+    """Ctrl-C sends SIGINT to all ranks while their parent passes SIGTERM on."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

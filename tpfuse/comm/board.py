@@ -244,7 +244,7 @@ class Board:
         )
 
     def ended(self, rank: int, within: float = 0.0) -> bool:
-        """Whether the process of `rank` is gone (a zombie is), or will be in so many seconds."""
+        """Returns whether the process of `rank` is gone (a zombie is), waiting for that up to `within` seconds."""
         pidfd = self.parts[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
@@ -253,7 +253,7 @@ class Board:
         return bool(poll.poll(1000 * within))
 
     def left(self, rank: int) -> bool:
-        """Whether a rank will not come to this rank's operations any more: it is in `reset`, or its process is gone."""
+        """Returns whether a rank comes to no more operations of this rank: it is in `reset`, or has ended."""
         return int(self.parts[rank].numbers[_RESETS]) > self._resets or self.ended(rank)
 
     def gone(self) -> int | None:

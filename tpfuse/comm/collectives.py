@@ -113,12 +113,12 @@ def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
     """Replaces the contiguous `x` by its sum over all ranks, in place."""
     if group is None:
         return DONE
-    _check("all_reduce", x, group, rows=False)
     x = x.detach()
     return _all_reduce(x, x, group, later=True)
 
 
 def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool) -> Handle:
+    _check("all_reduce", x, group, rows=False)
     symmetric = _symmetric(x, group, summed=True)
     if symmetric is not None:
         return symmetric.all_reduce(x, out, later=later)
@@ -149,7 +149,6 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A new tensor: the sum of `x` over all ranks."""
     if group is None:
         return x
-    _check("all_reduce", x, group, rows=False)
     x = x.detach().contiguous()
     out = torch.empty_like(x)
     _all_reduce(x, out, group, later=False).wait()

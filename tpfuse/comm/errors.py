@@ -11,7 +11,7 @@ def tell_places(places: dict[int, str]) -> None:
 
 def named(rank: int) -> str:
     """A rank of the world, for a message: "rank 3 (dp 1, tp 1)"."""
-    return f"rank {rank} ({_places[rank]})" if _places.get(rank) else f"rank {rank}"
+    return f"rank {rank} ({_places[rank]})" if rank in _places else f"rank {rank}"
 
 
 class PeerTimeout(RuntimeError):
@@ -19,9 +19,8 @@ class PeerTimeout(RuntimeError):
 
     op: the operation; step: the caller's step (-1 where nobody told); rank: who waited; peer: who was missing (None
     where nobody is behind: then the ranks wait for each other), both by their numbers in the world, whatever the group;
-    waited: seconds, None where the operation was not begun
-    because of an earlier failure, which `detail` then tells. After `SymmetricMemory.reset()` on all ranks the process
-    can go on.
+    waited: seconds, None where the operation was not begun because of an earlier failure, which `detail` then tells.
+    After `SymmetricMemory.reset()` on all ranks the process can go on.
     """
 
     def __init__(

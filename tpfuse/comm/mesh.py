@@ -30,11 +30,9 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
     context = {"ring": cp // ulysses, "ulysses": ulysses} if ulysses > 1 else {"cp": cp} if cp > 1 else {}
     sizes = {"dp": dp, **context, "tp": tp}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    wide = [name for name, size in sizes.items() if size > 1]
-    places = (dict(zip(sizes, place, strict=True)) for place in itertools.product(*map(range, sizes.values())))
-    if len(wide) < 2:  # the number says it
-        wide = []
-    tell_places({rank: ", ".join(f"{name} {place[name]}" for name in wide) for rank, place in enumerate(places)})
+    wide = {name: size for name, size in sizes.items() if size > 1}
+    places = itertools.product(*([f"{name} {index}" for index in range(size)] for name, size in wide.items()))
+    tell_places({} if len(wide) < 2 else {rank: ", ".join(place) for rank, place in enumerate(places)})
     return mesh
 
 

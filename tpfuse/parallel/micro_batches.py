@@ -25,9 +25,8 @@ class MicroBatches(ABC):
 
     def _watch(self) -> None:
         """When the parameters are those that training will have: from here on the model must keep them."""
-        self._watched = [(name, p, p.requires_grad) for name, p in self.model.named_parameters()]
-        self._held = _held(self.model)
-        self._locations = [location(parameter) for _, parameter, _ in self._watched]
+        self._watched = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
+        self._held, self._names = _held(self.model), _names(self.model)
 
     def start(self, *, last: bool) -> None:
         """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
@@ -39,7 +38,7 @@ class MicroBatches(ABC):
             raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
         if not self._accumulating:
             self._check_parameters()
-        for name, parameter, required in self._watched:
+        for name, parameter, required, _ in self._watched:
             if parameter.requires_grad != required:
                 raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
         self._announce(first=not self._accumulating, last=last)
@@ -49,14 +48,15 @@ class MicroBatches(ABC):
         """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
         held = _held(self.model)
         if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
-            taken = {name: parameter for name, parameter, _ in self._watched}
-            now = dict(self.model.named_parameters())
-            name = next(name for name in {**taken, **now} if taken.get(name) is not now.get(name))
-            what = "is not in the model any more" if name not in now else "is new in the model"
-            if name in now and name in taken:
-                what = "was replaced by another tensor, as load_state_dict(assign=True) does"
-            raise ValueError(f"{name} {what}: {self._cure}")
-        for (name, parameter, _), place in zip(self._watched, self._locations, strict=True):
+            taken, now = self._names, _names(self.model)
+            for name in {**taken, **now}:
+                if taken.get(name) is now.get(name):
+                    continue
+                what = "is not in the model any more" if name not in now else "is new in the model"
+                if name in now and name in taken:
+                    what = "was replaced by another tensor, as load_state_dict(assign=True) does"
+                raise ValueError(f"{name} {what}: {self._cure}")
+        for name, parameter, _, place in self._watched:
             if location(parameter) != place:
                 raise ValueError(f"{name} was converted or moved, as model.to() does: {self._cure}")
 
@@ -113,3 +113,8 @@ class MicroBatches(ABC):
 def _held(model: nn.Module) -> list[Parameter | None]:
     """What the modules hold, in one order; without names, whose making takes longer than all else."""
     return [parameter for module in model.modules() for parameter in module._parameters.values()]
+
+
+def _names(model: nn.Module) -> dict[str, Parameter]:
+    """The model's parameters by all their names: tied ones have several."""
+    return dict(model.named_parameters(remove_duplicate=False))

@@ -124,7 +124,6 @@ class Training:
 
     def _load(self, folder: Path) -> None:
         """Every rank reads what it needs. Raises RunError on all ranks where one cannot."""
-
         states: list[dict[str, Any]] = []
 
         def load() -> tuple[str, int] | None:
