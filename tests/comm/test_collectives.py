@@ -236,7 +236,7 @@ def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
         assert torch.equal(in_two, total.bfloat16()) and torch.equal(in_one, in_two)
 
 
-def _late() -> str:
+def _late(objects: bool) -> str:
     """Over Gloo, whose group is of no use afterwards: one of its own, and no rank uses it again."""
     group = dist.new_group()
     if dist.get_rank() == 1:
@@ -244,6 +244,9 @@ def _late() -> str:
         return ""
     set_settings(timeout=patient(0.5))
     try:
+        if objects:
+            process_group.set_timeout(group)
+            process_group.gather_objects("anything", group, op="all_reduce")
         with implementation("collective"):
             collectives.all_reduce(torch.zeros(3), group)
     except PeerTimeout as error:
@@ -254,8 +257,9 @@ def _late() -> str:
     return "no error"
 
 
-def test_a_collective_of_gloo_without_its_peer() -> None:
-    texts = pool(3).run(_late)
+@pytest.mark.parametrize("objects", [False, True])
+def test_a_collective_of_gloo_without_its_peer(objects: bool) -> None:
+    texts = pool(3).run(_late, objects)
     for rank in (0, 2):
         assert re.match(rf"PeerTimeout: all_reduce: rank {rank} waited \d+\.\d s for rank 1$", texts[rank]), texts
 

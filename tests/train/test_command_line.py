@@ -138,6 +138,7 @@ BAD = [
     (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
     (["--optim.lr", "nan"], "--optim.lr nan"),
     (["--optim.lr", "inf"], "--optim.lr inf: expected at least 0, and finite"),
+    (["--comm.timeout", "1e7"], "--comm.timeout 10000000.0: expected at most 1e+06 seconds"),
     (["--out", "r\udcff"], "the name is not UTF-8: rename it"),
     (["--model.dropout", "1.0"], "dropout 1.0"),
     (["--parallel.tp", "0"], "--parallel.tp 0"),

@@ -4,8 +4,11 @@ A rank that is lost, or late, is a PeerTimeout here as well. Gloo and NCCL do no
 give up say so in the group's store, and who is silent there is missing. The group is of no more use then.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +26,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def set_timeout(group: dist.ProcessGroup) -> None:
-    """Gives the group's operations the deadline of the settings; torch's own is 10 or 30 minutes for new groups."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout), group)
+def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:
+    """Gives the group's operations a deadline, by default that of the settings; torch's own is 10 or 30 minutes."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout if seconds is None else seconds), group)
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -51,8 +54,14 @@ class Work:
         """Blocks (on CUDA: the current stream) until the result may be read. Raises PeerTimeout."""
         if self._work is None:
             return
-        try:
+        with self.naming_the_missing():
             self._work.wait(*self._deadline)
+
+    @contextlib.contextmanager
+    def naming_the_missing(self) -> Iterator[None]:
+        """Makes a PeerTimeout, with the rank that is missing, of what torch.distributed says about a lost one."""
+        try:
+            yield
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
@@ -68,6 +77,17 @@ class Work:
                 waited=waited,
                 detail=said,
             ) from error
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any]:
+    """What each rank of the group passes, in rank order; for small objects, which are pickled.
+
+    op: what the ranks do, for the message. Raises PeerTimeout.
+    """
+    values: list[Any] = [None] * group.size()
+    with Work(op, group, None).naming_the_missing():
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _silent(group: dist.ProcessGroup, number: int) -> list[int]:

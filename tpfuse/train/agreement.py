@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tpfuse.comm.process_group import gather_objects
+
 _T = TypeVar("_T")
 
 
@@ -21,7 +23,7 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     """What `work` returned on every rank, in rank order.
 
     Raises on every rank where it raised on any: DiskFailed for an OSError; for anything else that error itself
-    where it happened and RuntimeError elsewhere. A rank that died makes the exchange raise RuntimeError.
+    where it happened and RuntimeError elsewhere. A rank that is lost makes the exchange raise PeerTimeout.
     """
     value, error = None, None
     try:
@@ -31,8 +33,7 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     disk = isinstance(error, OSError)
     outcomes: list[Any] = [(value, disk, None if error is None else f"{type(error).__name__}: {error}")]
     if group is not None:
-        mine, outcomes = outcomes[0], [None] * group.size()
-        dist.all_gather_object(outcomes, mine, group=group)
+        outcomes = gather_objects(outcomes[0], group, op="agreement on files")
     if error is not None and not disk:
         raise error
     failures = [(disk, f"rank {rank}: {text}") for rank, (_, disk, text) in enumerate(outcomes) if text is not None]

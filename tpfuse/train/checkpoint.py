@@ -154,7 +154,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest["step"], manifest)
 
 
-def _steps(run: Path) -> list[Path]:
+def checkpoint_folders(run: Path) -> list[Path]:
     """The folders of checkpoints, good or not, newest first."""
     if not run.is_dir():
         return []
@@ -176,7 +176,7 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
     cannot be listed.
     """
     damaged = []
-    for folder in _steps(run):
+    for folder in checkpoint_folders(run):
         try:
             return _good(folder)
         except CheckpointError as error:
@@ -249,7 +249,7 @@ class _Saving:
 
     def _prune(self, keep: int) -> None:
         """Nothing goes before `keep` newer ones have been read and found good; the one just written never goes."""
-        folders = _steps(self.run)
+        folders = checkpoint_folders(self.run)
         if not 0 < keep < len(folders):
             return
         good = 0

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tpfuse.comm.process_group import is_lost_peer, set_timeout
 from tpfuse.profile import tune, verify
-from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch
+from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, checkpoint_folders
 from tpfuse.train.config import parse_command, parse_prepare, parse_train
-from tpfuse.train.errors import RunError, UserError, of_disk
+from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
 from tpfuse.train.memory import memory
-from tpfuse.train.messages import fail
+from tpfuse.train.messages import fail, show_cursor
 from tpfuse.train.options import MemoryCommand, SampleCommand, TrainCommand, TuneCommand, VerifyCommand
 from tpfuse.train.rank import train_rank
 from tpfuse.train.sample import sample
-from tpfuse.train.setup import Run, prepare_run, prepare_tokens, with_layout
+from tpfuse.train.setup import Run, check_numbers, prepare_run, prepare_tokens, with_layout
+
+_PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -31,27 +34,42 @@ def _train(arguments: Sequence[str]) -> int:
     world = options.parallel.tp * options.parallel.cp * options.parallel.dp
     if world == 1:
         return train_rank(Place(0, 1, 0, 1, None), run)
-    return start_ranks(train_rank, world, run)
+    try:
+        return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
+    except KeyboardInterrupt:
+        show_cursor()  # which the first rank's progress bar has hidden
+        saved = checkpoint_folders(run.folder)
+        newest = f"the newest checkpoint is {saved[0]}" if saved else f"nothing was saved in {run.folder}"
+        raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
 def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
     """The first rank checks and prepares; the others hear whether to go on."""
+    options = with_layout(options, place.world)
+    check_numbers(options)
     outcome: list[Run | tuple[str, int]] = [("", 1)]
-    join(place, device_of(place))
+    join(place, device_of(place), options.comm.timeout)
+    set_timeout(dist.group.WORLD, _PREPARATION)
     if place.rank == 0:
         try:
-            outcome = [prepare_run(with_layout(options, place.world), place.local_world)]
+            outcome = [prepare_run(options, place.local_world)]
         except (UserError, CheckpointMismatch) as error:
             outcome = [(str(error), 2)]
         except CheckpointError as error:
             outcome = [(str(error), 3)]
-    dist.broadcast_object_list(outcome, src=0)
+    try:
+        dist.broadcast_object_list(outcome, src=0)
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLost(f"rank {place.rank} lost another rank while rank 0 prepared the run") from error
     if isinstance(outcome[0], tuple):
         message, status = outcome[0]
         if place.rank == 0:
             fail("train", message)
         dist.destroy_process_group()
         return status
+    set_timeout(dist.group.WORLD, options.comm.timeout)
     return train_rank(place, outcome[0])
 
 
@@ -123,7 +141,7 @@ def run(arguments: Sequence[str]) -> int:
         fail(name, str(error))
         return 3
     except RunError as error:
-        fail(name, str(error))
+        fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
         return error.status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

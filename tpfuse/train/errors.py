@@ -14,8 +14,25 @@ def of_disk(error: OSError) -> str:
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (a loss that is not finite, a lost rank): exit status 1, 3 for a damaged checkpoint."""
+    """A run that cannot go on (a loss that is not finite, a full disk): exit status 1, 3 for a damaged checkpoint."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
         self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.status)
+
+
+class PeerLost(RunError):
+    """A rank that cannot go on because others do not answer.
+
+    missing: the numbers of those ranks in the world, empty where this rank does not know them.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PeerLost, (str(self), self.missing)

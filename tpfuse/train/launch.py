@@ -1,34 +1,39 @@
 """Ranks: started here on one machine, or joined where torchrun started them.
 
-The ranks of one machine meet through a file, so no port can be taken, and talk over the loopback interface.
-The parent passes SIGTERM and Ctrl-C on once; a second one ends the ranks at once. A rank that fails makes
-the others end: at first by themselves (their collectives fail), after a grace period by SIGKILL.
+The ranks of one machine meet through a file in memory, so no port can be taken and no file is left behind, and talk
+over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second one ends the ranks at once. A rank
+that fails makes the others end: at first by themselves (their collectives fail), after a grace period by SIGKILL. The
+parent then says in one line why the run has ended.
 """
 
-import contextlib
-import ctypes
 import multiprocessing
 import os
-import shutil
+import pickle
 import signal
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
-from pathlib import Path
-from time import monotonic, sleep
+from multiprocessing.connection import Connection
+from time import sleep
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=5)  # of every collective
+from tpfuse.comm.errors import named
+from tpfuse.train.child import begin
+from tpfuse.train.errors import PeerLost, RunError, UserError
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that other ranks get after one has failed
+_POLL = 0.1  # seconds between two looks at the ranks
+_USUAL_CAUSES = {
+    signal.SIGKILL: ": a person or the system, where memory ran out",
+    signal.SIGBUS: ": a file that it reads may have been cut, or /dev/shm may be full",
+}
 
 
 @dataclass(frozen=True)
@@ -61,120 +66,191 @@ def device_of(place: Place) -> torch.device:
     return device
 
 
-def join(place: Place, device: torch.device) -> None:
-    """Makes the default process group (NCCL on GPUs, Gloo on CPU), with a deadline on every collective."""
-    options: dict[str, Any] = {"timeout": TIMEOUT, "rank": place.rank, "world_size": place.world}
-    if device.type == "cuda":
-        options["device_id"] = device
-    if place.store is not None:
-        if device.type == "cpu":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        # Without the number of ranks: a store that knows it has its last rank remove the file while another may be
-        # opening it, which ends that rank with an uncaught exception. `start_ranks` removes the folder.
-        options["store"] = dist.FileStore(place.store)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+def join(place: Place, device: torch.device, timeout: float) -> None:
+    """Makes the default process group (NCCL on GPUs, Gloo on CPU) as soon as all ranks have come.
 
-
-def _die_with_parent(parent: int) -> None:
-    """SIGTERM for this process (on Linux) when process `parent` ends, so that no rank is left behind.
-
-    Ends the process at once where its parent has ended before, while this process imported what it needs.
+    timeout: seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
+    which names the ranks that have not come.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _child(function: Callable[..., int], place: Place, arguments: tuple[Any, ...], parent: int) -> None:
-    _die_with_parent(parent)
-    status = 1
+    limit = timedelta(seconds=timeout)
     try:
-        status = function(place, *arguments)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All is written and the group is left: nothing that the C++ libraries do while they unload may change the status.
-    os._exit(status)
+        store = _store(place, limit)
+        _wait_for_all(store, place, limit)
+        options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+        if place.store is not None and device.type == "cpu":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store, rank=place.rank, world_size=place.world, timeout=limit, **options,
+        )  # fmt: skip
+    except PeerLost:
+        raise
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise PeerLost(f"rank {place.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
+
+
+def _store(place: Place, limit: timedelta) -> dist.Store:
+    if place.store is None:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world, timeout=limit))
+        return store
+    # Without the number of ranks: a store that knows it has its last rank remove the file.
+    return dist.FileStore(place.store)  # type: ignore[attr-defined]
+
+
+def _wait_for_all(store: dist.Store, place: Place, limit: timedelta) -> None:
+    keys = [f"tpfuse/rank {rank} is here" for rank in range(place.world)]
+    store.set(keys[place.rank], "")
+    try:
+        store.wait(keys, limit)
+    except RuntimeError as error:  # a store in a file has no class of its own for it
+        missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise PeerLost(
+            f"rank {place.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", missing
+        ) from error
+
+
+@dataclass
+class _Rank:
+    """A rank as its parent sees it. error: why it could not go on, as soon as it has said so."""
+
+    number: int
+    process: Any
+    reports: Connection
+    error: RunError | UserError | None = None
+
+    def listen(self) -> None:
+        """Takes the rank's report, if it has sent one."""
+        try:
+            if self.error is None and self.reports.poll():
+                self.error = self.reports.recv()
+        except (EOFError, OSError):  # it has ended without a report
+            return
+
+    def __str__(self) -> str:
+        return f"{named(self.number)} (process {self.process.pid})"
 
 
 class _Parent:
-    """Passes signals on to the ranks: SIGTERM again and again until they have ended, SIGKILL the second time."""
+    """Starts ranks and passes signals on to them: SIGTERM until they have ended, SIGKILL the second time."""
 
     def __init__(self) -> None:
-        self.processes: list[Any] = []
+        self.ranks: list[_Rank] = []
         self.asked = 0
+        self._context = multiprocessing.get_context("spawn")
         self._previous = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.asked += 1
 
-    def start(self, process: Any) -> None:
+    def start(self, function: Callable[..., int], place: Place, arguments: tuple[Any, ...]) -> None:
         """Starts a rank in which both signals are held back until it is ready for them (`StopRequest`)."""
+        reports, sending = self._context.Pipe(duplex=False)
+        work = pickle.dumps((function, (place, *arguments)))
+        process = self._context.Process(target=begin, args=(os.getpid(), sending, work))
         resource_tracker.ensure_running()  # otherwise `start` does, and lets the signals through again
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank inherits this
         try:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self.processes.append(process)
+        sending.close()
+        self.ranks.append(_Rank(place.rank, process, reports))
 
     def pass_on(self) -> None:
         """Called every now and then: a rank may have started after the signal came."""
-        for process in self.processes:
+        for rank in self.ranks:
             if self.asked == 1:
-                process.terminate()
+                rank.process.terminate()
             elif self.asked > 1:
-                process.kill()
+                rank.process.kill()
 
-    def restore(self) -> None:
-        """Puts the handlers back that were there before."""
+    def wait(self, timeout: float) -> int:
+        """Waits for all ranks, ends those that do not follow the first one to end, and returns the run's exit status.
+
+        timeout: seconds that ranks get after the first one has ended well. Raises RunError where the run failed for a
+        reason that a rank or the system has told, and KeyboardInterrupt after a second signal.
+        """
+        killed: _Rank | None = None
+        left: float | None = None  # seconds until the ranks that are still there are killed; counts while we are awake
+        silent: list[_Rank] = []
+        while True:
+            codes = [rank.process.exitcode for rank in self.ranks]
+            for rank in self.ranks:
+                rank.listen()
+            if self.asked < 2 and not silent and killed is None:
+                killed = next((rank for rank, code in zip(self.ranks, codes, strict=True) if code and code < 0), None)
+            if all(code is not None for code in codes):
+                break
+            if any(codes):
+                left = _GRACE if left is None else min(left, _GRACE)
+            elif left is None and 0 in codes:
+                left = timeout
+            self.pass_on()
+            if left is not None and left <= 0:
+                silent = silent or [rank for rank in self.ranks if rank.process.exitcode is None]
+                for rank in self.ranks:
+                    rank.process.kill()
+            sleep(_POLL)
+            left = None if left is None else left - _POLL
+        if self.asked > 1:
+            raise KeyboardInterrupt
+        if (error := _reason(self.ranks, killed, silent, timeout)) is not None:
+            raise error
+        return next((code for code in codes if code and code > 0), 0)  # such a rank has printed why
+
+    def end(self) -> None:
+        """Ends what is left of the ranks, and puts the handlers back that were there before."""
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.reports.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
-def start_ranks(function: Callable[..., int], world: int, *arguments: Any) -> int:
+def _reason(
+    ranks: Sequence[_Rank], killed: _Rank | None, silent: Sequence[_Rank], timeout: float
+) -> RunError | UserError | None:
+    """Why the run has failed, from whoever knows it best; None where nobody knows.
+
+    killed: the first rank that a signal has ended; silent: the ranks that had to be killed because they did not end.
+    """
+    if killed is not None:
+        number = signal.Signals(-killed.process.exitcode)
+        return RunError(f"{killed} was killed by {number.name}{_USUAL_CAUSES.get(number, '')}")
+    errors = [rank.error for rank in ranks if rank.error is not None]
+    for error in errors:
+        if not isinstance(error, PeerLost):
+            return error
+    told = {rank.number for rank in ranks if rank.error is not None}
+    lost = [error for error in errors if isinstance(error, PeerLost)]
+    for error in lost:  # a rank that is missing and has told why it waits is not the cause
+        if error.missing and not told & set(error.missing):
+            return error
+    unheard = ", ".join(str(rank) for rank in silent if rank.number not in told)
+    if lost:
+        return RunError(f"{lost[0]}; {unheard} did not answer" if unheard else str(lost[0]))
+    if unheard and not any(rank.process.exitcode > 0 for rank in ranks):
+        return RunError(f"{unheard} did not end within {timeout:g} s after the others (--comm.timeout)")
+    return None
+
+
+def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeout: float) -> int:
     """Runs `function(place, *arguments)` in `world` new processes; returns the exit status of the run.
 
-    That is 0 where all ranks return 0, else the first status that is not; a rank killed by a signal counts as
-    1 and is named on stderr.
+    That is 0 where all ranks return 0, else the first status that is not. timeout: seconds that ranks get to end after
+    the first one has. Raises what tells the reason: a RunError or UserError of a rank, a RunError where one was killed,
+    and KeyboardInterrupt where a second signal has ended all ranks.
     """
-    context = multiprocessing.get_context("spawn")
-    folder = Path(tempfile.mkdtemp(prefix="tpfuse-"))
+    meeting = os.memfd_create("tpfuse-store")
     parent = _Parent()
     try:
         for rank in range(world):
-            place = Place(rank, world, rank, world, str(folder / "store"))
-            parent.start(context.Process(target=_child, args=(function, place, arguments, os.getpid())))
-        return _wait(parent)
+            place = Place(rank, world, rank, world, f"/proc/{os.getpid()}/fd/{meeting}")
+            parent.start(function, place, arguments)
+        return parent.wait(timeout)
     finally:
-        for process in parent.processes:
-            process.kill()
-            process.join()
-        parent.restore()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait(parent: _Parent) -> int:
-    status, deadline = 0, float("inf")
-    named: set[int] = set()
-    while True:
-        codes = [process.exitcode for process in parent.processes]
-        for rank, code in enumerate(codes):
-            if not code:
-                continue
-            if code < 0 and rank not in named and parent.asked < 2 and monotonic() < deadline:
-                named.add(rank)
-                name = signal.Signals(-code).name
-                print(f"tpfuse train: error: rank {rank} was killed by {name}; ending the others", file=sys.stderr)
-            if not status:
-                status = code if code > 0 else 1
-                deadline = monotonic() + _GRACE
-        if all(code is not None for code in codes):
-            return status
-        parent.pass_on()
-        if monotonic() > deadline:
-            for process in parent.processes:
-                process.kill()
-        sleep(0.1)
+        parent.end()
+        os.close(meeting)

@@ -29,8 +29,16 @@ def program() -> str:
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
 
 
-def fail(command: str, message: str) -> None:
-    """The one line that says why a command ends; under torchrun the first rank says it for all."""
-    if int(os.environ.get("RANK", "0")) > 0:
+def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:
+    """The one line that says why a command ends; under torchrun the first rank that is not missing says it for all."""
+    ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+    if int(os.environ.get("RANK", "0")) != next((rank for rank in ranks if rank not in missing), 0):
         return
     print(f"tpfuse {command}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def show_cursor() -> None:
+    """Shows a terminal's cursor again that a progress bar has hidden, where the process of the bar was killed."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\033[?25h")
+        sys.stdout.flush()

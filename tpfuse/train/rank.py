@@ -23,11 +23,11 @@ from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
-from tpfuse.train.errors import RunError, of_disk
+from tpfuse.train.errors import PeerLost, RunError, of_disk
 from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
-from tpfuse.train.messages import fail, program, say, warn
+from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, exchanging
@@ -39,7 +39,10 @@ _SAMPLE_TOKENS = 200
 
 
 def train_rank(place: Place, run: Run) -> int:
-    """Joins the other ranks, trains, leaves; returns the exit status. One rank alone needs no group."""
+    """Joins the other ranks, trains and leaves; returns 0. One rank alone needs no group.
+
+    Raises RunError where the run cannot go on, as PeerLost where other ranks do not answer.
+    """
     stop = StopRequest(insistent=place.world == 1)
     set_kernels(run.options.kernels)
     set_implementation(run.options.parallel.impl)
@@ -51,39 +54,38 @@ def train_rank(place: Place, run: Run) -> int:
         keep_freed_memory()
     elif run.options.train.expandable_segments:
         expand_segments()
-    mesh = None
-    if place.world > 1:
-        if not dist.is_initialized():  # under torchrun the ranks have met before
-            join(place, device)
-        parallel = run.options.parallel
-        ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
-        mesh = build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
+    if place.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
+        join(place, device, comm.timeout)
     training = None
     try:
-        training = Training(place, run, mesh, device, stop)
+        training = Training(place, run, _mesh(place, run, device), device, stop)
         training.run_to_end()
-    except RunError as error:
-        if place.rank == 0:
-            fail("train", str(error))
-        return error.status
+    except RunError:
+        raise
     except PeerTimeout as error:
-        fail("train", str(error) if error.step >= 0 else f"{_when(training)}: {error}")
-        return 1
+        missing = () if error.peer in (None, place.rank) else (error.peer,)
+        raise PeerLost(str(error) if error.step >= 0 else f"{_when(training)}: {error}", missing) from error
     except Disagreement as error:
-        fail("train", f"{_when(training)}: {error}")
-        return 1
+        raise RunError(f"{_when(training)}: {error}") from error
     except OSError as error:
-        fail("train", f"{_when(training)}: rank {place.rank}: {of_disk(error)}")
-        return 1
+        raise RunError(f"{_when(training)}: rank {place.rank}: {of_disk(error)}") from error
     except RuntimeError as error:
         if place.world == 1 or not is_lost_peer(error):
             raise
-        fail("train", f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}")
-        return 1
+        lost = f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}"
+        raise PeerLost(lost) from error
     finally:
         if place.world > 1:
             dist.destroy_process_group()
     return 0
+
+
+def _mesh(place: Place, run: Run, device: torch.device) -> DeviceMesh | None:
+    if place.world == 1:
+        return None
+    parallel = run.options.parallel
+    ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
+    return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
 
 
 def _when(training: "Training | None") -> str:

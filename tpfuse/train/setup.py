@@ -30,6 +30,8 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
 from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
 
+_LONGEST_TIMEOUT = 1e6
+
 
 @dataclass(frozen=True)
 class Run:
@@ -61,7 +63,8 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     return replace(options, parallel=replace(options.parallel, dp=dp))
 
 
-def _check_numbers(options: TrainCommand) -> None:
+def check_numbers(options: TrainCommand) -> None:
+    """Raises UserError for a number outside its range, with the layout filled in."""
     train, optim, dp = options.train, options.optim, options.parallel.dp
     at_least = {
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
@@ -74,6 +77,8 @@ def _check_numbers(options: TrainCommand) -> None:
     for name, (value, least) in at_least.items():
         if not least <= value < inf:
             raise UserError(f"--{name} {value}: expected at least {least}" + (", and finite" if value == inf else ""))
+    if options.comm.timeout > _LONGEST_TIMEOUT:
+        raise UserError(f"--comm.timeout {options.comm.timeout}: expected at most {_LONGEST_TIMEOUT:g} seconds")
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
@@ -206,7 +211,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     Raises UserError (nothing has been written then) and CheckpointError where all checkpoints to resume from
     are damaged.
     """
-    _check_numbers(options)
+    check_numbers(options)
     _check_kernels(options)
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)

@@ -1,0 +1,48 @@
+"""The first instructions of a rank that `tpfuse.train.launch` starts.
+
+This module imports nothing that takes time, so that a rank ends with its parent while it still imports torch.
+"""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+from tpfuse.train.errors import RunError, UserError
+
+
+def begin(parent: int, reports: Connection, work: bytes) -> None:
+    """Runs the pickled (function, arguments) of `work` as a rank of process `parent`, and ends this process.
+
+    The exit status is what the function returns. A RunError or UserError is sent to the parent, which says for all
+    ranks why the run has ended; any other exception is printed here.
+    """
+    _end_with(parent, signal.SIGKILL)  # nothing is lost before training has begun
+    status = 1
+    try:
+        function, arguments = pickle.loads(work)
+        _end_with(parent, signal.SIGTERM)  # from now on the rank saves before it ends
+        status = function(*arguments)
+    except (RunError, UserError) as error:
+        status = error.status
+        with contextlib.suppress(OSError):  # a parent that has ended
+            reports.send(error)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # All is written and the group is left: nothing that the C++ libraries do while they unload may change the status.
+    os._exit(status)
+
+
+def _end_with(parent: int, number: signal.Signals) -> None:
+    """Has this process get signal `number` (on Linux) when process `parent` ends; ends it now if that has ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
