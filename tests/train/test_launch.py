@@ -359,6 +359,18 @@ def test_a_second_signal_ends_the_ranks_at_once(start: Callable[..., Started], t
 
 
 @pytest.mark.processes
+def test_shared_memory_that_is_refused_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
+    limited = f"{limit}; from tpfuse.__main__ import main; main()"
+    command = start("--parallel.tp", "2", "--out", str(tmp_path / "run"), program=("-c", limited, "train"))
+    status, _, err = command.end()
+    assert status == 1
+    told = r"tpfuse train: error: .*: rank \d: \d+ bytes of shared memory for .* cannot be made: .*\n"
+    assert re.fullmatch(told, err), err
+    command.assert_nothing_is_left()
+
+
+@pytest.mark.processes
 def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Callable[..., Started], tmp_path: Path) -> None:
     explosion = ("--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0", "--parallel.tp", "2")
     command = start(*explosion, "--out", str(tmp_path / "run"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
-from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.process_group import is_lost_peer
 from tpfuse.comm.settings import set_settings
@@ -65,7 +65,7 @@ def train_rank(place: Place, run: Run) -> int:
     except PeerTimeout as error:
         missing = () if error.peer in (None, place.rank) else (error.peer,)
         raise PeerLost(str(error) if error.step >= 0 else f"{_when(training)}: {error}", missing) from error
-    except Disagreement as error:
+    except (Disagreement, Unavailable) as error:
         raise RunError(f"{_when(training)}: {error}") from error
     except OSError as error:
         raise RunError(f"{_when(training)}: rank {place.rank}: {of_disk(error)}") from error

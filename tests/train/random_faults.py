@@ -1,0 +1,317 @@
+"""Runs `tpfuse train` under random faults, and checks what has to hold whatever happens.
+
+    python tests/train/random_faults.py --count 200 --seed 1
+
+Each case draws a layout and a fault: a signal to any process in any phase, a limit of the system, a full disk, a closed
+standard output, a damaged or crafted file. The command must end in time with a documented status, leave no process and
+no traceback, and say in a few lines what was wrong. Afterwards the run must go on to the very bytes of an undisturbed
+one, or be refused in one line. Needs root for the disk that is full.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tpfuse.testing.patience import patient
+
+STEPS, LIMIT = 120, 90.0  # seconds that a command may take on an idle machine, deadlines included
+MODEL = "--model.n-layer 1 --model.n-head 4 --model.n-embd 32 --model.n-positions 16 --train.batch 4"
+RUN = (
+    f"{MODEL} --train.steps {STEPS} --train.save-every 20 --train.eval-every 50 --train.eval-batches 1 --comm.timeout 8"
+)
+LAYOUTS = ("", "--parallel.tp 2", "--parallel.dp 2 --zero.stage 2")
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGHUP")
+DEEP = b"[" * 50_000
+CRAFTED = (
+    b"",
+    b"\xff\xfe",
+    b"5",
+    b"[]",
+    b"{}",
+    b'{"kind": 5}',
+    DEEP,
+    b'{"step": ' + b"9" * 5001 + b"}",
+    b"a = " + DEEP,
+)
+
+
+class Command:
+    """A command under way; every process that it starts has its mark in the environment."""
+
+    def __init__(self, arguments: list[str], limits: dict[int, int], stdout: str | None = None) -> None:
+        self.mark = str(uuid.uuid4())
+        self.began = time.monotonic()
+
+        def limited() -> None:
+            for kind, value in limits.items():
+                resource.setrlimit(kind, (value, value))
+
+        self._out = Path(stdout).open("w") if stdout else None  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tpfuse", *arguments],
+            env={**os.environ, "TPFUSE_TEST": self.mark}, stdout=self._out or subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", start_new_session=True, preexec_fn=limited if limits else None,
+        )  # fmt: skip
+
+    def processes(self) -> list[int]:
+        """All that carry the mark, the command itself first."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and f"TPFUSE_TEST={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
+
+    def end(self) -> tuple[int | None, str, list[str]]:
+        """(status, stderr, what is wrong with how it ended)."""
+        wrong = []
+        try:
+            _, err = self.process.communicate(timeout=patient(LIMIT))
+        except subprocess.TimeoutExpired:
+            wrong.append(f"did not end within {patient(LIMIT):.0f} s")
+            self.kill()
+            _, err = self.process.communicate()
+        deadline = time.monotonic() + patient(20.0)
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if left := self.processes():
+            wrong.append(f"{len(left)} processes are left")
+            self.kill()
+        if "Traceback" in err:
+            wrong.append("a traceback")
+        if err.count("\n") > 4:
+            wrong.append(f"{err.count(chr(10))} lines on stderr")
+        return self.process.returncode, err, wrong
+
+    def kill(self) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Undisturbed:
+    """Runs without a fault, one for each layout, made when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._runs = root, dict[str, Path]()
+        self.text = root / "text.txt"
+        self.text.write_text("the cat sat on the mat and saw that the dog was at the door of the house. " * 80)
+
+    def arguments(self, layout: str, out: Path) -> list[str]:
+        """Of the command that makes such a run."""
+        return f"train --data.path {self.text} {RUN} {layout} --out {out}".split()
+
+    def run(self, layout: str) -> Path:
+        """The folder of the run."""
+        if layout not in self._runs:
+            folder = self._root / f"undisturbed-{len(self._runs)}"
+            status, err, wrong = Command(self.arguments(layout, folder), {}).end()
+            if status or wrong:
+                sys.exit(f"the undisturbed run {layout!r} ends with status {status}: {wrong} {err}")
+            self._runs[layout] = folder
+        return self._runs[layout]
+
+
+class Case:
+    """One random fault in a folder of its own. told: what it was; wrong: what did not hold."""
+
+    def __init__(self, seed: str, root: Path, undisturbed: Undisturbed) -> None:
+        self.random = random.Random(seed)
+        self.folder = root / seed.replace(" ", "-")
+        self.undisturbed = undisturbed
+        self.layout = self.random.choice(LAYOUTS)
+        self.told, self.wrong = "", list[str]()
+
+    def run(self) -> str:
+        """Does one kind of fault, and returns the kind."""
+        kinds: dict[str, Callable[[], None]] = {
+            "signal": self.signals, "limit": self.limit, "disk": self.full_disk, "output": self.output,
+            "damage": self.damage, "removed": self.removed,
+        }  # fmt: skip
+        kind = self.random.choices(list(kinds), weights=(8, 3, 2, 1, 8, 1))[0]
+        self.folder.mkdir()
+        try:
+            kinds[kind]()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return kind
+
+    def arguments(self, out: Path, *, resume: bool = False) -> list[str]:
+        """Of the command; a run that goes on takes everything but its folder from its own configuration."""
+        return f"train --resume --out {out}".split() if resume else self.undisturbed.arguments(self.layout, out)
+
+    def ended(self, command: Command, statuses: tuple[int, ...], disturbed: str) -> int | None:
+        """Notes what is wrong with how a command ended; returns its status."""
+        status, err, wrong = command.end()
+        if status not in statuses:
+            wrong.append(f"status {status}, expected one of {statuses}")
+        self.wrong += [f"{disturbed}: {each}: {err.strip()[-400:]!r}" for each in wrong]
+        return status
+
+    def goes_on(self, out: Path) -> None:
+        """The run can be resumed, or begun again where nothing of it is there, and ends in the same bytes."""
+        status = self.ended(Command(self.arguments(out, resume=True), {}), (0, 2), "resumed")
+        if status == 2:
+            self.ended(Command(self.arguments(out), {}), (0,), "begun again")
+        self.same(out)
+
+    def same(self, out: Path) -> None:
+        """The last checkpoint is that of an undisturbed run."""
+        if digest(out) != digest(self.undisturbed.run(self.layout)):
+            self.wrong.append(f"the last checkpoint differs from that of an undisturbed run: {digest(out)}")
+
+    def signals(self) -> None:
+        """One or two signals, to the command or a rank."""
+        out = self.folder / "run"
+        command = Command(self.arguments(out), {})
+        fatal = False
+        for _ in range(self.random.choice((1, 1, 2))):
+            delay, name = self.random.uniform(0.0, 8.0), self.random.choice(SIGNALS)
+            time.sleep(delay)
+            processes = command.processes()
+            if not processes:
+                break
+            index = self.random.randrange(len(processes))
+            if index == 0 and name == "SIGSTOP":  # nobody could end that
+                name = "SIGKILL"
+            self.told += f"{name} to process {index} after {delay:.1f} s; "
+            fatal = fatal or (index == 0 and name not in ("SIGTERM", "SIGINT"))
+            with contextlib.suppress(OSError):
+                os.kill(processes[index], getattr(signal, name))
+            if name == "SIGSTOP":  # a process that is stopped cannot end with its parent
+                break
+        negative = tuple(-getattr(signal, name) for name in SIGNALS) if fatal or not self.layout else ()
+        # A person's signal before Python has installed a handler ends the command as it ends any other.
+        early = (-signal.SIGTERM, -signal.SIGINT, 130, 128 + signal.SIGTERM)
+        self.ended(command, (0, 1, *negative, *early), "disturbed")
+        self.goes_on(out)
+
+    def limit(self) -> None:
+        """A limit of the system on files or memory."""
+        out = self.folder / "run"
+        kind, value = self.random.choice(
+            [
+                (resource.RLIMIT_FSIZE, self.random.randrange(0, 200_000)),
+                (resource.RLIMIT_NOFILE, self.random.randrange(20, 200)),
+                (resource.RLIMIT_DATA, self.random.randrange(200, 3000) << 20),
+            ]
+        )
+        self.told = f"limit {kind} of {value}"
+        self.ended(Command(self.arguments(out), {kind: value}), (0, 1, 2), "disturbed")
+        self.goes_on(out)
+
+    def full_disk(self) -> None:
+        """The run's folder is on a disk that is soon full."""
+        disk, size = self.folder / "disk", self.random.randrange(8, 1500) * 1024
+        disk.mkdir()
+        self.told = f"a disk of {size} bytes"
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            self.told += " (not root: left out)"
+            return
+        try:
+            self.ended(Command(self.arguments(disk / "run"), {}), (0, 1, 2), "disturbed")
+            subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+            self.goes_on(disk / "run")
+        finally:
+            subprocess.run(["umount", str(disk)], check=False)
+
+    def output(self) -> None:
+        """Nothing can be said."""
+        self.told = "standard output is full"
+        out = self.folder / "run"
+        self.ended(Command(self.arguments(out), {}, stdout="/dev/full"), (0,), "disturbed")
+        self.same(out)
+
+    def removed(self) -> None:
+        """The folder goes away."""
+        delay, out = self.random.uniform(0.0, 8.0), self.folder / "run"
+        self.told = f"the folder is removed after {delay:.1f} s"
+        command = Command(self.arguments(out), {})
+        time.sleep(delay)
+        there = out.exists()
+        shutil.rmtree(out, ignore_errors=True)
+        self.ended(command, (0, 1, 2), "disturbed")
+        if not out.exists() or not there:
+            self.goes_on(out)
+
+    def damage(self) -> None:
+        """A file of a run that has ended is damaged, and the run goes on or speaks."""
+        out = self.folder / "run"
+        shutil.copytree(self.undisturbed.run(self.layout), out)
+        shutil.rmtree(out / f"step-{STEPS}")
+        files = [path for path in sorted(out.rglob("*")) if path.is_file() and "tensorboard" not in path.parts]
+        file = self.random.choice(files)
+        how = self.random.choice(("flipped", "cut", "crafted", "pipe", "folder", "endless"))
+        if file.name == "config.toml" and how == "flipped":
+            how = "cut"  # another digit is another valid configuration
+        self.told = f"{file.relative_to(out)} {how}"
+        content = bytearray(file.read_bytes())
+        file.unlink()
+        if how == "flipped":
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+            file.write_bytes(content)
+        elif how == "cut":
+            file.write_bytes(content[: self.random.randrange(len(content)) if file.name != "config.toml" else 0])
+        elif how == "crafted":
+            file.write_bytes(self.random.choice(CRAFTED))
+        elif how == "pipe":
+            os.mkfifo(file)
+        elif how == "folder":
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/zero")
+        sample = ["sample", str(out), "--tokens", "2"]
+        self.ended(Command(sample, {}), (0, 2, 3), "sampled")
+        status = self.ended(Command(self.arguments(out, resume=True), {}), (0, 2, 3), "resumed")
+        if status == 0:
+            self.same(out)
+
+
+def digest(run: Path) -> str:
+    """The checksums of the last checkpoint's files."""
+    try:
+        return json.dumps(json.loads((run / f"step-{STEPS}" / "manifest.json").read_text())["files"], sort_keys=True)
+    except (OSError, ValueError) as error:
+        return str(error)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the cases of the command line and prints the counts; returns 1 where one went wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, to run one again")
+    options = parser.parse_args(arguments)
+    good, bad = collections.Counter[str](), collections.Counter[str]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
+    # Ctrl-C ends the loop: the counts so far are told.
+    with tempfile.TemporaryDirectory(prefix="random-faults-") as name, contextlib.suppress(KeyboardInterrupt):
+        root = Path(name)
+        undisturbed = Undisturbed(root)
+        for number in range(options.first, options.first + options.count):
+            case = Case(f"{options.seed} {number}", root, undisturbed)
+            kind = case.run()
+            (bad if case.wrong else good)[kind] += 1
+            for wrong in case.wrong:
+                print(f"case {number}, {case.layout or 'one rank'}, {kind}, {case.told}: {wrong}", flush=True)
+    for kind in sorted(good | bad):
+        print(f"{kind:10}{good[kind]:5} good {bad[kind]:5} bad")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
