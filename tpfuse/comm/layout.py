@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -15,6 +16,17 @@ def local_tensor(x: Tensor) -> Tensor:
     """The part of `x` that is in this rank's memory, sharing storage, outside autograd."""
     x = x.detach()
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether `x` holds numbers. On the meta device, and under torch's FakeTensorMode, a tensor is its shape alone."""
+    held = x._local_tensor if isinstance(x, DTensor) else x
+    return not (held.is_meta or isinstance(held, FakeTensor))
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether an operator on `x` is to be a node of a graph, or a shape, instead of being computed now."""
+    return torch.compiler.is_compiling() or not has_values(x)
 
 
 def check_local(operator: str, **tensors: Tensor | None) -> None:

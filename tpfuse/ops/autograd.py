@@ -60,10 +60,15 @@ def once_differentiable(backward: _Backward) -> _Backward:
     return cast(_Backward, first_derivative)
 
 
+def is_autocast(device: torch.device) -> bool:
+    """Whether torch.autocast is on for tensors on `device`; the meta device has none."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under torch.autocast the tensors in its dtype (float64 stays), as F.linear would take them; else as they are."""
-    device_type = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(device_type):
+    device = next(x.device for x in tensors if x is not None)
+    if not is_autocast(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)

@@ -25,6 +25,7 @@ from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.comm import collectives
+from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import named_group
 from tpfuse.ops.autograd import apply, once_differentiable
 
@@ -78,7 +79,7 @@ def _(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
 
 
 class _Collective(Function):
-    """group: None while torch.compile traces, which passes the group's name and size."""
+    """group: None where x is traced (`is_traced`); then the group's name and size are given instead."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
@@ -100,7 +101,7 @@ def _run(x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
 def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
     if group is None:
         return x
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         return apply(_Collective, x, kind, None, group.group_name, group.size())
     return apply(_Collective, x, kind, group, "", 0)
 

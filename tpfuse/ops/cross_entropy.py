@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import check_local
+from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.cross_entropy import (
@@ -60,7 +60,7 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
     elif logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    if torch.compiler.is_compiling() if group is not None else use_triton(logits):
+    if is_traced(logits) if group is not None else use_triton(logits):
         name = None if group is None else group.group_name
         loss: Tensor = _forward(logits, target, vocabulary, start, name)[0]
         return loss

@@ -1,10 +1,10 @@
 """What every linear operator asks of its tensors."""
 
-import torch
 from torch import Tensor
 
 from tpfuse.comm.layout import check_local
 from tpfuse.ops.activation import GATED, check_activation
+from tpfuse.ops.autograd import is_autocast
 
 
 def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
@@ -25,7 +25,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
         raise ValueError(f"{operator}: weight has {rows} rows: {activation} expects an even number, [gate | up]")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{operator}: bias has shape {tuple(bias.shape)}: expected {tuple(weight.shape[:1])}")
-    mixed = torch.is_autocast_enabled(x.device.type)
+    mixed = is_autocast(x.device)
     for name, other in (("weight", weight), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"{operator}: {name} is on {other.device}, x on {x.device}: expected one device")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
-from tpfuse.comm.layout import check_local
+from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.gemm import gemm_forward
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     weights = None if weights is None else weights.to(_computed(x_.dtype))
     grad = torch.is_grad_enabled()
     needs = (grad and x_.requires_grad, grad and weight_.requires_grad)
-    if torch.compiler.is_compiling() if group is not None else triton:
+    if is_traced(x_) if group is not None else triton:
         name = None if group is None else group.group_name
         total, each, *_ = _forward(x_, weight_, target, weights, vocabulary, name, chunk, *needs)
         return total, each

@@ -1,16 +1,17 @@
 """Tensor-parallel products for torch.compile: operators of torch.library, each a node of the graph.
 
 The compiler sees shapes alone. What runs is what `parallel_linear` chooses then, found by the group's name; activations
-are part of the operators here, whether the products apply them or not.
+are part of the operators here, whether the products apply them or not. Tensors without values, on the meta device or
+under FakeTensorMode, go the same way: nothing runs, and the result has the shape.
 """
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import named_group
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
@@ -74,8 +75,8 @@ class TracedLinear:
 
 
 def products(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
-    """What computes the products of x's device and dtype: `parallel_linear`, while nothing is traced."""
-    return TracedLinear(group) if torch.compiler.is_compiling() else parallel_linear(x, group)
+    """What computes the products of x's device and dtype: `parallel_linear`, unless they are traced."""
+    return TracedLinear(group) if is_traced(x) else parallel_linear(x, group)
 
 
 def _where(wanted: Sequence[bool], found: Sequence[Tensor]) -> list[Tensor | None]:

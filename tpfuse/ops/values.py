@@ -1,16 +1,17 @@
 """Checks of what is in a tensor, where looking costs nothing."""
 
-import torch
 from torch import Tensor
+
+from tpfuse.comm.layout import is_traced
 
 
 def check_range(x: Tensor, lowest: int, highest: int, message: str) -> None:
     """Raises ValueError unless all of the integers x are from `lowest` to `highest`, both included.
 
     message: says what is wrong, with the fields {low} and {high} for what x holds. Looks at CPU tensors only (on
-    CUDA that would stop the stream), and not while torch.compile traces (it would break the graph).
+    CUDA that would stop the stream) that hold values, and not while torch.compile traces (it would break the graph).
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+    if x.device.type != "cpu" or is_traced(x) or not x.numel():
         return
     low, high = int(x.min()), int(x.max())
     if low < lowest or high > highest:
@@ -22,7 +23,7 @@ def check_cumulative(operator: str, name: str, x: Tensor, rows: int, longest: in
 
     longest: what the caller says is the longest document's length. Looks where `check_range` does.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu" or is_traced(x):
         return
     first, last, lengths = int(x[0]), int(x[-1]), x.diff()
     expected = f"expected cumulative lengths from 0 to at most {rows}, the number of rows"
