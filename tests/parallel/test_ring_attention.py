@@ -24,6 +24,7 @@ from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.parallel.ring_attention import choose_schedule, ring_attention
+from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of
@@ -148,13 +149,13 @@ def _shards(way: _Way, sequence: _Sequence, inputs: Whole) -> Whole:
     return {name: layout.shard(x, dist.get_rank(), 2, value=20.0) for name, x in inputs.items()}
 
 
-def _run(way: _Way, sequence: _Sequence, inputs: Whole, **more: Any) -> Whole:
+def _run(way: _Way, sequence: _Sequence, inputs: Whole, attend: Any = ring_attention, **more: Any) -> Whole:
     """This rank's out, lse and gradients."""
     shards = _shards(way, sequence, inputs)
     grad = shards.pop("grad")
     leaves = {name: x.requires_grad_() for name, x in shards.items()}
     options = sequence.options | {"schedule": way.schedule, "balance": way.balance, "length": sequence.length} | more
-    out, lse = ring_attention(**leaves, group=way.group, return_lse=True, **options)
+    out, lse = attend(**leaves, group=way.group, return_lse=True, **options)
     assert out.dtype == grad.dtype and lse.dtype == (F64 if grad.dtype == F64 else F32) and not lse.requires_grad
     out.backward(grad)
     return {"out": out.detach(), "lse": lse} | {name: leaf.grad for name, leaf in leaves.items()}
@@ -550,3 +551,49 @@ def _chosen(name: Implementation) -> list[str]:
 )
 def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
     assert pool(2).run(_chosen, name) == [expected] * 2
+
+
+def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:
+    """One graph gives what is computed without one, gradients too, to the bit."""
+    sequences = (
+        _Sequence(dtype=F32),
+        _Sequence(window=5, kv_heads=1, dtype=BF16),
+        _Sequence(documents=(0, 11, 20, 35), causal=False, kv_heads=2),
+    )
+    compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
+    for (schedule, ulysses, dropout), index in itertools.product(ways, options):
+        torch._dynamo.reset()
+        sequence, way, more = sequences[index], _Way(schedule, ulysses=ulysses), {}
+        if dropout:
+            rows = torch.arange(2 * sequence.heads).view(2, -1)
+            more = {"dropout_p": 0.3, "head_rows": rows, "key": dropout_keys(torch.empty(0), 1, 2, 3)[0]}
+        with implementation(name), naming((name, way, sequence)):
+            inputs = sequence.inputs(3)
+            expected = _run(way, sequence, inputs, **more)
+            found = _run(way, sequence, inputs, compiled, **more)
+            for part in NAMES:
+                assert torch.equal(found[part], expected[part]), part
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 0
+
+
+# (schedule, how many ranks exchange heads beside a ring, whether there is dropout)
+EVERY_WAY = (("auto", 1, 0), ("ring", 1, 0), ("all_gather", 1, 0), ("ulysses", 1, 0), ("ulysses_ring", 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "ways", "options"),
+    [
+        ("direct", 2, EVERY_WAY[1::3], (1,)),
+        *exhaustive(
+            ("direct", 2, EVERY_WAY, (0, 1, 2)),
+            ("collective", 2, EVERY_WAY, (0, 1, 2)),
+            ("fused", 2, EVERY_WAY[1::2], (1,)),
+            ("direct", 4, EVERY_WAY, (0, 1, 2)),
+            ("direct", 2, (("ring", 1, 1), ("ulysses", 1, 1)), (0,)),
+        ),
+    ],
+)
+def test_every_schedule_is_one_graph(
+    name: Implementation, world: int, ways: Sequence[tuple[str, int, int]], options: Sequence[int]
+) -> None:
+    pool(world).run(_compiled, name, ways, options)

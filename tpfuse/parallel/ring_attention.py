@@ -13,21 +13,24 @@ both together: arXiv:2405.07719. All give the same numbers but for the order of 
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import custom_op
 
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
-from tpfuse.comm.mesh import check_group
+from tpfuse.comm.layout import is_traced
+from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.comm.sequence import Balance, SequenceLayout
 from tpfuse.ops.attention import autocast_heads
+from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
-from tpfuse.ops.ring_attention import check_call
+from tpfuse.ops.ring_attention import check_call, ring_of
 from tpfuse.ops.ring_attention import ring_attention as attend_ring
-from tpfuse.ops.ring_call import RingCall
+from tpfuse.ops.ring_call import RingCall, computed
 from tpfuse.ops.values import check_cumulative
 
 Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
@@ -105,7 +108,47 @@ def ring_attention(
     q, k, v = autocast_heads(q, k, v)
     name = "ring_attention"
     check_call(name, q, k, v, window, scale, cu_seqlens, dropout_p, key, head_rows)
-    place = _place(name, q, k, group, schedule, balance, length, cu_seqlens)
+    _check_groups(name, group, schedule)
+    tensors = cu_seqlens, head_rows, key
+    options: dict[str, Any] = {
+        "causal": causal,
+        "schedule": schedule,
+        "balance": balance,
+        "length": length,
+        "window": window,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "dropout_width": dropout_width,
+    }
+    if is_traced(q):
+        ring, ulysses = group if isinstance(group, tuple) else (group, None)
+        names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
+        out, lse = _forward(q, k, v, *tensors, **names, **options)
+    else:
+        place, call = _planned(q, k, group, *tensors, **options)
+        out, lse = _attend(q, k, v, place, call, with_lse=return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    group: Group,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    causal: bool,
+    schedule: Schedule,
+    balance: Balance,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple["_Place", RingCall]:
+    """Where this rank is, and what the ranks of its ring are asked for. Raises ValueError for what does not fit."""
+    place = _place("ring_attention", q, k, group, schedule, balance, length, cu_seqlens)
     call = RingCall(
         place.layout.runs,
         place.ring_rank,
@@ -119,21 +162,41 @@ def ring_attention(
         dropout_width=place.layout.length if dropout_width is None else dropout_width,
         ring=place.schedule != "all_gather",
     )
+    return place, call
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, *, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), out differentiable; lse is of no use unless it is asked for."""
     if place.ulysses is None:
-        out, lse = attend_ring(q, k, v, call, place.ring)
-        return (out, lse) if return_lse else out
+        return attend_ring(q, k, v, call, place.ring)
     groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
-    collectives.agree_on_rows(q.shape[2], q.device, *groups, op=name, unit="tokens")
+    collectives.agree_on_rows(q.shape[2], q.device, *groups, op="ring_attention", unit="tokens")
     k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
-    assert place.places is not None
     described = call.described("for ring_attention", k)
-    q, k, v = to_heads((q, k, v), place.places, place.ulysses, described)
+    q, k, v = place.to_heads(described, q, k, v)
     out, lse = attend_ring(q, k, v, call, place.ring)
-    (out,) = to_tokens((out,), place.places, place.ulysses, described)
-    if not return_lse:
-        return out
-    (lse,) = to_tokens((lse.unsqueeze(-1),), place.places, place.ulysses, described)
-    return out, lse.squeeze(-1)
+    (out,) = place.to_tokens(described, out)
+    if with_lse:
+        lse = place.to_tokens(described, lse.unsqueeze(-1))[0].squeeze(-1)
+    return out, lse
+
+
+def _attend_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, place: "_Place", call: RingCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `_attend`, of which nothing is kept: ranks exchange their heads once more."""
+    if place.ulysses is None:
+        return ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
+    kv_heads = k.shape[1]
+    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    described = call.described("for ring_attention backward", k)
+    grad_out, q, k, v, out = place.to_heads(described, grad_out, q, k, v, out)
+    lse = place.to_heads(described, lse.unsqueeze(-1))[0].squeeze(-1)
+    found = ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
+    dq, dk, dv = place.to_tokens(described, *found)
+    return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
 
 
 def choose_schedule(
@@ -175,12 +238,35 @@ class _Place:
     ring_rank: int
     places: Places | None
 
+    def to_heads(self, described: str, *tensors: Tensor) -> list[Tensor]:
+        """This rank's heads of all tokens, of tensors [B, heads, n, …]; described: as in `head_exchange`."""
+        assert self.ulysses is not None and self.places is not None
+        return to_heads(tensors, self.places, self.ulysses, described)
+
+    def to_tokens(self, described: str, *tensors: Tensor) -> list[Tensor]:
+        """The inverse of `to_heads`."""
+        assert self.ulysses is not None and self.places is not None
+        return to_tokens(tensors, self.places, self.ulysses, described)
+
     def heads_of(self, heads: int) -> slice:
         """This rank's of that many heads."""
         if self.ulysses is None:
             return slice(0, heads)
         share = heads // self.ulysses.size()
         return slice(self.ulysses.rank() * share, (self.ulysses.rank() + 1) * share)
+
+
+def _check_groups(name: str, group: Group, schedule: Schedule) -> None:
+    """Raises ValueError for a schedule that is not known, and for groups that are none or do not fit it."""
+    if group is None:
+        raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
+    for each in group if isinstance(group, tuple) else (group,):
+        check_group(name, each)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+    if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
+        wanted = "a pair of groups (ring, ulysses)" if schedule == "ulysses_ring" else "one group"
+        raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
 
 
 def _place(
@@ -193,16 +279,7 @@ def _place(
     length: int | None,
     cu_seqlens: Tensor | None,
 ) -> _Place:
-    """Raises ValueError for a schedule, a layout, a group or documents that do not fit."""
-    if group is None:
-        raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
-    for each in group if isinstance(group, tuple) else (group,):
-        check_group(name, each)
-    if schedule not in SCHEDULES:
-        raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
-    if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
-        wanted = "a pair of groups (ring, ulysses)" if schedule == "ulysses_ring" else "one group"
-        raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
+    """Raises ValueError for a layout, heads or documents that do not fit."""
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     exchanging = 1 if ulysses is None else ulysses.size()
     world, heads, n = ring.size() * exchanging, q.shape[1], q.shape[2]
@@ -242,7 +319,127 @@ def _repeated(x: Tensor, ranks: int) -> Tensor:
     return x if x.shape[1] % ranks == 0 else x.repeat_interleave(ranks // x.shape[1], 1)
 
 
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradient [B, heads, n, D] of what `_repeated` has repeated."""
+    batch, repeated, tokens, size = grad.shape
+    return grad if repeated == heads else grad.reshape(batch, heads, -1, tokens, size).sum(2)
+
+
 @functools.lru_cache(maxsize=64)
 def _places(layout: SequenceLayout, first: int, ranks: int) -> Places:
     """Where the tokens of some ranks are among those of all of these."""
     return places_of(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
+
+
+@custom_op("tpfuse::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    ring: str,
+    ulysses: str | None,
+    causal: bool,
+    schedule: str,
+    balance: str,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple[Tensor, Tensor]:
+    """A node of torch.compile's graph: (out, lse). `auto` chooses when it runs. ring, ulysses: names of groups."""
+    # fmt: off
+    place, call = _planned(
+        q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, causal=causal, schedule=cast(Schedule, schedule),
+        balance=cast(Balance, balance), length=length, window=window, scale=scale, dropout_p=dropout_p,
+        dropout_width=dropout_width,
+    )
+    # fmt: on
+    out, lse = _attend(q, k, v, place, call, with_lse=True)
+    return _heads_inside(out), lse.contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=computed(q.dtype))
+
+
+@custom_op("tpfuse::ring_attention_backward", mutates_args=())
+def _gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    ring: str,
+    ulysses: str | None,
+    causal: bool,
+    schedule: str,
+    balance: str,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # fmt: off
+    place, call = _planned(
+        q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, causal=causal, schedule=cast(Schedule, schedule),
+        balance=cast(Balance, balance), length=length, window=window, scale=scale, dropout_p=dropout_p,
+        dropout_width=dropout_width,
+    )
+    # fmt: on
+    dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, place, call))
+    if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
+        dv = dv.clone()  # results of an operator share no memory
+    return dq, dk, dv
+
+
+@_gradients.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(q), _empty_like(k), _empty_like(v)
+
+
+def _named(ring: str, ulysses: str | None) -> Group:
+    return named_group(ring) if ulysses is None else (named_group(ring), named_group(ulysses))
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """x [B, H, n, D], in memory [B, n, H, D] as models have it, whatever the schedule: a graph is told one layout."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """x's shape in the layout of `_heads_inside`."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+def _save(
+    ctx: Any,
+    inputs: tuple[Tensor | None, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    return *_gradients(grad_out, *inputs[:3], out, lse, *inputs[3:], **ctx.options), None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
