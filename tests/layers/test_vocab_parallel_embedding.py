@@ -130,6 +130,60 @@ def test_the_sequence_of_a_batch_is_spread() -> None:
     pool(2).run(_batches)
 
 
+def _padding() -> None:
+    mesh, world = tensor_mesh(), dist.get_world_size()
+    ids = torch.arange(30 * world) % 9
+    for padding_idx in (0, 4, -1):  # on the first rank and, where there are two, on either side of their border
+        for sequence_parallel in (False, True):
+            layer = VocabParallelEmbedding(
+                9, 5, padding_idx, sequence_parallel=sequence_parallel, device_mesh=mesh, dtype=torch.float64
+            )
+            plain = nn.Embedding(9, 5, padding_idx, dtype=torch.float64)
+            assert layer.padding_idx == plain.padding_idx and f"padding_idx={plain.padding_idx}" in repr(layer)
+            plain.weight.data.copy_(layer.weight.full_tensor())
+            assert (plain.weight == 0).all(1).nonzero().tolist() == [[plain.padding_idx]]
+            plain(ids).square().sum().backward()
+            layer(ids).square().sum().backward()
+            assert plain.weight.grad is not None and isinstance(layer.weight.grad, DTensor)
+            torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
+def test_padding_is_zero_and_gets_no_gradient(world: int) -> None:
+    pool(world).run(_padding)
+
+
+def _from_embedding() -> None:
+    mesh = tensor_mesh() if dist.is_initialized() else None
+    plain = nn.Embedding(9, 5, padding_idx=-2, dtype=torch.bfloat16)
+    plain.weight.data.copy_(normal(1, 9, 5))
+    for frozen in (False, True):
+        plain.requires_grad_(not frozen)
+        layer = VocabParallelEmbedding.from_embedding(plain, sequence_dim=0, device_mesh=mesh)
+        whole = layer.weight.full_tensor() if isinstance(layer.weight, DTensor) else layer.weight
+        assert torch.equal(whole, plain.weight) and layer.weight.requires_grad != frozen
+        assert (layer.num_embeddings, layer.embedding_dim, layer.padding_idx, layer.sequence_dim) == (9, 5, 7, 0)
+        assert not layer.sequence_parallel and layer.weight.dtype == torch.bfloat16
+
+
+def test_layers_are_made_from_embeddings() -> None:
+    _from_embedding()
+    pool(2).run(_from_embedding)
+
+
+def test_embeddings_that_cannot_be_taken_are_refused() -> None:
+    for name, value in (("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
+        with pytest.raises(ValueError, match=rf"embedding has {name}={value}: expected (None|False)"):
+            VocabParallelEmbedding.from_embedding(nn.Embedding(9, 5, **{name: value}))
+    with pytest.raises(
+        ValueError, match=r"VocabParallelEmbedding\.from_embedding\(torch\.nn\.Embedding\.from_pretrained"
+    ):
+        VocabParallelEmbedding.from_pretrained(torch.zeros(9, 5))
+    for padding_idx in (9, -10):
+        with pytest.raises(ValueError, match=rf"padding_idx {padding_idx}: expected -9 to 8, or None"):
+            VocabParallelEmbedding(9, 5, padding_idx)
+
+
 def _errors() -> None:
     layer = VocabParallelEmbedding(63, 9, sequence_parallel=True, device_mesh=tensor_mesh())
     with pytest.raises(ValueError, match="ids between 0 and 63 do not fit a table of 63 rows"):

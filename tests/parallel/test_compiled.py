@@ -73,6 +73,6 @@ def _compare(stage: int, tp: int) -> None:
     assert stage == 3 or not torch.equal(weights[0], initial)
 
 
-@pytest.mark.parametrize(("stage", "world", "tp"), [(2, 2, 1), *exhaustive((0, 2, 1), (1, 2, 1), (3, 4, 2))])
+@pytest.mark.parametrize(("stage", "world", "tp"), [(2, 2, 1), *exhaustive((0, 2, 1), (1, 2, 1), (2, 2, 2), (3, 4, 2))])
 def test_compiled_models_train_alike(stage: int, world: int, tp: int) -> None:
     pool(world).run(_compare, stage, tp)

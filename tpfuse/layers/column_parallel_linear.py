@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.layout import has_values
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
+    OnMesh,
     check_sequence_dim,
     empty_parameter,
     local_linear,
@@ -20,7 +22,7 @@ from tpfuse.layers.parameter import (
     sequence_back,
     sequence_first,
     splits,
-    take_linear_,
+    take_,
 )
 from tpfuse.ops.activation import GATED, check_activation
 from tpfuse.ops.all_gather_linear import all_gather_linear
@@ -28,7 +30,7 @@ from tpfuse.ops.collectives import gather_last, replicate
 from tpfuse.ops.gemm import gemm
 
 
-class ColumnParallelLinear(nn.Linear):
+class ColumnParallelLinear(OnMesh, nn.Linear):
     """Linear layer with the weight [out_features, in_features] sharded along dimension 0.
 
     in_features, out_features: of the whole layer; activation: a name of `tpfuse.ops.activation`, applied to
@@ -65,7 +67,7 @@ class ColumnParallelLinear(nn.Linear):
             )
         if activation in GATED and gather_output:
             raise ValueError("gather_output is not defined for a gated activation: gather after the next layer")
-        self.group = group_of(device_mesh)
+        self.device_mesh = device_mesh
         world = rank_and_size(self.group)[1]
         if parts < 1:
             raise ValueError(f"parts {parts}: expected at least 1")
@@ -80,11 +82,10 @@ class ColumnParallelLinear(nn.Linear):
         self.in_features, self.out_features, self.parts = in_features, out_features, parts
         self.activation, self.gather_output = activation, gather_output
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.device_mesh = device_mesh
         rows, shard_dim = ((out_features,), 0) if parts == 1 else ((parts, height), 1)
         self.weight = empty_parameter((*rows, in_features), shard_dim, device_mesh, device, dtype)
         self.register_parameter("bias", empty_parameter(rows, shard_dim, device_mesh, device, dtype) if bias else None)
-        if not self.weight.is_meta:
+        if has_values(self.weight):
             self.reset_parameters()
 
     @classmethod
@@ -108,7 +109,7 @@ class ColumnParallelLinear(nn.Linear):
             gather_output=gather_output, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim,
             parts=parts, device_mesh=device_mesh, device="meta", dtype=linear.weight.dtype,
         )  # fmt: skip
-        take_linear_(layer, linear)
+        take_(layer, linear)
         return layer
 
     def reset_parameters(self) -> None:
@@ -120,19 +121,20 @@ class ColumnParallelLinear(nn.Linear):
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
         weight, bias = local_linear(self, self.device_mesh)
+        group = self.group
         if self.parts > 1:
             weight = weight.flatten(0, 1)
             bias = None if bias is None else bias.flatten()
-        if self.sequence_parallel and self.group is not None:
+        if self.sequence_parallel and group is not None:
             x = sequence_first(x, self.sequence_dim)
-            out = all_gather_linear(x, weight, bias, self.group, activation=self.activation)
+            out = all_gather_linear(x, weight, bias, group, activation=self.activation)
             out = sequence_back(out, self.sequence_dim)
         else:
-            out = gemm(replicate(x, self.group), weight, bias, activation=self.activation)
-        if self.gather_output and self.group is not None:
-            out = gather_last(out, self.group)
+            out = gemm(replicate(x, group), weight, bias, activation=self.activation)
+        if self.gather_output and group is not None:
+            out = gather_last(out, group)
             if self.parts > 1:  # [.., rank, part, feature] -> [.., part, rank, feature]
-                shape = (*out.shape[:-1], self.group.size(), self.parts, -1)
+                shape = (*out.shape[:-1], group.size(), self.parts, -1)
                 out = out.reshape(shape).transpose(-3, -2).flatten(-3)
         return out
 

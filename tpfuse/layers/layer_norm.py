@@ -1,22 +1,25 @@
 """LayerNorm on sequence shards: replicated weights whose gradients are summed over the ranks."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.mesh import group_of
-from tpfuse.layers.parameter import empty_parameter, local
+from tpfuse.comm.layout import has_values
+from tpfuse.layers.parameter import OnMesh, empty_parameter, last_dimension, local, take_
 from tpfuse.ops.layer_norm import layer_norm
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(OnMesh, nn.LayerNorm):
     """nn.LayerNorm over the last dimension with weight and bias replicated over a one-dimensional mesh.
 
-    sequence_parallel: each rank sees other rows, so the gradients of weight and bias are summed over the mesh
-    in backward. `sum_gradients` turns that off where somebody else sums them, all layers' in one go
-    (`tpfuse.parallel.gradient_buckets` does).
+    elementwise_affine: False for neither weight nor bias. sequence_parallel: each rank sees other rows, so the
+    gradients of weight and bias are summed over the mesh in backward. `sum_gradients` turns that off where somebody
+    else sums them, all layers' in one go (`tpfuse.parallel.gradient_buckets` does).
+
+    Raises ValueError for a normalized_shape of several dimensions.
     """
 
     def __init__(
@@ -25,25 +28,36 @@ class LayerNorm(nn.LayerNorm):
         eps: float = 1e-5,
         bias: bool = True,
         *,
+        elementwise_affine: bool = True,
         sequence_parallel: bool = False,
         device_mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if len(shape) != 1:
-            raise ValueError(f"normalized_shape {list(shape)}: expected the last dimension alone")
-        self.normalized_shape, self.eps, self.elementwise_affine = shape, eps, True
-        self.group = group_of(device_mesh)
+        self.normalized_shape, self.eps = last_dimension(normalized_shape), eps
+        self.elementwise_affine, self.device_mesh = elementwise_affine, device_mesh
         self.sum_gradients = sequence_parallel and self.group is not None
-        self.weight = empty_parameter(shape, None, device_mesh, device, dtype)
-        self.register_parameter("bias", empty_parameter(shape, None, device_mesh, device, dtype) if bias else None)
-        if not self.weight.is_meta:
+        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            made = empty_parameter(self.normalized_shape, None, device_mesh, device, dtype) if there else None
+            self.register_parameter(name, made)
+        if elementwise_affine and has_values(self.weight):
             self.reset_parameters()
+
+    @classmethod
+    def from_layer_norm(
+        cls, norm: nn.LayerNorm, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
+    ) -> Self:
+        """A layer with the weight and bias of `norm`, equal on all ranks, on its device and dtype."""
+        layer = cls(
+            norm.normalized_shape, norm.eps, norm.bias is not None, elementwise_affine=norm.elementwise_affine,
+            sequence_parallel=sequence_parallel, device_mesh=device_mesh, device="meta",
+            dtype=None if norm.weight is None else norm.weight.dtype,
+        )  # fmt: skip
+        take_(layer, norm)
+        return layer
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., C] -> [..., C]."""
-        bias = None if self.bias is None else local(self.bias)
-        group = self.group if self.sum_gradients else None
-        return layer_norm(input, local(self.weight), bias, self.eps, sum_gradients_over=group)
+        weight, bias = (None if x is None else local(x) for x in (self.weight, self.bias))
+        return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

@@ -1,6 +1,8 @@
 """Parameters that are shards: DTensors on the user's mesh, or plain tensors where there is no mesh."""
 
+import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +16,44 @@ from torch.nn import Parameter
 from tpfuse.comm.layout import copy_whole_, from_local, local_tensor
 from tpfuse.comm.mesh import group_of, rank_and_size, shard_range
 from tpfuse.ops.autograd import apply
+
+
+class OnMesh:
+    """A layer of the ranks of `device_mesh`, which is one-dimensional; None for one rank.
+
+    The layer keeps the mesh and asks it for the process group on every use: copy.deepcopy and pickle know what to do
+    with a mesh, which holds its groups by name, and not with a group.
+    """
+
+    device_mesh: DeviceMesh | None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the mesh; None for one rank. Raises ValueError as `group_of` does."""
+        return group_of(self.device_mesh)
+
+
+class Borrowed:
+    """What an engine puts in the place of a model's own attribute for as long as it has the model's parameters.
+
+    A copy of the model, and what pickle writes of it, belong to no engine: they have `own` instead.
+    """
+
+    def __init__(self, value: Any, own: Any) -> None:
+        self.value, self.own = value, own
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.own, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self.own,)
+
+
+def _unchanged(own: Any) -> Any:
+    return own
 
 
 def empty_parameter(
@@ -32,13 +72,21 @@ def empty_parameter(
     return Parameter(from_local(local, device_mesh, dim, torch.Size(shape)))
 
 
+def last_dimension(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
+    """normalized_shape as a norm's tuple. Raises ValueError unless it is the last dimension alone."""
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if len(shape) != 1:
+        raise ValueError(f"normalized_shape {list(shape)}: expected the last dimension alone")
+    return shape
+
+
 def local(parameter: Tensor) -> Tensor:
     """The part of a parameter that this rank computes with, inside autograd."""
     if not isinstance(parameter, DTensor):
         return parameter
-    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
+    leaf: Borrowed | None = getattr(parameter, "local_leaf", None)
     if leaf is not None:
-        return leaf
+        return leaf.value  # type: ignore[no-any-return]
     return parameter.to_local() if torch.compiler.is_compiling() else apply(_ToLocal, parameter)
 
 
@@ -96,7 +144,7 @@ def offer_leaf(parameter: DTensor) -> Tensor:
     through DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
     """
     leaf = local_tensor(parameter).requires_grad_()
-    parameter.local_leaf = leaf  # type: ignore[attr-defined]
+    parameter.local_leaf = Borrowed(leaf, None)  # type: ignore[attr-defined]
     return leaf
 
 
@@ -131,9 +179,13 @@ def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
         copy_whole_(layer.bias, bias.view(layer.bias.shape))
 
 
-def take_linear_(layer: nn.Linear, linear: nn.Linear) -> None:
-    """Puts `layer`, made on the meta device, on linear's device with this rank's shard of its weight and bias."""
-    layer.to_empty(device=linear.weight.device)
-    copy_whole_(layer.weight, linear.weight.detach().reshape(layer.weight.shape))
-    if layer.bias is not None:
-        copy_whole_(layer.bias, linear.bias.detach().reshape(layer.bias.shape))
+def take_(layer: nn.Module, whole: nn.Module) -> None:
+    """Gives `layer`, made on the meta device, this rank's shards of the parameters of `whole`, which have its names.
+
+    They are on the device of those of `whole`, and frozen where those are.
+    """
+    for name, made in list(layer.named_parameters(recurse=False)):
+        source = getattr(whole, name)
+        parameter = Parameter(torch.empty_like(made, device=source.device), requires_grad=source.requires_grad)
+        copy_whole_(parameter, source.detach().reshape(parameter.shape))
+        layer.register_parameter(name, parameter)

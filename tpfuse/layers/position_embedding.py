@@ -5,13 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import copy_whole_
-from tpfuse.comm.mesh import group_of
-from tpfuse.layers.parameter import empty_parameter, local, shared_generator
+from tpfuse.comm.layout import copy_whole_, has_values
+from tpfuse.layers.parameter import OnMesh, empty_parameter, local, shared_generator
 from tpfuse.ops.collectives import replicate
 
 
-class PositionEmbedding(nn.Embedding):
+class PositionEmbedding(OnMesh, nn.Embedding):
     """Table [num_embeddings, embedding_dim] replicated over a one-dimensional mesh.
 
     sequence_parallel and `sum_gradients`: as in `tpfuse.layers.layer_norm`.
@@ -31,10 +30,10 @@ class PositionEmbedding(nn.Embedding):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
-        self.device_mesh, self.group = device_mesh, group_of(device_mesh)
+        self.device_mesh = device_mesh
         self.sum_gradients = sequence_parallel and self.group is not None
         self.weight = empty_parameter((num_embeddings, embedding_dim), None, device_mesh, device, dtype)
-        if not self.weight.is_meta:
+        if has_values(self.weight):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:

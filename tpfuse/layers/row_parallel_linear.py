@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.layout import has_values
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
+    OnMesh,
     check_sequence_dim,
     empty_parameter,
     local_linear,
@@ -20,14 +22,14 @@ from tpfuse.layers.parameter import (
     sequence_back,
     sequence_first,
     splits,
-    take_linear_,
+    take_,
 )
 from tpfuse.ops.collectives import split_last
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(OnMesh, nn.Linear):
     """Linear layer with the weight [out_features, in_features] sharded along dimension 1, the bias replicated.
 
     in_features, out_features: of the whole layer. input_is_parallel: the input is this rank's slice of the
@@ -53,7 +55,7 @@ class RowParallelLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.group = group_of(device_mesh)
+        self.device_mesh = device_mesh
         world = rank_and_size(self.group)[1]
         if in_features % world:
             raise ValueError(
@@ -65,12 +67,11 @@ class RowParallelLinear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.device_mesh = device_mesh
         self.weight = empty_parameter((out_features, in_features), 1, device_mesh, device, dtype)
         self.register_parameter(
             "bias", empty_parameter((out_features,), None, device_mesh, device, dtype) if bias else None
         )
-        if not self.weight.is_meta:
+        if has_values(self.weight):
             self.reset_parameters()
 
     @classmethod
@@ -89,7 +90,7 @@ class RowParallelLinear(nn.Linear):
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,
             device="meta", dtype=linear.weight.dtype,
         )  # fmt: skip
-        take_linear_(layer, linear)
+        take_(layer, linear)
         return layer
 
     def reset_parameters(self) -> None:
@@ -104,15 +105,16 @@ class RowParallelLinear(nn.Linear):
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
         weight, bias = local_linear(self, self.device_mesh)
+        group = self.group
         if not self.input_is_parallel:
-            x = split_last(x, self.group)
-        if self.sequence_parallel and self.group is not None:
+            x = split_last(x, group)
+        if self.sequence_parallel and group is not None:
             if residual is not None:
                 residual = sequence_first(residual, self.sequence_dim)
             x = sequence_first(x, self.sequence_dim)
-            out = linear_reduce_scatter(x, weight, bias, self.group, residual=residual)
+            out = linear_reduce_scatter(x, weight, bias, group, residual=residual)
             return sequence_back(out, self.sequence_dim)
-        return linear_all_reduce(x, weight, bias, self.group, residual=residual)
+        return linear_all_reduce(x, weight, bias, group, residual=residual)
 
     @property
     def operator(self) -> str:

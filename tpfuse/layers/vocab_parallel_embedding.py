@@ -1,19 +1,23 @@
 """VocabParallelEmbedding: an nn.Embedding whose rows are spread over the ranks of a mesh."""
 
+from typing import Any, NoReturn, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.layout import copy_whole_
-from tpfuse.comm.mesh import group_of, rank_and_size
+from tpfuse.comm.layout import copy_whole_, has_values
+from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.parameter import (
+    OnMesh,
     check_sequence_dim,
     empty_parameter,
     local,
     sequence_back,
     sequence_first,
     shared_generator,
+    take_,
 )
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import all_gather, gather_last, replicate
@@ -22,18 +26,23 @@ from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 
 
-class VocabParallelEmbedding(nn.Embedding):
+class VocabParallelEmbedding(OnMesh, nn.Embedding):
     """Table [num_embeddings, embedding_dim] sharded along dimension 0, and the output projection tied to it.
 
     The mesh need not divide num_embeddings: the last ranks hold fewer rows (see `tpfuse.comm.mesh`), and no
-    row exists that is not in the vocabulary. sequence_parallel: the output is this rank's shard along its dimension
-    `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a shard.
+    row exists that is not in the vocabulary. padding_idx: as in nn.Embedding, a row that is initialised to zero and
+    gets no gradient from `forward`; negative numbers count from the end. sequence_parallel: the output is this rank's
+    shard along its dimension `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a
+    shard.
+
+    Raises ValueError for a padding_idx outside the table.
     """
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
+        padding_idx: int | None = None,
         *,
         sequence_parallel: bool = False,
         sequence_dim: int = -2,
@@ -42,47 +51,88 @@ class VocabParallelEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"padding_idx {padding_idx}: expected -{num_embeddings} to {num_embeddings - 1}, or None, for a table"
+                f" of {num_embeddings} rows"
+            )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = self.max_norm = None
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm = None
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
         self.sequence_parallel, self.sequence_dim, self.device_mesh = sequence_parallel, sequence_dim, device_mesh
-        self.group = group_of(device_mesh)
         self.weight = empty_parameter((num_embeddings, embedding_dim), 0, device_mesh, device, dtype)
-        if not self.weight.is_meta:
+        if has_values(self.weight):
             self.reset_parameters()
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = -2,
+        device_mesh: DeviceMesh | None = None,
+    ) -> Self:
+        """A layer with this rank's rows of `embedding`, which every rank holds whole, on its device and dtype.
+
+        Raises ValueError for what the layer cannot do: max_norm, scale_grad_by_freq and sparse gradients.
+        """
+        for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(embedding, name) != off:
+                raise ValueError(f"embedding has {name}={getattr(embedding, name)}: expected {off}")
+        layer = cls(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx,
+            sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh, device="meta",
+            dtype=embedding.weight.dtype,
+        )  # fmt: skip
+        take_(layer, embedding)
+        return layer
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ValueError: `from_embedding` takes the mesh too."""
+        raise ValueError(
+            f"{cls.__name__}.from_pretrained is not there: call {cls.__name__}.from_embedding("
+            "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
+        )
 
     def reset_parameters(self) -> None:
         """nn.Embedding's initialisation of the whole table, of which each rank keeps its shard."""
         whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
-        copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
+        whole.normal_(generator=shared_generator(self.device_mesh))
+        if self.padding_idx is not None:
+            whole[self.padding_idx] = 0
+        copy_whole_(self.weight, whole)
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [...] int64, equal on all ranks -> [..., embedding_dim], whole or (sequence_parallel) a shard."""
+        table = local(self.weight), self.num_embeddings, self.group
         if not self.sequence_parallel:
-            return embedding(input, local(self.weight), self.num_embeddings, self.group, scatter=False)
+            return embedding(input, *table, scatter=False, padding_idx=self.padding_idx)
         check_sequence_dim(input.unsqueeze(-1), self.sequence_dim)
         dim = self.sequence_dim % (input.ndim + 1)
         scatter = self.group is not None
         ids = sequence_first(input, dim)
-        return sequence_back(embedding(ids, local(self.weight), self.num_embeddings, self.group, scatter=scatter), dim)
+        return sequence_back(embedding(ids, *table, scatter=scatter, padding_idx=self.padding_idx), dim)
 
     def project(self, x: Tensor, *, gather_output: bool = False) -> Tensor:
         """Logits x wᵀ of all tokens: x [..., embedding_dim], whole or a shard -> [..., this rank's rows].
 
         gather_output: [..., num_embeddings] on every rank instead.
         """
-        weight = local(self.weight)
+        weight, group = local(self.weight), self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-            logits = all_gather_linear(sequence_first(x, self.sequence_dim), weight, None, self.group)
+            logits = all_gather_linear(sequence_first(x, self.sequence_dim), weight, None, group)
             logits = sequence_back(logits, self.sequence_dim)
         else:
-            logits = gemm(replicate(x, self.group), weight)
-        if not gather_output or self.group is None:
+            logits = gemm(replicate(x, group), weight)
+        if not gather_output or group is None:
             return logits
-        widest = -(-self.num_embeddings // self.group.size())
+        widest = -(-self.num_embeddings // group.size())
         padded = F.pad(logits, (0, widest - logits.shape[-1]))
-        return gather_last(padded, self.group)[..., : self.num_embeddings]
+        return gather_last(padded, group)[..., : self.num_embeddings]
 
     def loss(self, x: Tensor, target: Tensor, weight: float) -> Tensor:
         """weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks; no rank ever holds all its logits.
@@ -90,16 +140,18 @@ class VocabParallelEmbedding(nn.Embedding):
         x: [..., embedding_dim], whole or a shard, as for `project`; target: [...] int64, all tokens', -1 where there is
         no loss.
         """
+        group = self.group
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
-            x = sequence_back(all_gather(sequence_first(x, self.sequence_dim), self.group), self.sequence_dim)
+            x = sequence_back(all_gather(sequence_first(x, self.sequence_dim), group), self.sequence_dim)
         else:
-            x = replicate(x, self.group)
+            x = replicate(x, group)
         x, target = x.flatten(0, -2), target.flatten()
         weights = x.new_full(x.shape[:1], weight, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
         table = local(self.weight)
-        return linear_cross_entropy(x, table, target, self.num_embeddings, self.group, weights=weights)[0]
+        return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 
     def extra_repr(self) -> str:
         """What print(layer) shows between the brackets."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, tp={rank_and_size(self.group)[1]}"
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tp={rank_and_size(self.group)[1]}"

@@ -18,12 +18,13 @@ def embedding(
     group: dist.ProcessGroup | None,
     *,
     scatter: bool = False,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """weight[ids], where each rank holds the rows of `shard_range(num_embeddings, rank, world)`.
 
     ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. Returns [..., C] equal on all ranks,
-    or with `scatter` this rank's shard along dimension 0. An id outside the table raises ValueError on CPU
-    (on CUDA that check would stop the stream).
+    or with `scatter` this rank's shard along dimension 0. padding_idx: a row of the table, from 0, that gets no
+    gradient. An id outside the table raises ValueError on CPU (on CUDA that check would stop the stream).
     """
     check_group("embedding", group)
     check_local("embedding", ids=ids, weight=weight)
@@ -31,11 +32,12 @@ def embedding(
         ids, 0, num_embeddings - 1, f"ids between {{low}} and {{high}} do not fit a table of {num_embeddings} rows"
     )
     if group is None:
-        return F.embedding(ids, weight)
+        return F.embedding(ids, weight, padding_idx)
     start, stop = shard_range(num_embeddings, *rank_and_size(group))
     own = (ids >= start) & (ids < stop)
     if stop > start:
-        rows = F.embedding(torch.where(own, ids - start, 0), weight)
+        padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
+        rows = F.embedding(torch.where(own, ids - start, 0), weight, padding)
         partial = torch.where(own.unsqueeze(-1), rows, 0)
     else:  # more ranks than rows: nothing of the table is here, but the sum below needs every rank
         partial = weight.sum() + weight.new_zeros(*ids.shape, weight.shape[-1])

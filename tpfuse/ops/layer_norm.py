@@ -22,22 +22,23 @@ from tpfuse.ops.collectives import replicate
 
 def layer_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     *,
     sum_gradients_over: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """x: [..., C]; weight, bias: [C]. Returns x's shape and dtype.
+    """x: [..., C]; weight, bias: [C], None for 1 and 0. Returns x's shape and dtype.
 
     sum_gradients_over: the group over which the rows are sharded, where weight and bias should receive the
     gradient of all rows; None where all rows are here or somebody else sums. Raises ValueError for other shapes,
     integers, or tensors on several devices.
     """
     check_norm("layer_norm", x, weight, bias)
-    weight = replicate(weight, sum_gradients_over)
+    weight = None if weight is None else replicate(weight, sum_gradients_over)
     bias = None if bias is None else replicate(bias, sum_gradients_over)
     if use_triton(x):
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight
         return normalize(x, None, weight, bias, eps, centered=True)[0]
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -64,7 +65,9 @@ def add_layer_norm(
     return F.layer_norm(summed, (x.shape[-1],), weight, bias, eps), summed
 
 
-def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> None:
+def check_norm(
+    operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
+) -> None:
     """Raises ValueError unless x is [..., C] of floats, residual is as x, and weight and bias are [C]."""
     check_local(operator, x=x, weight=weight, bias=bias, residual=residual)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
@@ -73,10 +76,10 @@ def check_norm(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, re
         if other is not None:
             check_shape(operator, name, other, tuple(x.shape if name == "residual" else x.shape[-1:]))
             check_device(operator, "x", x, name, other)
-            like_name, like = ("x", x) if name == "residual" else ("weight", weight)
+            like_name, like = ("x", x) if name == "residual" or weight is None else ("weight", weight)
             if other.dtype != like.dtype:
                 raise ValueError(f"{operator}: {name} is {other.dtype}: expected {like.dtype}, as {like_name}")
-    if not weight.is_floating_point():
+    if weight is not None and not weight.is_floating_point():
         raise ValueError(f"{operator}: weight is {weight.dtype}: expected floats")
 
 

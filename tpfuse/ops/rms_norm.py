@@ -9,11 +9,17 @@ from tpfuse.ops.collectives import replicate
 from tpfuse.ops.layer_norm import check_norm, normalize
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None) -> Tensor:
-    """x: [..., C]; weight: [C]. Returns x's shape and dtype. sum_gradients_over and errors: as in `layer_norm`."""
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None
+) -> Tensor:
+    """x: [..., C]; weight: [C], None for 1. Returns x's shape and dtype.
+
+    sum_gradients_over and errors: as in `layer_norm`.
+    """
     check_norm("rms_norm", x, weight, None)
-    weight = replicate(weight, sum_gradients_over)
+    weight = None if weight is None else replicate(weight, sum_gradients_over)
     if use_triton(x):
+        weight = x.new_ones(x.shape[-1]) if weight is None else weight
         return normalize(x, None, weight, None, eps, centered=False)[0]
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 

@@ -77,22 +77,31 @@ class Context:
     """
 
     def __init__(self, mesh: DeviceMesh | None, schedule: Schedule = "auto", balance: Balance = "zigzag") -> None:
-        self.groups: tuple[dist.ProcessGroup, ...] = ()
-        if mesh is not None and mesh.size() > 1:
-            self.groups = tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
-        if len(self.groups) > 2:
-            raise ValueError(f"a context mesh of {len(self.groups)} dimensions: expected one, or (ring, ulysses)")
-        self.schedule: Schedule = "ulysses_ring" if len(self.groups) == 2 and schedule == "auto" else schedule
+        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
+        groups = self.groups
+        if len(groups) > 2:
+            raise ValueError(f"a context mesh of {len(groups)} dimensions: expected one, or (ring, ulysses)")
+        self.schedule: Schedule = "ulysses_ring" if len(groups) == 2 and schedule == "auto" else schedule
         self.balance = balance
-        self.ulysses = self.groups[1].size() if len(self.groups) == 2 else 1
+        self.ulysses = groups[1].size() if len(groups) == 2 else 1
         self.size, self.rank = 1, 0
-        for group in self.groups:
+        for group in groups:
             self.size, self.rank = self.size * group.size(), self.rank * group.size() + group.rank()
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Of the mesh's dimensions; none for one rank.
+
+        They are looked up on every use, so that a model with its context can be copied and pickled.
+        """
+        mesh = self._mesh
+        return () if mesh is None else tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
     @property
     def group(self) -> dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """As `ring_attention` takes it."""
-        return (self.groups[0], self.groups[1]) if len(self.groups) == 2 else self.groups[0]
+        groups = self.groups
+        return (groups[0], groups[1]) if len(groups) == 2 else groups[0]
 
     def check(self, length: int, heads: int) -> None:
         """`check_context` for this group."""

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
 
 from tpfuse.comm.layout import from_local
+from tpfuse.layers.parameter import Borrowed
 
 
 def take_partial_gradients(model: nn.Module) -> set[str]:
     """Names of the parameters whose gradients their modules sum over tensor-parallel ranks, which they do no more."""
     names = set()
     for prefix, module in model.named_modules():
-        if getattr(module, "sum_gradients", False):
-            setattr(module, "sum_gradients", False)  # noqa: B010 (nn.Module's __setattr__ is typed for modules)
+        sums = getattr(module, "sum_gradients", False)
+        if sums or (isinstance(sums, Borrowed) and sums.own):  # or they did before other buckets had the model
+            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (its type is of modules)
             names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
     return names
 
@@ -32,8 +35,10 @@ def _local(parameter: Tensor) -> Tensor:
 def move_(parameter: Parameter, storage: Tensor) -> None:
     """Copies the parameter's (local) values to `storage`, of its dtype and local shape, which it lies in from then on.
 
-    It keeps its version, hooks and attributes.
+    It keeps its version, hooks and attributes. What is behind and in front of it in the bucket is not in its storage:
+    copies and files of the parameter are as large as it, and torch copies and pickles DTensors at offset 0 alone.
     """
+    storage = from_dlpack(storage)
     storage.copy_(_local(parameter).detach())
     if not isinstance(parameter, DTensor):
         parameter.data = storage
@@ -105,6 +110,12 @@ def taken_gradient(parameter: Tensor, message: str) -> Tensor:
     """A `TakenGradient` that may be set as `parameter.grad`, also a DTensor's."""
     local = _local(parameter)
     taken = TakenGradient(message, local.shape, local.dtype, local.device)
-    if isinstance(parameter, DTensor):
-        return DTensor(taken, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return taken
+    if not isinstance(parameter, DTensor):
+        return taken
+    spread: Tensor = DTensor(taken, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spread.__deepcopy__ = _no_gradient  # type: ignore[method-assign]
+    return spread
+
+
+def _no_gradient(memo: dict[int, Any]) -> None:
+    """What a copy of a taken parameter has: torch copies the gradient of a DTensor with it, of plain parameters not."""
