@@ -6,7 +6,7 @@ give up say so in the group's store, and who is silent there is missing. The gro
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -144,6 +144,13 @@ def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
     """Replaces the contiguous `x` by its sum (or whatever `op` says) over all ranks."""
     return Work("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
+
+
+def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Replaces the contiguous tensors on all ranks by those of the group's first one. Raises PeerTimeout."""
+    works = [dist.broadcast(x, group=group, group_src=0, async_op=True) for x in tensors]
+    for work in [Work("broadcast", group, work) for work in works]:
+        work.wait()
 
 
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[Work]:

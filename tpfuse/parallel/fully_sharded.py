@@ -35,6 +35,7 @@ from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
 from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.counted_collectives import CountedAllGather, CountedReduceScatter
+from tpfuse.parallel.equal_start import broadcast_model
 from tpfuse.parallel.micro_batches import MicroBatches
 from tpfuse.parallel.taken_parameters import taken_gradient
 
@@ -69,12 +70,13 @@ class Member:
 class FullySharded(MicroBatches):
     """Takes over the parameters of `model`: shards them, and sums their gradients into `members`.
 
-    model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype. mesh:
-    `tpfuse.comm.mesh.build_mesh`'s, of which all dimensions but "tp" are data-parallel (one rank alone has no mesh, and
-    nothing to shard: `GradientBuckets` serve it). units: modules of the model, in the order of its forward pass, whose
-    parameters are gathered together and for as long as the module computes; the model is the unit of all others.
-    replicas: how many copies of the model there are; 1: its shards are on all data-parallel ranks. reduce_dtype: in
-    which gradients travel, and are accumulated before: float32 (float64 for float64) or the parameters' own.
+    model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel ranks get
+    the parameters and buffers of the first of them, as under DDP. mesh: `tpfuse.comm.mesh.build_mesh`'s, of which all
+    dimensions but "tp" are data-parallel (one rank alone has no mesh, and nothing to shard: `GradientBuckets` serve
+    it). units: modules of the model, in the order of its forward pass, whose parameters are gathered together and for
+    as long as the module computes; the model is the unit of all others. replicas: how many copies of the model there
+    are; 1: its shards are on all data-parallel ranks. reduce_dtype: in which gradients travel, and are accumulated
+    before: float32 (float64 for float64) or the parameters' own.
 
     Use: for each micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
     parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
@@ -82,7 +84,8 @@ class FullySharded(MicroBatches):
     raise PeerTimeout.
 
     Collective. Raises ValueError, which names the parameter, for one that cannot be sharded, where nothing requires a
-    gradient, and where the replicas do not divide the ranks.
+    gradient, where the replicas do not divide the ranks, and where these have parameters of other names, shapes or
+    dtypes.
     """
 
     _cure = "shard a new model after such changes"
@@ -105,6 +108,8 @@ class FullySharded(MicroBatches):
             set_timeout(each.get_group())
         self._groups = [each.get_group() for each in (shards, across) if each.size() > 1]
         self._across = across.get_group() if across.size() > 1 else None
+        data = (name for name in mesh.mesh_dim_names or () if name != "tp")
+        broadcast_model(model, flat_group(mesh, *data))
         copies, copy = across.size(), across.get_local_rank()
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         spread = {name for name, p in model.named_parameters() if is_sharded(p)}

@@ -37,6 +37,7 @@ from tpfuse.ops.node_hop import Compression
 from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.parallel.bucket import Bucket
 from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
+from tpfuse.parallel.equal_start import broadcast_model
 from tpfuse.parallel.micro_batches import MicroBatches
 from tpfuse.parallel.taken_parameters import move_, take_partial_gradients, taken_gradient
 
@@ -51,9 +52,10 @@ _WITHOUT_GRADIENT = (
 class GradientBuckets(MicroBatches):
     """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
-    model: equal on all ranks, parameters plain or DTensors on one tensor-parallel mesh; modules with a true
-    `sum_gradients` (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0 to 2.
-    data_group: ranks with the same parameters and other tokens; world_group: all ranks of data × tensor parallelism.
+    model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
+    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0 to 2. data_group:
+    ranks with the same parameters and other tokens, which get the parameters and buffers of the first of them, as under
+    DDP, frozen ones too; world_group: all ranks of data × tensor parallelism.
     bucket_bytes: of float32 gradients; torch DDP's default. gradient_dtype: in which gradients are accumulated and
     kept; reduce_dtype: in which they travel, by default the same. "float32" means float64 for float64, "parameter" is
     half as much where parameters are a half type; sums are float32 in any case, but for the whole ones of stage 0,
@@ -67,8 +69,11 @@ class GradientBuckets(MicroBatches):
     micro-batch if it was registered before the buckets were made); `trained` has those of the buckets by name. Their
     `.grad` is not there: what computes with it, as torch's optimizers and clip_grad_norm_ do, raises ValueError.
 
-    Raises ValueError for another stage, where nothing requires a gradient, for complex parameters, or `world_group` is
-    missing but needed.
+    A copy of the model (copy.deepcopy, torch.optim.swa_utils.AveragedModel, torch.save) is a plain model whose
+    parameters are its own and in no buckets.
+
+    Raises ValueError for another stage, where nothing requires a gradient, for complex parameters, where data-parallel
+    ranks have parameters of other names, shapes or dtypes, or `world_group` is missing but needed.
     """
 
     _cure = "make new buckets and a new optimizer of the changed model"
@@ -97,6 +102,7 @@ class GradientBuckets(MicroBatches):
         trained = _trained(model)
         if not trained:
             raise ValueError("the model has no parameter that requires a gradient")
+        broadcast_model(model, data_group)
         first = next(iter(trained.values()))
         groups = _groups(data_group, world_group)
         layouts = plan_buckets(
