@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfuse.comm.mesh import group_of
+from tpfuse.comm.mesh import context_mesh, group_of
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
@@ -13,7 +14,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
@@ -85,6 +86,30 @@ def _sharded() -> None:
 @pytest.mark.exhaustive
 def test_tensor_parallel_models_are_one_graph() -> None:
     pool(2).run(_sharded)
+
+
+def _context_parallel(ulysses: int) -> None:
+    """Context ranks have one graph too: what they exchange in attention is one of its nodes."""
+    mesh = context_mesh(mesh_of(1, 1, dist.get_world_size(), ulysses))
+    model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh)
+    initialize(model, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(2):
+        ids = integers(step, 2, 7, low=0, high=60, dtype=torch.int64)
+        loss, gradients = _trained(model, ids, (7, step))
+        compiled_loss, compiled_gradients = _trained(compiled, ids, (7, step))
+        assert torch.equal(compiled_loss, loss)
+        for found, expected in zip(compiled_gradients, gradients, strict=True):
+            assert torch.equal(found, expected)
+    with torch.no_grad():
+        assert torch.equal(compiled(ids), model(ids))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "ulysses"), [(2, 1), (4, 2)])
+def test_context_parallel_models_are_one_graph(world: int, ulysses: int) -> None:
+    pool(world).run(_context_parallel, ulysses)
 
 
 def _layers(sequence_parallel: bool) -> None:
