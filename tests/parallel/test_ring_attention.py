@@ -597,3 +597,23 @@ def test_every_schedule_is_one_graph(
     name: Implementation, world: int, ways: Sequence[tuple[str, int, int]], options: Sequence[int]
 ) -> None:
     pool(world).run(_compiled, name, ways, options)
+
+
+def _promised() -> None:
+    """What the compiler is told of results (shapes, dtypes, strides) is what they are."""
+    sequence = _Sequence(kv_heads=1, dtype=BF16)
+    for schedule in ("ring", "ulysses"):
+        way = _Way(schedule)
+        q, k, v, grad = _shards(way, sequence, sequence.inputs(1)).values()
+        out, lse = ring_attention(q, k, v, group=way.group, schedule=schedule, length=37, return_lse=True)  # type: ignore
+        options = {"ring": way.group.group_name, "ulysses": None, "causal": True, "schedule": schedule}
+        options |= {"balance": "zigzag", "length": 37, "window": None, "scale": None}
+        options |= {"dropout_p": 0.0, "dropout_width": None}
+        forward, backward = torch.ops.tpfuse.ring_attention, torch.ops.tpfuse.ring_attention_backward
+        for op, tensors in ((forward, (q, k, v)), (backward, (grad, q, k, v, out, lse))):
+            with naming((op, schedule)):
+                torch.library.opcheck(op, (*tensors, None, None, None), options, test_utils="test_faketensor")
+
+
+def test_results_are_what_the_compiler_is_told() -> None:
+    pool(2).run(_promised)
