@@ -118,4 +118,4 @@ def taken_gradient(parameter: Tensor, message: str) -> Tensor:
 
 
 def _no_gradient(memo: dict[int, Any]) -> None:
-    """What a copy of a taken parameter has: torch copies the gradient of a DTensor with it, of plain parameters not."""
+    """A copy of a taken parameter has no gradient; torch would copy that of a DTensor, as it does not of plain ones."""
