@@ -131,7 +131,11 @@ def _layers(device: torch.device, mesh: Any) -> None:
         return  # nn.Module.to_empty, which makes the GPT's parameters, does not take plain ones of FakeTensorMode
     model = GPT(GPTConfig(61, 8, 32, 1, 4), device_mesh=mesh, device=device)
     _is(model(ids), 2, 4 * world, 61)
-    _is(model(ids, ids, loss_weight=0.1))
+    loss = model(ids, ids, loss_weight=0.1)
+    _is(loss)
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.shape == parameter.shape and not has_values(parameter.grad)
 
 
 def _on_one_of_two(how: str) -> None:
