@@ -49,7 +49,9 @@ def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
     check_numbers(options)
     outcome: list[Run | tuple[str, int]] = [("", 1)]
     join(place, device_of(place), options.comm.timeout)
-    set_timeout(dist.group.WORLD, _PREPARATION)
+    world = dist.group.WORLD
+    assert world is not None
+    set_timeout(world, _PREPARATION)
     if place.rank == 0:
         try:
             outcome = [prepare_run(options, place.local_world)]
@@ -69,7 +71,7 @@ def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
             fail("train", message)
         dist.destroy_process_group()
         return status
-    set_timeout(dist.group.WORLD, options.comm.timeout)
+    set_timeout(world, options.comm.timeout)
     return train_rank(place, outcome[0])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from tpfuse.comm.errors import named
 from tpfuse.train.child import begin
@@ -90,15 +91,15 @@ def join(place: Place, device: torch.device, timeout: float) -> None:
         raise PeerLost(f"rank {place.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
 
 
-def _store(place: Place, limit: timedelta) -> dist.Store:
+def _store(place: Place, limit: timedelta) -> Any:
     if place.store is None:
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.world, timeout=limit))
+        store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=limit))
         return store
     # Without the number of ranks: a store that knows it has its last rank remove the file.
     return dist.FileStore(place.store)  # type: ignore[attr-defined]
 
 
-def _wait_for_all(store: dist.Store, place: Place, limit: timedelta) -> None:
+def _wait_for_all(store: Any, place: Place, limit: timedelta) -> None:
     keys = [f"tpfuse/rank {rank} is here" for rank in range(place.world)]
     store.set(keys[place.rank], "")
     try:
