@@ -2,16 +2,22 @@
 
 import sys
 
+_EXTRA = ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingface_hub", "tomli_w")
+
 
 def main() -> None:
     """Runs the command of sys.argv and exits with its status."""
     try:
         from tpfuse.train.command_line import run
+
+        sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:
-        if error.name in ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingface_hub", "tomli_w"):
-            sys.exit(f"tpfuse: error: {error.name} is not installed: pip install 'tpfuse[train]'")
-        raise
-    sys.exit(run(sys.argv[1:]))
+        if error.name not in _EXTRA:
+            raise
+        sys.exit(
+            f"tpfuse: error: {error.name} is not installed: in the folder of tpfuse's source, run"
+            " pip install '.[train]'"
+        )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ taken, and why. `tpfuse train --parallel.impl` sets it; in your own program call
 
 import contextlib
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import get_args
 
-Implementation = Literal["auto", "fused", "direct", "collective"]
+from tpfuse.choices import Implementation as Implementation
 
 _chosen: Implementation = "auto"
 

@@ -16,9 +16,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tpfuse.choices import Kernels as Kernels
 from tpfuse.kernels.launch import INTERPRETED as INTERPRETED
-
-Kernels = Literal["auto", "triton", "torch"]
 
 _chosen: Kernels = "auto"
 

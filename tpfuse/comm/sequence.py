@@ -9,14 +9,14 @@ world / ulysses ranks would hold.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from tpfuse.choices import Balance as Balance
 from tpfuse.kernels.sequence_runs import SequenceRuns
 
-Balance = Literal["zigzag", "contiguous", "striped"]
 BALANCES: tuple[Balance, ...] = get_args(Balance)
 
 

@@ -20,7 +20,6 @@ accumulated and summed in float32 unless less is asked for. What is exchanged ho
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from tpfuse.choices import GradientDtype
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
@@ -40,8 +40,6 @@ from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kin
 from tpfuse.parallel.equal_start import broadcast_model
 from tpfuse.parallel.micro_batches import MicroBatches
 from tpfuse.parallel.taken_parameters import move_, take_partial_gradients, taken_gradient
-
-GradientDtype = Literal["float32", "parameter"]
 
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: call start() before each backward pass; after finish()"

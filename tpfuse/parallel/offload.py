@@ -21,15 +21,14 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tpfuse.choices import Offload
 from tpfuse.comm.rank_order import HALF
 from tpfuse.parallel.bucket_layout import ALIGNMENT, BucketLayout
 
-Offload = Literal["none", "optimizer", "nvme"]
 BLOCK = 4 * 2**20  # elements, 16 MiB in float32: long enough for a disk, and a few of them are little memory
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MADV_POPULATE_WRITE = 23  # which Python's mmap has no name for

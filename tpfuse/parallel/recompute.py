@@ -20,7 +20,7 @@ compiler's choice, and hooks on saved tensors are not for its graphs.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from torch.autograd import Function
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from tpfuse.choices import Recompute as Recompute
 from tpfuse.ops.autograd import apply
 
-Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.layout import is_traced
@@ -33,7 +34,6 @@ from tpfuse.ops.ring_attention import ring_attention as attend_ring
 from tpfuse.ops.ring_call import RingCall, computed
 from tpfuse.ops.values import check_cumulative
 
-Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 

@@ -25,6 +25,8 @@ from safetensors import SafetensorError, safe_open
 from tpfuse.comm.layout import Slices
 from tpfuse.train.agreement import DiskFailed, agree
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
+from tpfuse.train.errors import CheckpointError as CheckpointError
+from tpfuse.train.errors import CheckpointMismatch as CheckpointMismatch
 from tpfuse.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -40,7 +42,6 @@ from tpfuse.train.manifest import (
     tensor_table,
     written,
 )
-from tpfuse.train.manifest import CheckpointError as CheckpointError
 from tpfuse.train.manifest import Part as Part
 from tpfuse.train.manifest import Parts as Parts
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
@@ -48,10 +49,6 @@ from tpfuse.train.untrusted import Unreadable, check_regular
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
 _Wanted = tuple[str, Slices, Slices, Part]  # key in the file, the slice that is there, what of it the part needs
-
-
-class CheckpointMismatch(ValueError):
-    """A sound checkpoint that does not fit what is to be loaded."""
 
 
 def step_folder(run: Path, step: int) -> Path:

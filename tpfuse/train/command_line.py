@@ -1,31 +1,41 @@
-"""The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3."""
+"""The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3.
 
+A command imports what it needs when it runs: torch takes seconds, and help and most mistakes need none of it.
+"""
+
+import contextlib
+import io
 import itertools
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+import tpfuse
+from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
+from tpfuse.train.messages import fail, is_first_rank, nearest, say, show_cursor
 
-from tpfuse.comm.process_group import is_lost_peer, set_timeout
-from tpfuse.profile import tune, verify
-from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, checkpoint_folders
-from tpfuse.train.config import parse_command, parse_prepare, parse_train
-from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
-from tpfuse.train.launch import Place, device_of, join, start_ranks, torchrun_place
-from tpfuse.train.memory import memory
-from tpfuse.train.messages import fail, show_cursor
-from tpfuse.train.options import MemoryCommand, SampleCommand, TrainCommand, TuneCommand, VerifyCommand
-from tpfuse.train.rank import train_rank
-from tpfuse.train.sample import sample
-from tpfuse.train.setup import Run, check_numbers, prepare_run, prepare_tokens, with_layout
+if TYPE_CHECKING:
+    from tpfuse.train.launch import Place
+    from tpfuse.train.options import TrainCommand
+    from tpfuse.train.setup import Run
 
 _PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
 
 def _train(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_train
+    from tpfuse.train.corpus import STANDARD_LIBRARY
+
     options = parse_train(arguments)
+    if is_first_rank():
+        say(f"reading  {options.out if options.resume else options.data.path or STANDARD_LIBRARY}")
+    from tpfuse.train.checkpoint import checkpoint_folders
+    from tpfuse.train.launch import Place, start_ranks, torchrun_place
+    from tpfuse.train.rank import train_rank
+    from tpfuse.train.setup import prepare_run, with_layout
+
     place = torchrun_place()
     if place is not None:
         return _train_under_torchrun(place, options)
@@ -43,8 +53,15 @@ def _train(arguments: Sequence[str]) -> int:
         raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
-def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
+def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
     """The first rank checks and prepares; the others hear whether to go on."""
+    import torch.distributed as dist
+
+    from tpfuse.comm.process_group import is_lost_peer, set_timeout
+    from tpfuse.train.launch import device_of, join
+    from tpfuse.train.rank import train_rank
+    from tpfuse.train.setup import check_numbers, prepare_run, with_layout
+
     options = with_layout(options, place.world)
     check_numbers(options)
     outcome: list[Run | tuple[str, int]] = [("", 1)]
@@ -76,37 +93,64 @@ def _train_under_torchrun(place: Place, options: TrainCommand) -> int:
 
 
 def _sample(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import SampleCommand
+
     if not arguments or arguments[0].startswith("-"):
         if "--help" in arguments or "-h" in arguments:
             parse_command(SampleCommand, ["--help"], "sample RUN")
         raise UserError("which run? tpfuse sample RUN [options]")
-    print(sample(Path(arguments[0]), parse_command(SampleCommand, arguments[1:], "sample RUN")))
+    options = parse_command(SampleCommand, arguments[1:], "sample RUN")
+    from tpfuse.train.sample import sample
+
+    print(sample(Path(arguments[0]), options))
     return 0
 
 
 def _memory(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import MemoryCommand
+
     if not arguments or arguments[0].startswith("-"):
         if "--help" in arguments or "-h" in arguments:
             parse_command(MemoryCommand, ["--help"], "memory CONFIG")
         raise UserError("of which run? tpfuse memory PRESET|FILE.toml [options]")
-    print(memory(arguments[0], parse_command(MemoryCommand, arguments[1:], "memory CONFIG")))
+    options = parse_command(MemoryCommand, arguments[1:], "memory CONFIG")
+    from tpfuse.train.memory import memory
+
+    print(memory(arguments[0], options))
     return 0
 
 
 def _prepare(arguments: Sequence[str]) -> int:
-    file = prepare_tokens(parse_prepare(arguments))
+    from tpfuse.train.config import parse_prepare
+
+    options = parse_prepare(arguments)
+    from tpfuse.train.setup import prepare_tokens
+
+    file = prepare_tokens(options)
     print(f"{file.path}: {len(file.tokens)} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
     return 0
 
 
 def _tune(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import TuneCommand
+
     operators = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
     options = parse_command(TuneCommand, arguments[len(operators) :], "tune [OPERATOR ...]")
+    from tpfuse.profile import tune
+
     return tune.run(operators, options.out, options.minutes)
 
 
 def _verify(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import VerifyCommand
+
     options = parse_command(VerifyCommand, arguments, "verify")
+    from tpfuse.profile import verify
+
     return verify.run(options.operators, options.json, options.compile)
 
 
@@ -120,9 +164,39 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
+_OTHERS = (
+    "tpfuse COMMAND --help lists the options of a command.",
+    "tpfuse --version prints the version.",
+    "tpfuse --completion bash (or zsh, fish) prints a script for tab completion.",
+)
+_SHELLS = ("bash", "zsh", "fish")
+
+
 def _usage() -> str:
     lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", "tpfuse COMMAND --help lists the options."])
+    return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", *_OTHERS])
+
+
+def _version(arguments: Sequence[str]) -> int:
+    print(f"tpfuse {tpfuse.__version__}")
+    return 0
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    """Prints the script with which a shell completes commands and options."""
+    shell = arguments[0] if arguments else ""
+    if shell not in _SHELLS:
+        raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")
+    from tyro.extras import subcommand_cli_from_dict
+
+    from tpfuse.train import options
+
+    kinds = {name: getattr(options, f"{name.capitalize()}Command") for name in COMMANDS}
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+        subcommand_cli_from_dict(kinds, prog="tpfuse", args=["--tyro-write-completion", shell, "-"])
+    print(script.getvalue().replace("complete -F", "complete -o default -F"))  # so that RUN, a path, is completed
+    return 0
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -131,18 +205,14 @@ def run(arguments: Sequence[str]) -> int:
         print(_usage())
         return 0 if arguments else 2
     name = arguments[0]
-    if name not in COMMANDS:
-        fail(name, f"there is no such command: expected one of {', '.join(COMMANDS)}")
+    functions = {"--version": _version, "--completion": _completion}
+    functions |= {name: function for name, (function, _) in COMMANDS.items()}
+    if name not in functions:
+        fail(name, f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
         return 2
     try:
-        return COMMANDS[name][0](arguments[1:])
-    except (UserError, CheckpointMismatch) as error:
-        fail(name, str(error))
-        return 2
-    except CheckpointError as error:
-        fail(name, str(error))
-        return 3
-    except RunError as error:
+        return functions[name](arguments[1:])
+    except (UserError, CheckpointMismatch, CheckpointError, RunError) as error:
         fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
         return error.status
     except BrokenPipeError:

@@ -5,29 +5,26 @@ flags. Unknown flags and keys are errors that name the nearest known one.
 """
 
 import contextlib
-import difflib
 import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+import docstring_parser
 import tyro
 
 import tpfuse.models
 from tpfuse.train import untrusted
 from tpfuse.train.errors import UserError
+from tpfuse.train.messages import nearest
 from tpfuse.train.options import PrepareCommand, Preset, TrainCommand
 from tpfuse.train.untrusted import Unreadable, quoted
 
 T = TypeVar("T")
 PRESETS: tuple[str, ...] = get_args(Preset)
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,7 +49,7 @@ def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in known:
-            raise UserError(f"unknown option {flag} of tpfuse {command}{_nearest(flag, known)}")
+            raise UserError(f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}")
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -69,6 +66,8 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
     """Parses flags over `default`. Raises UserError with one line; prints help and exits for --help."""
     _check_flags(kind, arguments, command)
+    if "--help" in arguments or "-h" in arguments:
+        _join_help_texts(kind)
     printed = io.StringIO()
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
@@ -79,6 +78,17 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
         if stop.code in (0, None):
             raise
         raise UserError(f"{_one_line(printed.getvalue())} (tpfuse {command} --help lists the options)") from None
+
+
+def _join_help_texts(kind: type) -> None:
+    """Hands the docstrings of options to tyro as one line each: it breaks them where a further line is indented."""
+    texts = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse_from_object(kind).params}
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        if is_dataclass(hints[item.name]):
+            _join_help_texts(hints[item.name])
+        else:
+            item.metadata = MappingProxyType({"help": " ".join(texts[item.name].split())})
 
 
 def _one_line(message: str) -> str:
@@ -125,7 +135,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
         name = key.replace("-", "_")
         where = f"{source}: {prefix}{key}"
         if name not in names or (not prefix and name in ("config", "resume")):
-            raise UserError(f"{where} is not known{_nearest(name, names)}")
+            raise UserError(f"{where} is not known{nearest(name, names)}")
         current = getattr(options, name)
         if is_dataclass(current):
             if not isinstance(value, dict):

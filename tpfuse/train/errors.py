@@ -1,10 +1,28 @@
 """Errors that end a command with one line on stderr, and the exit status of each."""
 
+from pathlib import Path
+
 
 class UserError(ValueError):
     """Bad input: exit status 2. The message says what was received and what to do."""
 
     status = 2
+
+
+class CheckpointMismatch(ValueError):
+    """A sound checkpoint that does not fit what is to be loaded: exit status 2."""
+
+    status = 2
+
+
+class CheckpointError(Exception):
+    """A damaged checkpoint: exit status 3. Which file or folder, what was expected there, what was found."""
+
+    status = 3
+
+    def __init__(self, file: Path, expected: str, found: str) -> None:
+        super().__init__(f"{file}: expected {expected}, found {found}")
+        self.file, self.expected, self.found = file, expected, found
 
 
 def of_disk(error: OSError) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from tpfuse.comm.layout import Slices
+from tpfuse.train.errors import CheckpointError as CheckpointError
 from tpfuse.train.safetensors_file import DTYPES
 from tpfuse.train.untrusted import EACH, Unreadable, check, parsed_json, quoted, read_bytes
 
@@ -42,14 +43,6 @@ _SCHEMA = {
 }
 # What a rank holds: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
 Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
-
-
-class CheckpointError(Exception):
-    """A damaged checkpoint: which file or folder, what was expected there, what was found."""
-
-    def __init__(self, file: Path, expected: str, found: str) -> None:
-        super().__init__(f"{file}: expected {expected}, found {found}")
-        self.file, self.expected, self.found = file, expected, found
 
 
 @dataclass

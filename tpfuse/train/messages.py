@@ -1,8 +1,10 @@
 """Lines for people on stderr; results go to stdout."""
 
 import contextlib
+import difflib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -27,6 +29,17 @@ def program() -> str:
     """How this command was called, for lines that tell people what to call next."""
     name = Path(sys.argv[0])
     return os.path.relpath(name) if name.name == "tpfuse" else "python -m tpfuse"
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """ "; did you mean …?" with the known word that is most like `word`; empty where none is like it."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def is_first_rank() -> bool:
+    """Whether this is the only process, or the first rank of torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def fail(command: str, message: str, missing: tuple[int, ...] = ()) -> None:

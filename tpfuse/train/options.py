@@ -2,45 +2,46 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tpfuse.comm.sequence import Balance
-from tpfuse.implementation_choice import Implementation
-from tpfuse.kernel_choice import Kernels
-from tpfuse.parallel.gradient_buckets import GradientDtype
-from tpfuse.parallel.offload import Offload
-from tpfuse.parallel.recompute import Recompute
-from tpfuse.parallel.ring_attention import Schedule
+from tyro.conf import arg
+
+from tpfuse.choices import Balance, GradientDtype, Implementation, Kernels, Offload, Recompute, Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
+OptionalPath = Annotated[
+    Path | None,
+    arg(metavar="PATH", help_behavior_hint=lambda default: "" if default == "None" else f"(default: {default})"),
+]
+"""A path whose help text says itself what None means."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The GPT. A preset sets everything here (and some of the training options); flags win over it."""
+    """The GPT. A preset sets everything here and some of the training options; flags win over it."""
 
     preset: Preset = "tiny"
-    """Named configuration, a file of tpfuse/models."""
+    """Named configuration."""
     n_layer: int = 4
-    """Blocks."""
+    """Number of transformer blocks."""
     n_head: int = 4
-    """Attention heads; tensor parallelism must divide them."""
+    """Number of attention heads, a multiple of parallel.tp."""
     n_embd: int = 128
-    """Width; a multiple of n_head."""
+    """Width of the model, a multiple of n_head."""
     n_positions: int = 128
     """Context length in tokens."""
     bias: bool = True
-    """Biases in linear layers and norms."""
+    """Whether linear layers and norms have biases."""
     dropout: float = 0.0
-    """Probability, after the embedding, in attention and on the residual paths."""
+    """Dropout probability after the embedding, in attention and on the residual paths."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
     """The text."""
 
-    path: Path | None = None
+    path: OptionalPath = None
     """Text file, folder of text files, or a .bin of `tpfuse prepare`. Default: the Python standard library."""
     tokenizer: str = "bytes"
     """bytes, chars, gpt2, or a tokenizers FILE.json."""
@@ -53,30 +54,31 @@ class TrainOptions:
     """The training loop."""
 
     steps: int = 1000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     batch: int = 32
-    """Sequences per optimizer step, all ranks together."""
+    """Sequences per optimizer step, counted over all ranks."""
     micro_batch: int = 0
-    """Sequences per forward pass of one rank; smaller ones are accumulated. 0: all of the rank's share."""
+    """Sequences per forward pass of one rank. Gradients are accumulated over the micro-batches of a step. 0: the
+    rank's whole share of the batch."""
     seed: int = 1337
-    """Of initial weights, batches and dropout."""
+    """Seed of initial weights, batches and dropout."""
     dtype: Dtype = "float32"
-    """Of parameters and activations; the half types keep float32 master weights."""
+    """Dtype of parameters and activations. With bfloat16 and float16 the optimizer keeps float32 master weights."""
     recompute: Recompute = "none"
-    """What is computed again in the backward pass instead of being kept: none, selective (attention and the MLP's
-    activation), or full (all but the input of each block)."""
+    """What the backward pass computes again instead of keeping it: none, selective (attention and the MLP's
+    activation), or full (everything but the input of each block)."""
     eval_every: int = 250
-    """Steps between evaluations; 0: never."""
+    """Steps between evaluations. 0: the run never evaluates."""
     eval_batches: int = 20
-    """Batches per evaluation."""
+    """Number of batches per evaluation."""
     save_every: int = 500
-    """Steps between checkpoints; 0: only at the end."""
+    """Steps between checkpoints. 0: the run saves at its end only."""
     keep: int = 2
-    """Checkpoints that are kept; 0: all."""
+    """Number of newest checkpoints that are kept. 0: all."""
     log_every: int = 10
-    """Steps between lines of metrics."""
+    """Steps between reports."""
     expandable_segments: bool = True
-    """On GPUs torch's allocator grows its segments, so that less memory is lost between them."""
+    """Whether torch's CUDA allocator grows its segments, which loses less memory to fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ class OptimOptions:
     decay_steps: int = 0
     """Step at which min_lr is reached; 0: train.steps."""
     weight_decay: float = 0.1
-    """Of matrices."""
+    """Weight decay of matrices; vectors have none."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of AdamW's first moment."""
     beta2: float = 0.99
-    """Decay of the second moment."""
+    """Decay rate of AdamW's second moment."""
     clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
 
 @dataclass(frozen=True)
@@ -106,46 +108,51 @@ class ParallelOptions:
     """How ranks share the work."""
 
     tp: int = 1
-    """Tensor-parallel ranks."""
+    """Number of tensor-parallel ranks, which share the matrices of each layer."""
     dp: int = 0
-    """Data-parallel ranks; 0: the GPUs (or the ranks of torchrun) divided by tp x cp, 1 on CPU."""
+    """Number of data-parallel ranks, which share the sequences of a batch. 0: the GPUs, or the ranks of torchrun,
+    divided by tp x cp; on CPU 1."""
     cp: int = 1
-    """Context-parallel ranks, which share the tokens of each sequence."""
+    """Number of context-parallel ranks, which share the tokens of each sequence."""
     cp_schedule: Schedule = "auto"
-    """How they attend to each other's tokens: ring (blocks of keys and values travel), all_gather (every rank fetches
-    all of them), ulysses (heads for tokens; cp must divide a rank's heads), ulysses_ring (both), or auto, which
-    chooses."""
+    """How context-parallel ranks attend to each other's tokens: ring (blocks of keys and values travel from rank to
+    rank), all_gather (every rank fetches all blocks), ulysses (ranks exchange heads for tokens; cp must divide the
+    heads of a rank), ulysses_ring (both), or auto, which chooses one of them."""
     cp_balance: Balance = "zigzag"
-    """Which tokens a rank has: zigzag (a chunk from the front and one from behind, for equal work), contiguous (one
-    chunk) or striped (dealt out one by one)."""
+    """Which tokens of a sequence a context-parallel rank holds: zigzag (a chunk from the front and one from the end,
+    which gives causal attention equal work on all ranks), contiguous (one chunk) or striped (every cp-th token)."""
     cp_ulysses: int = 0
-    """Ranks that exchange heads under ulysses_ring; 0: the largest divisor of cp below it that divides the heads."""
+    """Number of ranks that exchange heads under ulysses_ring. 0: the largest divisor of cp, below cp, that divides the
+    heads of a rank."""
     replicas: int = 1
-    """Groups of ranks, within each of which ZeRO's stage 3 shards the parameters; it must divide dp x cp. With as many
-    as there are nodes, parameters are gathered within a node only."""
+    """Number of groups of ranks, within each of which ZeRO's stage 3 shards the parameters; it must divide dp x cp.
+    With as many groups as nodes, parameters are gathered within a node only."""
     impl: Implementation = "auto"
-    """How tensor-parallel products and ZeRO communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
-    collective (NCCL, Gloo), or auto, which chooses."""
+    """How tensor-parallel GEMMs and ZeRO communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
+    collective (NCCL, Gloo), or auto, which chooses one of them."""
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """What data-parallel ranks share of the model's state, after ZeRO (arXiv:1910.02054)."""
+    """Which state of the model data-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054)."""
 
     stage: int = 0
-    """0: nothing; 1: the optimizer's state; 2: and the gradients; 3: and the parameters."""
+    """ZeRO's stage. 0: nothing is sharded; 1: the optimizer's state; 2: also the gradients; 3: also the parameters."""
     gradient_dtype: GradientDtype = "float32"
-    """In which gradients are accumulated and kept: float32, or the parameters' own. Not at stage 3."""
+    """Dtype in which gradients are accumulated and kept: float32, or parameter for the parameters' dtype. Stage 3
+    takes float32 only."""
     reduce_dtype: Literal["gradient", "float32", "parameter"] = "gradient"
-    """In which gradients travel: float32, the parameters' own, or as they are kept."""
+    """Dtype in which gradients are sent: float32, parameter for the parameters' dtype, or gradient for the dtype in
+    which they are kept."""
     offload: Offload = "none"
-    """Where the optimizer's state lives: none (on the device), optimizer (the host's memory) or nvme (files)."""
-    offload_path: Path | None = None
-    """Folder on a local disk, for offload nvme."""
+    """Where the optimizer's state lives: none (on the device), optimizer (in the host's memory) or nvme (in files)."""
+    offload_path: OptionalPath = None
+    """Folder on a local disk for the optimizer's state, which offload nvme needs."""
     compression: Literal["none", "bf16", "powersgd"] = "none"
-    """Of gradients that pass between nodes whose ranks share memory; nothing is lost within a node."""
+    """Compression of the gradients that nodes send to each other, where the ranks of a node share memory. Within a
+    node gradients are never compressed."""
     powersgd_rank: int = 4
-    """Of the matrices that stand for a gradient under compression powersgd."""
+    """Rank of the matrices that approximate a gradient under compression powersgd."""
 
 
 @dataclass(frozen=True)
@@ -153,15 +160,16 @@ class CommOptions:
     """How ranks wait for each other."""
 
     timeout: float = 60.0
-    """Seconds that a rank waits for another one before all end with an error that names it."""
+    """Seconds that a rank waits for another rank. Then all ranks end with an error that names it."""
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """What helps to find a fault and costs time."""
+    """Checks that help to find a fault and cost time."""
 
     fingerprint: bool = False
-    """Before each operation ranks compare its name, shape and dtype; where they differ, all end and show both."""
+    """Whether ranks compare the name, shape and dtype of each operation before it begins. Where these differ, all
+    ranks end and show both sides."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +185,15 @@ class TrainCommand:
     comm: CommOptions = field(default_factory=CommOptions)
     debug: DebugOptions = field(default_factory=DebugOptions)
     kernels: Kernels = "auto"
-    """What computes: auto (Triton on GPUs, torch on CPU), triton (on CPU interpreted, which is slow), or torch."""
-    out: Path | None = None
-    """Run folder, which must not exist. Default: runs/DATE-TIME."""
+    """Kernels that compute: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
+    torch."""
+    out: OptionalPath = None
+    """Folder for everything the run writes, new or empty unless --resume is given. Default: runs/DATE-TIME."""
     resume: bool = False
-    """Go on from the newest good checkpoint of the run folder, with its configuration under the flags."""
-    config: Path | None = None
-    """TOML file with any of these options in tables [model], [data], [train], [optim], [parallel], [zero], [comm],
-    [debug]."""
+    """Whether to go on from the newest good checkpoint of the run folder --out. Its configuration is taken; flags win
+    over it."""
+    config: OptionalPath = None
+    """TOML file with any of these options, as `model.n_layer` in a table [model]. The config.toml of a run is one."""
 
 
 @dataclass(frozen=True)
@@ -194,63 +203,77 @@ class PrepareCommand:
     out: Path
     """Folder for tokens.bin and tokens.json."""
     data: DataOptions = field(default_factory=DataOptions)
-    config: Path | None = None
-    """TOML file with a table [data]."""
+    config: OptionalPath = None
+    """TOML file with these options in a table [data]."""
 
 
 @dataclass(frozen=True)
 class SampleCommand:
-    """Generate text with the newest good checkpoint of a run."""
+    """Generate text with the newest good checkpoint of a run.
 
-    prompt: str = "\n"
+    RUN is the folder that `tpfuse train` has written.
+    """
+
+    prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
     """Text to continue."""
     tokens: int = 256
-    """Tokens to generate."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
+    """Number that divides the logits. 0: the most probable token is taken."""
     top_k: int = 0
-    """Choose among this many likeliest tokens; 0: all."""
+    """Number of most probable tokens among which each one is chosen. 0: all."""
     seed: int = 0
-    """Of the choice of tokens."""
+    """Seed of the random choice of tokens."""
 
 
 @dataclass(frozen=True)
 class MemoryCommand:
-    """Count what each rank of a training run will hold, without starting it."""
+    """Count the memory that each rank of a training run will hold.
+
+    CONFIG is a preset, such as gpt2-124m, or a TOML file of `tpfuse train`.
+    """
 
     ranks: int = 0
-    """All ranks; 0: as many as the configuration's tp x cp x dp."""
+    """Number of all ranks. 0: the configuration's tp x cp x dp."""
     tp: int = 0
-    """Tensor-parallel ranks; 0: the configuration's."""
+    """Number of tensor-parallel ranks. 0: the configuration's."""
     cp: int = 0
-    """Context-parallel ranks; 0: the configuration's."""
+    """Number of context-parallel ranks. 0: the configuration's."""
     stage: Literal["all", "0", "1", "2", "3"] = "all"
-    """Of ZeRO; all: a column for each."""
+    """ZeRO's stage. all: the table has a column for each."""
     micro_batch: int = 0
-    """Sequences per forward pass of one rank; 0: the configuration's."""
+    """Sequences per forward pass of one rank. 0: the configuration's."""
     recompute: Literal["config", "none", "selective", "full"] = "config"
-    """What is computed again instead of being kept; config: as the configuration says."""
+    """What the backward pass computes again instead of keeping it. config: as the configuration says."""
     vocab_size: int = 0
-    """Tokens of the vocabulary; 0: of the configuration's tokenizer, where its name says it."""
+    """Number of tokens in the vocabulary. 0: that of the configuration's tokenizer."""
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """Measure tile sizes on the GPU at hand and write kernels/configurations.toml."""
+    """Measure tile sizes of the kernels on this GPU and write them into a table.
 
-    out: Path | None = None
-    """Write the whole table there instead."""
+    OPERATOR is the name of a kernel, such as gemm. Default: all.
+    """
+
+    out: OptionalPath = None
+    """File that the whole table is written to. Default: kernels/configurations.toml."""
     minutes: float = 0.0
-    """No candidate is begun after this long; 0: no limit."""
+    """Minutes after which no further candidate is measured. 0: no limit."""
 
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Compare every kernel with its reference on this machine, and compile them all; exit status 1 where one fails."""
+    """Compare every kernel with its reference on this machine and compile it.
 
-    operators: tuple[str, ...] = ()
-    """Only these; "training" is two steps of GPT tiny at tp 2 with each implementation. Default: all."""
+    It takes some minutes on two CPU cores. The exit status is 1 where one fails.
+    """
+
+    operators: Annotated[tuple[str, ...], arg(metavar="OPERATOR ...", help_behavior_hint="(default: all)")] = ()
+    """Operators to verify, such as gemm or rope. The name training stands for two training steps of the small GPT on
+    two ranks with each implementation of tensor parallelism."""
     json: bool = False
-    """One JSON document on stdout."""
+    """Whether to print one JSON document instead of tables."""
     compile: bool = True
-    """Registers, spills and shared memory, for this machine's GPU, sm_90 where there is none."""
+    """Whether to compile the kernels as well and show their registers, spills and shared memory, for the GPU of this
+    machine, or for sm_90 where there is none."""
