@@ -49,6 +49,19 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(column[:6]) == column[6]
 
 
+def test_a_note_says_that_micro_batches_are_accumulated_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
+    alone = capsys.readouterr().out
+    assert "Gradients:" not in alone
+    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15"]) == 0
+    out = capsys.readouterr().out
+    kept = [f"{_table(alone)['gradients'][stage] / 2**30:.3f} GiB at stage {stage}" for stage in (2, 3)]
+    assert "Gradients: 4 micro-batches are accumulated in whole gradients before ranks exchange them" in out
+    assert f"In a step of one micro-batch gradients would be {' and '.join(kept)}.\n" in out
+    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15", "--stage", "1"]) == 0
+    assert "Gradients:" not in capsys.readouterr().out
+
+
 def test_less_is_held_where_more_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for recompute in ("none", "selective", "full"):

@@ -9,6 +9,7 @@ from time import perf_counter
 
 import torch
 
+PROBE_SECONDS = 0.3
 # Dense tensor-core rates in FLOP/s from NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200 (2024), B200 (2025).
 _HALF_RATES = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
@@ -21,8 +22,9 @@ def device_count() -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s of one device, where the number is from).
 
-    The data sheet's for the half types on a GPU that it knows, else measured: the best of some square matrix
-    products of this dtype with the threads this process has.
+    For the half types on a GPU that is known it is the data sheet's. Otherwise it is measured: the best of the square
+    matrix products of this dtype that `PROBE_SECONDS` have room for, with the threads of this process. Another process
+    may have slowed down all of them, so that a rate that training reaches later can be higher.
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
@@ -31,8 +33,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
                 return rate, f"{key} data sheet"
     size = 4096 if device.type == "cuda" else 512
     a = torch.randn(size, size, device=device).to(dtype)
-    best = float("inf")
-    for _ in range(8):
+    best, end = float("inf"), perf_counter() + PROBE_SECONDS
+    while best == float("inf") or perf_counter() < end:
         start = perf_counter()
         b = a @ a
         if device.type == "cuda":

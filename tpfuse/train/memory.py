@@ -35,13 +35,17 @@ _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # of tokenizers that need no file
 
 @dataclass(frozen=True)
 class Counted:
-    """parameters: of the whole model; accounts: what the first rank holds, by stage; micro_batches: to a step."""
+    """parameters: of the whole model; accounts: what the first rank holds, by stage; micro_batches: to a step.
+
+    unaccumulated: bytes of gradients at stages 2 and 3 if a step had one micro-batch; empty where it has.
+    """
 
     options: TrainCommand
     config: GPTConfig
     parameters: int
     micro_batches: int
     accounts: dict[int, MemoryAccount]
+    unaccumulated: dict[int, int]
 
 
 def memory(name: str, command: MemoryCommand) -> str:
@@ -105,7 +109,10 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, 
     whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
     partial = take_partial_gradients(whole)  # once for all stages: a model gives them up
     accounts = {stage: _account(whole, partial, stage, options, micro_batches > 1, activations) for stage in stages}
-    return Counted(options, config, sum(p.numel() for p in whole.parameters()), micro_batches, accounts)
+    less = [stage for stage in stages if stage >= 2 and micro_batches > 1]
+    unaccumulated = {stage: _account(whole, partial, stage, options, False, activations).gradients for stage in less}
+    parameters = sum(p.numel() for p in whole.parameters())
+    return Counted(options, config, parameters, micro_batches, accounts, unaccumulated)
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
@@ -189,9 +196,22 @@ def table(name: str, counted: Counted) -> str:
             "",
             "What the first rank holds, which has the most, in bytes. Padding is in the parameters.",
             "Activations: what autograd saves of one micro-batch. Transient workspaces are not counted.",
+            *_accumulated(counted),
             *_offloaded(options),
         ]
     )
+
+
+def _accumulated(counted: Counted) -> list[str]:
+    """Why gradients need more at stages 2 and 3 than one would expect."""
+    if not counted.unaccumulated:
+        return []
+    count = counted.micro_batches
+    less = [f"{size / 2**30:.3f} GiB at stage {stage}" for stage, size in counted.unaccumulated.items()]
+    return [
+        f"Gradients: {count} micro-batches are accumulated in whole gradients before ranks exchange them, at stages 2",
+        f"and 3 too. In a step of one micro-batch gradients would be {' and '.join(less)}.",
+    ]
 
 
 def _offloaded(options: TrainCommand) -> list[str]:

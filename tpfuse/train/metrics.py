@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -22,14 +22,16 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.messages import say, warn
 from tpfuse.train.untrusted import Unreadable, parsed_json, read_bytes
 
-_BAR, _TIME = 20, 10  # columns of the progress bar, and of the time left with the spaces around it
+_BAR = 20  # columns of the progress bar
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of metrics.jsonl. Losses in nats per token; val_loss is None between evaluations; mfu in [0, 1];
-    seconds since the run (this start of it) began; sent_bytes and received_bytes: gradients and parameters that the
-    first rank exchanged with data-parallel ones in this step; the rest is None in a row that only has a val_loss."""
+    """One line of metrics.jsonl. Losses in nats per token; val_loss is None between evaluations; mean_loss: of the
+    steps since the row before; mfu in [0, 1], on CPU relative to the best rate that was seen so far; memory_bytes: the
+    most that torch has allocated on a GPU, or that the process has held on CPU; seconds since the run (this start of
+    it) began; sent_bytes and received_bytes: gradients and parameters that the first rank exchanged with data-parallel
+    ones in this step; the rest is None in a row that only has a val_loss."""
 
     step: int
     loss: float | None
@@ -42,6 +44,7 @@ class Row:
     seconds: float
     sent_bytes: int | None = None
     received_bytes: int | None = None
+    mean_loss: float | None = None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -68,8 +71,11 @@ def forget_after(path: Path, step: int) -> None:
     replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def described(row: Row, steps: int, width: int | None = None) -> str:
-    """The row as words for the console; what matters least is left out until they fit `width` columns."""
+def described(row: Row, steps: int, holder: str, width: int | None = None) -> str:
+    """The row as words for the console; what matters least is left out until they fit `width` columns.
+
+    holder: whose memory `memory_bytes` is.
+    """
     parts: dict[str, str] = {"step": f"step {row.step}/{steps}"}
     if row.loss is not None and row.grad_norm is not None and row.lr is not None:
         parts |= {"loss": f"loss {row.loss:.4f}", "norm": f"grad norm {row.grad_norm:.2f}", "lr": f"lr {row.lr:.1e}"}
@@ -77,11 +83,18 @@ def described(row: Row, steps: int, width: int | None = None) -> str:
         parts["val"] = f"val loss {row.val_loss:.4f}"
     if row.tokens_per_second is not None and row.mfu is not None:
         parts |= {"speed": f"{row.tokens_per_second / 1000:.1f}k tokens/s", "mfu": f"MFU {row.mfu:.0%}"}
-    parts["memory"] = f"{row.memory_bytes / 2**20:.0f} MiB"
+    parts["memory"] = f"{holder} {row.memory_bytes / 2**20:.0f} MiB"
     for least in ("memory", "norm", "lr", "mfu", "speed"):
         if width is not None and len("  ".join(parts.values())) > width:
             parts.pop(least, None)
     return "  ".join(parts.values())
+
+
+def clock(seconds: float) -> str:
+    """A duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Board:
@@ -113,12 +126,13 @@ class Board:
 class Reporter:
     """Writes rows to the run folder and shows them; for the first rank alone.
 
-    On a terminal one progress line with the latest row, in as many columns as there are; otherwise a line for each row.
+    On a terminal one progress line with the latest row, in as many columns as there are, and above it a line for each
+    evaluation, which stays; otherwise a line for each row. holder: whose memory the rows tell.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int) -> None:
+    def __init__(self, folder: Path, steps: int, start: int, holder: str) -> None:
         self.path = folder / "metrics.jsonl"
-        self.steps = steps
+        self.steps, self.holder = steps, holder
         forget_after(self.path, start)
         # Unbuffered: what a full disk refuses is lost, and not tried again when the file is closed.
         self._file = self.path.open("ab", buffering=0)
@@ -128,9 +142,7 @@ class Reporter:
         self._task: TaskID | None = None
         self._console = Console()
         if sys.stdout.isatty() and self._console.is_interactive:  # not in a dumb terminal, nor where colors are forced
-            self._progress = Progress(
-                BarColumn(_BAR), TimeRemainingColumn(), TextColumn("{task.description}"), console=self._console
-            )
+            self._progress = Progress(BarColumn(_BAR), TextColumn("{task.description}"), console=self._console)
             self._task = self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
 
@@ -147,12 +159,15 @@ class Reporter:
             if not self._failed:
                 warn(f"cannot write metrics of step {row.step}: {error.strerror}; training goes on")
             self._failed = True
+        remaining = "" if left is None else f"{clock(left)} left  "
         if self._progress is not None and self._task is not None:
-            words = described(row, self.steps, self._console.width - _BAR - _TIME)
-            self._progress.update(self._task, completed=row.step, description=words)
+            if row.val_loss is not None:
+                words = described(row, self.steps, self.holder, self._console.width)
+                self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+            words = described(row, self.steps, self.holder, self._console.width - _BAR - 1 - len(remaining))
+            self._progress.update(self._task, completed=row.step, description=remaining + words)
         else:
-            remaining = "" if left is None else f"  {int(left) // 60}:{int(left) % 60:02d} left"
-            say(described(row, self.steps) + remaining)
+            say(f"{described(row, self.steps, self.holder)}  {remaining}".rstrip())
 
     def close(self) -> None:
         """Ends the progress line and closes the files."""
@@ -165,7 +180,8 @@ class Reporter:
 def draw_losses(folder: Path, unigram: float | None) -> None:
     """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale.
 
-    A disk that is full costs a warning.
+    The training loss is the mean of the steps between two rows: that of one batch is noisy. A disk that is full costs
+    a warning.
     """
     import matplotlib
 
@@ -175,12 +191,14 @@ def draw_losses(folder: Path, unigram: float | None) -> None:
 
     rows = read_metrics(folder / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    for name, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
-        points = [(row["step"], row[name]) for row in rows if row[name] is not None]
+    for name, label, line in (("mean_loss", "training, mean between reports", "-"), ("val_loss", "validation", "o")):
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3, linewidth=1)
+            axes.plot(*zip(*points, strict=True), line, label=label, markersize=5, linewidth=1)
     if unigram is not None:
-        axes.axhline(unigram, color="gray", linestyle=":", linewidth=1, label="unigram")
+        label = f"unigram model, {unigram:.2f}: knows only how often each token occurs"
+        axes.axhline(unigram, color="gray", linestyle=":", linewidth=1, label=label)
+    axes.set_title(str(folder), parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

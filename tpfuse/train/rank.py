@@ -1,8 +1,11 @@
 """What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -28,7 +31,7 @@ from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
-from tpfuse.train.metrics import Reporter, Row, draw_losses
+from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
@@ -36,6 +39,7 @@ from tpfuse.train.token_file import open_token_file
 from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
+_RECENT = 5  # intervals between rows, which say how much time is left
 
 
 def train_rank(place: Place, run: Run) -> int:
@@ -148,7 +152,7 @@ class Training:
         """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""
         self._introduce()
         started, steps = perf_counter(), self.options.train.steps
-        reporter = Reporter(self.run.folder, steps, self.trainer.step) if self.first else None
+        reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
         try:
             stopped = self._loop(reporter, started)
         finally:
@@ -205,7 +209,13 @@ class Training:
     def _measured(self) -> str:
         """And what is there after a step, with what the count leaves out."""
         held = held_bytes(self.device) - self.held_before
-        return f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
+        said = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
+        whole = f"; process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
+        return said + (whole if self.device.type == "cpu" else "")
+
+    def _holder(self) -> str:
+        """What `memory_bytes` counts the memory of."""
+        return "process" if self.device.type == "cpu" else "GPU"
 
     def _kernels(self) -> str:
         """What computes, in words."""
@@ -218,6 +228,8 @@ class Training:
         options, trainer = self.options.train, self.trainer
         mark, mark_step = perf_counter(), trainer.step
         begun = trainer.step
+        recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        losses: list[float] = []  # since the last row
         if options.eval_every and begun == 0:
             self._evaluate()
             if reporter is not None:
@@ -234,16 +246,17 @@ class Training:
             last = step == options.steps
             if result.skipped and self.first:
                 warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
+            losses.append(result.loss)
             due = step % options.log_every == 0 or last or result.stop
             evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
             if due or evaluated:
-                speed = (step - mark_step) * options.batch * self.run.config.n_positions / (perf_counter() - mark)
+                recent.append((step - mark_step, perf_counter() - mark))
                 if evaluated and not result.stop:
                     self._evaluate()
                 if reporter is not None:
-                    now = perf_counter()
-                    left = (now - started) / (step - begun) * (options.steps - step)
-                    reporter.add(self._row(result, speed, evaluated, now - started), left)
+                    row = self._row(result, recent[-1], fmean(losses), evaluated, perf_counter() - started)
+                    reporter.add(row, _seconds_a_step(recent) * (options.steps - step))
+                losses.clear()
                 mark, mark_step = perf_counter(), step
             save_due = bool(options.save_every) and step % options.save_every == 0
             if not last and (save_due or step == self.retry_at):
@@ -253,8 +266,14 @@ class Training:
                 return True
         return False
 
-    def _row(self, result: StepResult, speed: float, evaluated: bool, seconds: float) -> Row:
-        flops = speed * self.trainer.model.flops_per_token()
+    def _row(
+        self, result: StepResult, interval: tuple[int, float], mean_loss: float, evaluated: bool, seconds: float
+    ) -> Row:
+        """interval: (steps, seconds) since the last row, without evaluation and checkpoints."""
+        speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
+        flops = speed * self.trainer.model.flops_per_token() / self.place.world
+        if self.device.type == "cpu":
+            self.peak = max(self.peak, flops)  # another process may have slowed the probe down
         return Row(
             self.trainer.step,
             result.loss,
@@ -262,11 +281,12 @@ class Training:
             result.lr,
             result.grad_norm,
             speed,
-            flops / (self.peak * self.place.world),
+            flops / self.peak,
             memory_bytes(self.device),
             seconds,
             result.sent,
             result.received,
+            mean_loss,
         )
 
     def _evaluate(self) -> None:
@@ -312,22 +332,35 @@ class Training:
         ids = generate(self.trainer.model, start.unsqueeze(0), count, temperature=0.8, top_k=None, seed=0)
         if not self.first:
             return
-        vocabulary = self.run.config.vocab_size
+        folder, vocabulary = self.run.folder, self.run.config.vocab_size
         known = len(self.val_tokens) > 0
         unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
-        draw_losses(self.run.folder, unigram)
+        draw_losses(folder, unigram)
         say("\nsample\n------")
         say(self.tokenizer.decode(ids[0].tolist()))
         say("------")
         if self.val_loss is not None and unigram is not None:
-            say(f"validation loss {self.val_loss:.4f} nats per token (a unigram model of the same text: {unigram:.4f})")
+            rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < self.trainer.step]
+            first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
+            say(f"validation loss {first}{self.val_loss:.4f} nats per token")
+            say(f"a unigram model, which knows only how often each token occurs, has {unigram:.4f}")
         say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
-        say(f"files in {self.run.folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, {self._newest()}")
+        data = "data/, " if (folder / "data").is_dir() else ""
+        say(
+            f"files in {folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, tokenizer.json, "
+            f"{data}{self._newest()}"
+        )
         prompt = " --prompt 'def '" if self.options.data.path is None else ""
-        say(f"more text: {program()} sample {self.run.folder}{prompt}")
+        say(f"more text: {program()} sample {folder}{prompt}")
 
     def _newest(self) -> str:
         return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
+
+
+def _seconds_a_step(intervals: Iterable[tuple[int, float]]) -> float:
+    """The mean over intervals of (steps, seconds)."""
+    steps, seconds = (sum(column) for column in zip(*intervals, strict=True))
+    return seconds / steps
 
 
 def _plain(tree: Any) -> Any:
