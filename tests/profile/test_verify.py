@@ -101,7 +101,8 @@ def use(
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     use(monkeypatch)
     assert run(["verify", "--operators", FAST]) == 0
-    machine, table = capsys.readouterr().out.split("\n\n", 1)
+    announced, machine, table = capsys.readouterr().out.split("\n\n", 2)
+    assert announced == "comparing rope: without a GPU about half a minute each on two cores"
     assert [line.split()[0] for line in machine.splitlines()][:2] == ["machine", "CPU"]
     assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks talk through it", machine, re.M)
     lines = table.splitlines()
@@ -109,8 +110,10 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3
     (half,) = [line for line in lines if "bfloat16" in line]
     assert half.split()[-3:] == ["48", "0", "1024"]
-    assert "interpreted" in lines[-2]
-    assert "compiled for sm_90" in lines[-1]
+    assert "error: the largest difference from float64" in table
+    assert "interpreted" in lines[-3]
+    assert "compiled for sm_90; registers a thread, spilled bytes" in lines[-2]
+    assert lines[-1] == "passed: all 3 cases are within their bounds, all 1 kernels compile without spills"
 
 
 def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +145,7 @@ def test_a_broken_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsy
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     out = capsys.readouterr().out
     assert "FAILED swish, small, float32: " in out
+    assert out.endswith("\nFAILED: 0 of 3 cases are within their bounds\n")
     use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     captured = capsys.readouterr()
@@ -155,7 +159,9 @@ def test_a_kernel_that_spills_is_exit_status_1(
 ) -> None:
     use(monkeypatch, kernels=(KERNEL, replace(KERNEL, **fault)))
     assert run(["verify", "--operators", FAST]) == 1
-    assert "FAILED rope sm_90 bfloat16 rope_kernel BLOCK=64 num_warps=4 num_stages=2: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "FAILED rope sm_90 bfloat16 rope_kernel BLOCK=64 num_warps=4 num_stages=2: " in out
+    assert out.endswith("all 3 cases are within their bounds, 1 of 2 kernels compile without spills\n")
 
 
 def test_an_operator_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +203,9 @@ def test_the_table_of_training(
     out = capsys.readouterr().out
     assert "largest difference of weights" in out and "one rank, torch" in out and "5.400000" in out
     assert said is None or said in out
+    assert "norm: the 2-norm of all differences; allowed: what the norm may be" in out
+    verdict = "FAILED: 1 of 2" if said else "passed: all 2"
+    assert out.endswith(f"\n{verdict} training runs are within their bounds\n")
     assert run(["verify", "--json", "--operators", "training"]) == (said is not None)
     document = json.loads(capsys.readouterr().out)
     assert document["training"][1]["passed"] is (said is None) and document["kernels"] == []

@@ -38,6 +38,7 @@ from tpfuse.profile.training import TrainingRun, train_each
 from tpfuse.testing.compare import Yardstick, evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.messages import say
 
 TRAINING = "training"  # what may be asked for beside the operators
 
@@ -152,6 +153,15 @@ class Verification:
         return all(verdicts) and not self.bad_kernels
 
 
+def chosen(operators: Sequence[str]) -> Sequence[str]:
+    """`operators`, or all of them for an empty sequence. Raises UserError for one that is not known."""
+    known = [*cases.names(), TRAINING]
+    for name in operators:
+        if name not in known:
+            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(known)}")
+    return operators or known
+
+
 def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
     """Compares and compiles the kernels of `operators` (all: an empty sequence) at the same time.
 
@@ -159,11 +169,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
 
     Raises UserError for an operator that is not known, RunError where the comparison or the compiler cannot start.
     """
-    known = [*cases.names(), TRAINING]
-    for name in operators:
-        if name not in known:
-            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(known)}")
-    operators = operators or known
+    operators = chosen(operators)
     to_compile = [name for name in operators if name != TRAINING] if compile_too else []
     gpu = torch.cuda.is_available()
     family = launch.family(torch.device("cuda")) if gpu else "sm_90"
@@ -227,6 +233,10 @@ def show(found: Verification, console: Console) -> None:
                     taken = ["", "", ""]  # they are the operator's, not the case's
     if found.comparisons:
         console.print(table)
+        console.print(
+            "error: the largest difference from float64, of the output and all gradients; bound: what the same dtype in"
+            " plain torch allows"
+        )
     _show_training(found.training, console)
     for x in found.comparisons:
         if not x.passed:
@@ -237,7 +247,21 @@ def show(found: Verification, console: Console) -> None:
         console.print(f"FAILED {next(complaints(kernel))}", markup=False, soft_wrap=True)
     console.print(f"\ncompared on {found.device}")
     if found.kernels:
-        console.print(f"compiled for {found.family}: the most registers, spilled bytes and shared memory of a kernel")
+        columns = "registers a thread, spilled bytes and bytes of shared memory"
+        console.print(f"compiled for {found.family}; {columns}: the most of any kernel of the operator")
+    console.print(verdict(found), style=None if found.passed else "bold red", soft_wrap=True)
+
+
+def verdict(found: Verification) -> str:
+    """The last line: how many of all are right."""
+    cases, runs, kernels = len(found.comparisons), len(found.training), len(found.kernels)
+    counts = (
+        (cases, sum(not x.passed for x in found.comparisons), "cases are within their bounds"),
+        (runs, sum(not x.passed for x in found.training), "training runs are within their bounds"),
+        (kernels, len(found.bad_kernels), "kernels compile without spills"),
+    )
+    said = [f"{f'{all_ - bad} of' if bad else 'all'} {all_} {what}" for all_, bad, what in counts if all_]
+    return f"{'passed' if found.passed else 'FAILED'}: {', '.join(said)}"
 
 
 def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
@@ -252,7 +276,10 @@ def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
         style = None if x.passed else "bold red"
         table.add_row(x.name, *losses, *far, f"{x.seconds * 1e3:.0f}" if x.losses else "", style=style)
     console.print("", table, sep="\n")
-    console.print("differences are from float64 on one rank", markup=False)
+    console.print(
+        "difference: of a weight from float64 on one rank; norm: the 2-norm of all differences; allowed: what the norm"
+        " may be"
+    )
     for x in runs:
         if not x.passed:
             console.print(f"FAILED training, {x.name}: {x.failure or 'weights differ too much'}", soft_wrap=True)
@@ -260,9 +287,12 @@ def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
 
 def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
     """The command. Exit status 1 where an error is out of bounds, or a kernel spills or does not compile."""
-    found = verify(operators, compile_too)
+    operators = chosen(operators)
     if as_json:
+        found = verify(operators, compile_too)
         print(json.dumps(document(found)))
     else:
+        say(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n")
+        found = verify(operators, compile_too)
         show(found, Console(width=None if sys.stdout.isatty() else 160))
     return int(not found.passed)
