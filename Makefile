@@ -1,12 +1,14 @@
-# `make train`, `make test` and `make verify` set up all they need in .venv, on a machine with Python 3.11 or newer alone.
+# `make train`, `make test` and `make verify` set up all they need in .venv: on Linux, with Python 3.11 or newer and a
+# network.
 
 PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Tensor-parallel ranks of `make train`: two on CPU; on GPUs two where their number is even (the rest is data parallel).
 TP ?= $(if $(filter 0,$(GPUS)),2,$(if $(filter 1 3 5 7,$(GPUS)),1,2))
-# An open range of torch versions would fetch gigabytes of CUDA libraries where there is no GPU to use them; the CPU
-# build does not say which Triton belongs to it.
+# Without a GPU torch's own index has a build that needs no CUDA libraries, which are gigabytes; pip prefers its version,
+# 2.13.0+cpu. That build does not say which Triton belongs to it.
 TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0 triton==3.7.1,torch>=2.11)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
@@ -31,9 +33,14 @@ help:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "tpfuse needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version`: make PYTHON=python3.12 ..."; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
-	$(BIN)/python -m pip install --quiet $(foreach package,$(TORCH),'$(package)')
-	$(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
+	@echo "installing torch and what else tpfuse needs into .venv: $(if $(filter 0,$(GPUS)),about 520 MB,about 3 GB) to fetch, a minute or two"
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
+	@index=; if [ $(GPUS) = 0 ]; then \
+		if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/", timeout=5)' 2>/dev/null; \
+		then index='--extra-index-url $(CPU_INDEX)'; \
+		else echo "$(CPU_INDEX) does not answer: torch comes from your package index, perhaps with CUDA libraries"; fi; fi; \
+	$(BIN)/python -m pip install --quiet --no-deps $$index $(foreach package,$(TORCH),'$(package)')
+	@PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
 	@touch $@
 install: .venv/installed
 

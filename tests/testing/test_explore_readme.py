@@ -1,4 +1,4 @@
-"""The README's example of the explorer runs as printed and finds what is printed."""
+"""The README's examples of the explorer run as printed and find what is printed."""
 
 import os
 import re
@@ -16,15 +16,18 @@ def test_the_example_prints_what_the_readme_says(tmp_path) -> None:
     readme = (ROOT / "README.md").read_text()
     section = re.search(r"^## The explorer.*?(?=^## )", readme, re.DOTALL | re.MULTILINE)
     assert section is not None
-    example, printed = re.findall(r"^```\w*\n(.*?)^```$", section[0], re.DOTALL | re.MULTILINE)[:2]
+    example, printed, needed = re.findall(r"^```\w*\n(.*?)^```$", section[0], re.DOTALL | re.MULTILINE)
     signal = '    tl.atomic_xchg(flag, 1, sem="release", scope="sys")\n'
     assert example.count(signal) == 1
-    outputs = []
-    for text in (example, example.replace(signal, "    tl.debug_barrier()\n" + signal)):
-        (tmp_path / "hand_over.py").write_text(text)
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        command = [sys.executable, "hand_over.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+    def said_by(name: str, text: str) -> str:
+        (tmp_path / name).write_text(text)
+        command = [sys.executable, name]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        outputs.append(done.stdout + done.stderr)
-    assert outputs[0].endswith(printed)
-    assert f"`{outputs[1].strip()}`" in section[0]
+        return done.stdout + done.stderr
+
+    assert said_by("hand_over.py", example).endswith(printed)
+    said = said_by("hand_over.py", example.replace(signal, "    tl.debug_barrier()\n" + signal))
+    assert f"`{said.strip()}`" in section[0]
+    assert f"`{said_by('needed.py', needed).strip()}`" in section[0]

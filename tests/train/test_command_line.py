@@ -29,7 +29,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.train import command_line, hardware, metrics, options, rank
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import COMMANDS, run
-from tpfuse.train.metrics import Reporter, Row, described, read_metrics
+from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import Trainer
 
@@ -458,6 +458,24 @@ def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixtur
     reporter.close()
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 4, 5]
     assert capfd.readouterr().err.count("cannot write metrics of step 2: No space left on device") == 1
+
+
+def test_the_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
+    draw_losses(tmp_path, None)
+    assert not drawn.pop().axes[0].lines, "of a run that could write no rows"
+    values = ((0, None, 5.5), (10, 4.0, None), (20, 3.0, 3.2))
+    rows = [{"step": step, "mean_loss": mean, "loss": 9.9, "val_loss": val} for step, mean, val in values]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw_losses(tmp_path, 3.5)
+    (axes,) = drawn.pop().axes
+    training, validation, unigram = axes.lines
+    assert training.get_xydata().tolist() == [[5.5, 4.0], [15.5, 3.0]], "a mean is that of its steps' middle"
+    assert validation.get_xydata().tolist() == [[0, 5.5], [20, 3.2]] and validation.get_linestyle() == "None"
+    assert list(unigram.get_ydata()) == [3.5, 3.5]
+    assert unigram.get_label() == "unigram model, 3.50: knows only how often each token occurs"
+    assert axes.get_title() == f"Loss of {tmp_path}"
 
 
 def test_a_narrow_terminal_loses_what_matters_least() -> None:

@@ -180,8 +180,8 @@ class Reporter:
 def draw_losses(folder: Path, unigram: float | None) -> None:
     """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale.
 
-    The training loss is the mean of the steps between two rows: that of one batch is noisy. A disk that is full costs
-    a warning.
+    The training loss is the mean of the steps since the row before, in the middle of these: that of one batch is noisy.
+    A disk that is full costs a warning.
     """
     import matplotlib
 
@@ -191,18 +191,22 @@ def draw_losses(folder: Path, unigram: float | None) -> None:
 
     rows = read_metrics(folder / "metrics.jsonl")
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    for name, label, line in (("mean_loss", "training, mean between reports", "-"), ("val_loss", "validation", "o")):
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), line, label=label, markersize=5, linewidth=1)
+    starts = [1, *(row["step"] + 1 for row in rows)]
+    training = [((start + row["step"]) / 2, row.get("mean_loss")) for start, row in zip(starts, rows, strict=False)]
+    validation = [(row["step"], row["val_loss"]) for row in rows]
+    for label, line, points in (("training, mean of the steps", "-", training), ("validation", "o", validation)):
+        known = [point for point in points if point[1] is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), line, label=label, markersize=5, linewidth=1)
     if unigram is not None:
         label = f"unigram model, {unigram:.2f}: knows only how often each token occurs"
         axes.axhline(unigram, color="gray", linestyle=":", linewidth=1, label=label)
-    axes.set_title(str(folder), parse_math=False)
+    axes.set_title(f"Loss of {folder}", parse_math=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.tight_layout()
     try:
         figure.savefig(folder / "loss.png")
