@@ -260,7 +260,9 @@ def verdict(found: Verification) -> str:
         (runs, sum(not x.passed for x in found.training), "training runs are within their bounds"),
         (kernels, len(found.bad_kernels), "kernels compile without spills"),
     )
-    said = [f"{f'{all_ - bad} of' if bad else 'all'} {all_} {what}" for all_, bad, what in counts if all_]
+    said = [
+        f"{count - bad} of {count} {what}" if bad else f"all {count} {what}" for count, bad, what in counts if count
+    ]
     return f"{'passed' if found.passed else 'FAILED'}: {', '.join(said)}"
 
 
