@@ -205,8 +205,8 @@ def run(arguments: Sequence[str]) -> int:
         print(_usage())
         return 0 if arguments else 2
     name = arguments[0]
-    functions = {"--version": _version, "--completion": _completion}
-    functions |= {name: function for name, (function, _) in COMMANDS.items()}
+    functions = {name: function for name, (function, _) in COMMANDS.items()}
+    functions |= {"--version": _version, "--completion": _completion}
     if name not in functions:
         fail(name, f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
         return 2

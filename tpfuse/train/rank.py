@@ -1,7 +1,7 @@
 """What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -357,10 +357,9 @@ class Training:
         return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
 
 
-def _seconds_a_step(intervals: Iterable[tuple[int, float]]) -> float:
+def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
     """The mean over intervals of (steps, seconds)."""
-    steps, seconds = (sum(column) for column in zip(*intervals, strict=True))
-    return seconds / steps
+    return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)
 
 
 def _plain(tree: Any) -> Any:
