@@ -210,7 +210,7 @@ class Training:
         """And what is there after a step, with what the count leaves out."""
         held = held_bytes(self.device) - self.held_before
         said = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
-        whole = f"; process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
+        whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
         return said + (whole if self.device.type == "cpu" else "")
 
     def _holder(self) -> str:
