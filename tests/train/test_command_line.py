@@ -607,10 +607,18 @@ for call in calls:
         with contextlib.suppress(SystemExit):
             run(call)
     assert "torch" not in sys.modules, f"{call} imports torch"
+
+class Reader(io.StringIO):
+    def write(self, text):
+        assert text.startswith("reading  ") and "torch" not in sys.modules, f"train first imports torch, then says {text}"
+        raise SystemExit
+
+with contextlib.redirect_stdout(Reader()), contextlib.suppress(SystemExit):
+    run(["train"])
 """
 
 
-def test_help_and_mistakes_do_not_import_torch() -> None:
+def test_help_and_mistakes_and_the_first_line_do_not_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
