@@ -5,10 +5,9 @@ PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 # Tensor-parallel ranks of `make train`: two on CPU; on GPUs two where their number is even (the rest is data parallel).
 TP ?= $(if $(filter 0,$(GPUS)),2,$(if $(filter 1 3 5 7,$(GPUS)),1,2))
-# Without a GPU torch's own index has a build that needs no CUDA libraries, which are gigabytes; pip prefers its version,
-# 2.13.0+cpu. That build does not say which Triton belongs to it.
+# Without a GPU torch's own index has a build that needs no CUDA libraries, which are gigabytes; uv knows that index, and
+# where it does not answer the configured one serves. That build does not say which Triton belongs to it.
 TORCH := $(if $(filter 0,$(GPUS)),torch==2.13.0 triton==3.7.1,torch>=2.11)
-CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 
 # Tritons whose compilers `make compiled-matrix` tries; torch 2.11 to 2.15 bring them.
@@ -35,11 +34,10 @@ help:
 	$(PYTHON) -m venv .venv
 	@echo "installing torch and what else tpfuse needs into .venv: $(if $(filter 0,$(GPUS)),about 520 MB,about 3 GB) to fetch, a minute or two"
 	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=24'
-	@index=; if [ $(GPUS) = 0 ]; then \
-		if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(CPU_INDEX)/", timeout=5)' 2>/dev/null; \
-		then index='--extra-index-url $(CPU_INDEX)'; \
-		else echo "$(CPU_INDEX) does not answer: torch comes from your package index, perhaps with CUDA libraries"; fi; fi; \
-	$(BIN)/python -m pip install --quiet --no-deps $$index $(foreach package,$(TORCH),'$(package)')
+	@$(BIN)/python -m pip install --quiet uv 2>/dev/null || true
+	@UV_HTTP_TIMEOUT=15 UV_HTTP_RETRIES=1 $(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps \
+		--torch-backend=$(if $(filter 0,$(GPUS)),cpu,auto) $(foreach package,$(TORCH),'$(package)') 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --no-deps $(foreach package,$(TORCH),'$(package)')
 	@PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --editable '.[train,test,lint]'
 	@touch $@
 install: .venv/installed

@@ -18,6 +18,9 @@ def main() -> None:
             f"tpfuse: error: {error.name} is not installed: in the folder of tpfuse's source, run"
             " pip install '.[train]'"
         )
+    except KeyboardInterrupt:  # before training, which has handlers of its own
+        print("tpfuse: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -610,7 +610,7 @@ for call in calls:
 
 class Reader(io.StringIO):
     def write(self, text):
-        assert text.startswith("reading  ") and "torch" not in sys.modules, f"train first imports torch, then says {text}"
+        assert text.startswith("reading  ") and "torch" not in sys.modules, f"train imports torch, then says {text}"
         raise SystemExit
 
 with contextlib.redirect_stdout(Reader()), contextlib.suppress(SystemExit):

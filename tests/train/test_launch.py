@@ -171,6 +171,15 @@ def test_stop_during_the_start(start: Callable[..., Started], tmp_path: Path) ->
 
 
 @pytest.mark.processes
+def test_ctrl_c_before_training_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
+    command = start(*ENDLESS, "--out", str(tmp_path / "run"))
+    command.wait_for("reading")  # torch is imported now
+    command.process.send_signal(signal.SIGINT)
+    status, _, err = command.end()
+    assert (status, err) == (130, "tpfuse: interrupted\n")
+
+
+@pytest.mark.processes
 def test_one_rank_of_torchrun_stops_all(start: Callable[..., Started], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
     command = start(*ENDLESS, "--out", str(tmp_path / "run"), program=torchrun)
