@@ -92,8 +92,10 @@ class Command:
             self.kill()
         if "Traceback" in err:
             wrong.append("a traceback")
-        if err.count("\n") > 4:
-            wrong.append(f"{err.count(chr(10))} lines on stderr")
+        if other := [line for line in err.splitlines() if not line.startswith("tpfuse")]:
+            wrong.append(f"{len(other)} lines on stderr that are not a message of tpfuse")
+        if err.count("error:") > 1:
+            wrong.append(f"{err.count('error:')} errors")
         return self.process.returncode, err, wrong
 
     def kill(self) -> None:
