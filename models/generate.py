@@ -4,10 +4,16 @@ A sequence longer than the context is continued from its last n_positions tokens
 absolute, so the window's keys change with every step and nothing of them can be kept: from there on the
 window is computed anew for each token, with and without the cache alike.
 
-Ranks hold equal logits and draw from equal CPU generators, so they agree on every token without a word. With a cache
-all context-parallel ranks compute everything; without one they share the window, if it has a token for each.
+Every sequence starts at the first position, also that of a padded prompt, and all grow together: a sequence draws its
+next token from the end of its own prompt on, while longer prompts still supply theirs (the reference code of Llama,
+arXiv:2302.13971, does the same). So the model needs no mask. It computes one token at a time from the end of the
+shortest prompt on.
 
-Shape suffixes: B sequences, T positions, V vocabulary.
+Ranks hold equal logits and draw from equal CPU generators, so they agree on every token without a word, and on the end.
+With a cache all context-parallel ranks compute everything; without one they share the window, if it has a token for
+each. Every sequence has a generator of its own, so that what it draws does not depend on the others.
+
+Shape suffixes: B sequences, T positions, N positions with those that are generated, V vocabulary.
 """
 
 import torch
@@ -23,33 +29,59 @@ def generate(
     ids_BT: Tensor,
     tokens: int,
     *,
+    attention_mask: Tensor | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    eos: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
 ) -> Tensor:
     """ids_BT: [B, T] int64, equal on all ranks -> [B, T + tokens]: the prompts, each with its continuation.
 
-    temperature: 0 takes the likeliest token; otherwise the logits are divided by it. top_k: draw from the
-    top_k likeliest tokens alone (more where logits are equal). use_cache: trades memory for speed, the
-    tokens are the same. Raises ValueError for an empty prompt and for options outside their range.
+    attention_mask: [B, T], 1 for the tokens of a prompt and 0 for the padding before it, as the tokenizers of
+    transformers return it with padding_side="left"; None where no prompt is padded. A prompt's logits are those that it
+    has alone, up to rounding. temperature: 0 takes the likeliest token; otherwise the logits are divided by it. top_k:
+    draw from the top_k likeliest tokens alone (more where logits are equal). top_p: draw from the fewest likeliest
+    tokens whose probabilities, after temperature and top_k, add up to top_p or more (nucleus sampling,
+    arXiv:1904.09751). eos: a sequence that has produced this token is filled with it, and when all have, the result
+    ends there: it is then shorter than T + tokens. seed: sequence i draws what it would draw alone with seed + i.
+    use_cache: trades memory for speed, the tokens are the same.
+
+    Raises ValueError for an empty prompt, a mask that is not of this kind, and for options outside their range.
     """
-    _check(ids_BT, tokens, temperature, top_k)
-    batch, length = ids_BT.shape
+    _check(ids_BT, tokens, temperature, top_k, top_p)
+    if eos is not None and not 0 <= eos < model.config.vocab_size:
+        raise ValueError(f"eos {eos}: expected a token of the vocabulary, 0 to {model.config.vocab_size - 1}")
+    batch, longest = ids_BT.shape
+    lengths_B = _lengths(ids_BT, attention_mask)
+    shortest = int(lengths_B.min())
     window = model.config.n_positions
-    out_BT = torch.cat([ids_BT, ids_BT.new_zeros(batch, tokens)], dim=1)
-    generator = torch.Generator("cpu").manual_seed(seed)
+    text_BN = ids_BT.new_full((batch, longest + tokens), 0 if eos is None else eos)  # without padding, from the left
+    for row, length in enumerate(lengths_B.tolist()):
+        text_BN[row, :length] = ids_BT[row, longest - length :]
+    made_B = torch.zeros_like(lengths_B)  # tokens that each sequence has produced
+    ended_B = torch.full_like(lengths_B, tokens == 0, dtype=torch.bool)
+    generators = [torch.Generator("cpu").manual_seed(seed + row) for row in range(batch)]
     cache = None
-    if use_cache and length <= window:
+    if use_cache and shortest <= window:
         cache = _empty_cache(model, batch)
-    for end in range(length, length + tokens):
+    for end in range(shortest, longest + tokens):
+        (rows,) = ((end >= lengths_B) & ~ended_B).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
         if end > window:
             cache = None
         start = max(0, end - window) if cache is None else cache.length
         short = cache is None and end - start < model.context.size
-        logits_BV = model(out_BT[:, start:end], cache=_empty_cache(model, batch) if short else cache)[:, -1]
-        out_BT[:, end] = _choose(logits_BV, temperature, top_k, generator).to(out_BT.device)
-    return out_BT
+        logits_BV = model(text_BN[:, start:end], cache=_empty_cache(model, batch) if short else cache)[:, -1]
+        drawing = [generators[row] for row in rows.tolist()]
+        drawn = _choose(logits_BV[rows], temperature, top_k, top_p, drawing).to(ids_BT.device)
+        text_BN[rows, end] = drawn
+        made_B[rows] += 1
+        ended_B[rows] = (made_B[rows] == tokens) | (drawn == (-1 if eos is None else eos))
+    columns_BN = lengths_B.unsqueeze(1) + torch.arange(int(made_B.max()), device=ids_BT.device)
+    return torch.cat([ids_BT, text_BN.gather(1, columns_BN)], dim=1)
 
 
 def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
@@ -57,7 +89,10 @@ def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
     return KeyValueCache(model.config, batch, model.tp, weight.device, weight.dtype)
 
 
-def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+def _choose(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
+) -> Tensor:
+    """A token of each row, [B]."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV.cpu().double()
@@ -66,10 +101,35 @@ def _choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator:
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
     # Relative to the maximum first: a small temperature would make infinities of large logits.
     relative_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
-    return torch.multinomial(relative_BV.softmax(dim=-1), 1, generator=generator).squeeze(1)
+    probabilities_BV = relative_BV.softmax(dim=-1)
+    if top_p is not None and top_p < 1.0:
+        falling_BV, tokens_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
+        likelier_BV = falling_BV.cumsum(dim=-1) - falling_BV  # together, of the tokens before each
+        kept_BV = falling_BV.masked_fill(likelier_BV >= top_p, 0.0)
+        probabilities_BV = torch.zeros_like(probabilities_BV).scatter(1, tokens_BV, kept_BV)
+    drawn = [torch.multinomial(row, 1, generator=each) for row, each in zip(probabilities_BV, generators, strict=True)]
+    return torch.cat(drawn)
 
 
-def _check(ids_BT: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
+def _lengths(ids_BT: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """How many tokens each prompt has, [B]. Raises ValueError for a mask that is not padding before prompts."""
+    batch, longest = ids_BT.shape
+    if attention_mask is None:
+        return torch.full((batch,), longest, device=ids_BT.device)
+    if attention_mask.shape != ids_BT.shape:
+        shapes = f"{tuple(attention_mask.shape)}: expected that of the prompts, {tuple(ids_BT.shape)}"
+        raise ValueError(f"attention_mask of shape {shapes}")
+    mask_BT = attention_mask.to(ids_BT.device).long()
+    lengths_B = mask_BT.sum(dim=1)
+    columns_T = torch.arange(longest, device=ids_BT.device)
+    if not torch.equal(mask_BT, (columns_T >= longest - lengths_B.unsqueeze(1)).long()):
+        raise ValueError("attention_mask: expected 0 for padding, then 1 to the end: pad prompts on the left")
+    if not lengths_B.all():
+        raise ValueError("attention_mask: expected at least one token in every prompt")
+    return lengths_B
+
+
+def _check(ids_BT: Tensor, tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if ids_BT.ndim != 2 or not ids_BT.numel():
         raise ValueError(f"prompts of shape {tuple(ids_BT.shape)}: expected [B, T] with at least one token")
     if tokens < 0:
@@ -78,3 +138,5 @@ def _check(ids_BT: Tensor, tokens: int, temperature: float, top_k: int | None) -
         raise ValueError(f"temperature {temperature}: expected 0 (greedy) or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k {top_k}: expected at least 1")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p {top_p}: expected more than 0 and at most 1")

@@ -40,14 +40,61 @@ def test_greedy_at_every_length(length: int, use_cache: bool) -> None:
     assert torch.equal(generate(model, prompts, 20, temperature=0.0, use_cache=use_cache), expected)
 
 
+def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(ids, attention mask) as a tokenizer that pads on the left makes them."""
+    longest = max(map(len, prompts))
+    ids = [torch.cat([torch.full((longest - len(prompt),), 5000), prompt]) for prompt in prompts]
+    mask = [torch.cat([torch.zeros(longest - len(prompt)), torch.ones(len(prompt))]) for prompt in prompts]
+    return torch.stack(ids), torch.stack(mask).long()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "temperature", "use_cache"),
+    [((3, 7, 5), 0.0, True), ((7, 15, 17), 0.9, True), *exhaustive(((2, 9), 0.9, False), ((16, 20), 0.0, True))],
+)
+def test_padded_prompts_are_continued_as_each_alone(
+    lengths: tuple[int, ...], temperature: float, use_cache: bool
+) -> None:
+    model = _model()
+    prompts = [integers(seed, length, low=0, high=99, dtype=torch.int64) for seed, length in enumerate(lengths)]
+    ids, mask = _padded(prompts)
+    options = {"temperature": temperature, "use_cache": use_cache}
+    together = generate(model, ids, 12, attention_mask=mask, seed=3, **options)
+    assert together.shape == (len(lengths), max(lengths) + 12) and torch.equal(together[:, : max(lengths)], ids)
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, prompt.unsqueeze(0), 12, seed=3 + row, **options)[0]
+        assert torch.equal(together[row, -12:], alone[-12:])
+
+
+def test_a_sequence_ends_with_its_eos_and_the_batch_with_the_last_one() -> None:
+    model = _model()
+    ids, mask = _padded([PROMPTS[0], PROMPTS[1, :3]])
+    free = generate(model, ids, 20, attention_mask=mask, temperature=0.0)[:, 5:]
+    eos = int(free[1, 4])
+    made = [row.tolist().index(eos) + 1 if eos in row else 20 for row in free]
+    assert made[1] <= 5 and made[0] != made[1], "one ends early, and not both at once"
+    ended = generate(model, ids, 20, attention_mask=mask, temperature=0.0, eos=eos)
+    assert ended.shape == (2, 5 + max(made))
+    for row, count in enumerate(made):
+        assert torch.equal(ended[row, 5 : 5 + count], free[row, :count])
+        assert (ended[row, 5 + count :] == eos).all()
+    prompt = torch.cat([PROMPTS[0], torch.tensor([eos])]).unsqueeze(0)
+    assert generate(model, prompt, 3, temperature=0.0, eos=eos).shape[1] > 6, "that of a prompt ends nothing"
+
+
+def _text(model: GPT, temperature: float, top_k: int | None, use_cache: bool = True) -> Tensor:
+    ids, mask = _padded([PROMPTS[0], PROMPTS[1, :3]])
+    options = {"temperature": temperature, "top_k": top_k, "top_p": 0.95, "eos": 7, "seed": 3, "use_cache": use_cache}
+    return generate(model, ids, 20, attention_mask=mask, **options)
+
+
 def _on_ranks(temperature: float, top_k: int | None, use_cache: bool) -> Tensor:
-    model = _model(sharded=True)
-    return generate(model, PROMPTS, 20, temperature=temperature, top_k=top_k, seed=3, use_cache=use_cache)
+    return _text(_model(sharded=True), temperature, top_k, use_cache)
 
 
 @pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None], use_cache=[True, False]))
 def test_same_text_on_any_number_of_ranks(world: int, temperature: float, top_k: int | None, use_cache: bool) -> None:
-    expected = generate(_model(), PROMPTS, 20, temperature=temperature, top_k=top_k, seed=3)
+    expected = _text(_model(), temperature, top_k)
     for text in pool(world).run(_on_ranks, temperature, top_k, use_cache):
         assert torch.equal(text, expected)
 
@@ -66,20 +113,32 @@ def test_top_k_one_and_a_small_temperature_are_greedy() -> None:
     assert torch.equal(generate(model, PROMPTS, 20, temperature=1e-300), greedy)
 
 
-@pytest.mark.parametrize("top_k", [None, 3, 1000])
-def test_tokens_are_drawn_from_the_distribution(top_k: int | None) -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (3, None), (1000, 1.0), (None, 0.6), (5, 0.6)])
+def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float | None) -> None:
     model = _model()
     logits = model(PROMPTS[:1])[0, -1].detach() / 2.0
-    if top_k == 3:
-        logits = logits.masked_fill(logits < logits.topk(3).values[-1], -torch.inf)
-    drawn = generate(model, PROMPTS[:1].expand(4000, -1), 1, temperature=2.0, top_k=top_k)[:, -1]
+    if top_k is not None and top_k < 101:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    drawn = generate(model, PROMPTS[:1].expand(4000, -1), 1, temperature=2.0, top_k=top_k, top_p=top_p)[:, -1]
     shares = torch.bincount(drawn, minlength=101) / 4000
     expected = logits.softmax(0)
+    if top_p == 0.6:  # one after the other, the likeliest first, until their sum is reached
+        kept, total = [], 0.0
+        for token in expected.argsort(descending=True).tolist():
+            if total < top_p:
+                kept.append(token)
+                total += float(expected[token])
+        assert 1 < len(kept) < (top_k or 101), "a nucleus that is neither one token nor all"
+        nucleus = torch.zeros_like(expected)
+        nucleus[kept] = expected[kept] / total
+        expected = nucleus
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-12).all()
 
 
 def test_no_tokens() -> None:
     assert torch.equal(generate(_model(), PROMPTS, 0), PROMPTS)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    assert torch.equal(generate(_model(), PROMPTS, 0, attention_mask=mask), PROMPTS)
 
 
 def test_bad_input_is_refused() -> None:
@@ -95,5 +154,19 @@ def test_bad_input_is_refused() -> None:
             generate(model, PROMPTS, 5, temperature=temperature)
     with pytest.raises(ValueError, match="top_k 0: expected at least 1"):
         generate(model, PROMPTS, 5, top_k=0)
+    for top_p in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"top_p .*: expected more than 0 and at most 1"):
+            generate(model, PROMPTS, 5, top_p=top_p)
+    with pytest.raises(ValueError, match="eos 101: expected a token of the vocabulary, 0 to 100"):
+        generate(model, PROMPTS, 5, eos=101)
+    mask = torch.ones_like(PROMPTS)
+    for wrong, message in (
+        (mask[:, 1:], r"attention_mask of shape \(2, 4\): expected that of the prompts, \(2, 5\)"),
+        (mask * torch.tensor([1, 1, 1, 1, 0]), "pad prompts on the left"),
+        (mask * torch.tensor([1, 0, 1, 1, 1]), "pad prompts on the left"),
+        (mask * torch.tensor([[1], [0]]), "at least one token in every prompt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, PROMPTS, 5, attention_mask=wrong)
     with pytest.raises(ValueError, match="do not fit a table of 101 rows"):
         generate(model, PROMPTS + 100, 5)
