@@ -10,6 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,29 @@ _FIXED: dict[str, tuple[object, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class Pretrained:
+    """A GPT-2 in Hugging Face's form whose files are open."""
+
+    config: GPTConfig
+    _tensors: dict[str, Any]  # slices that read from the files, by name without the prefix
+
+    def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
+        """The part [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
+        return _read(self._tensors[name.removeprefix(_PREFIX)], name, self.config.n_embd, slices)
+
+
+@contextlib.contextmanager
+def open_pretrained(folder_or_file: str | Path) -> Iterator[Pretrained]:
+    """Opens what `load_pretrained` loads, and checks names and shapes of all tensors. Raises ValueError as it does."""
+    path = Path(folder_or_file)
+    config = read_config(path)
+    with contextlib.ExitStack() as stack:
+        found = _find_tensors(path, stack)
+        _check_tensors(config, found, path)
+        yield Pretrained(config, found)
+
+
 def load_pretrained(
     folder_or_file: str | Path,
     *,
@@ -53,15 +77,10 @@ def load_pretrained(
     tensors that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or asks
     for what `GPT` does not do, and where the mesh cannot hold the model.
     """
-    path = Path(folder_or_file)
-    config = _read_config((path if path.is_dir() else path.parent) / "config.json")
-    model = GPT(config, device_mesh=device_mesh, device=device, dtype=dtype)
-    with contextlib.ExitStack() as stack:
-        found = _find_tensors(path, stack)
-        _check_tensors(model, found, path)
+    with open_pretrained(folder_or_file) as pretrained:
+        model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
         for name, parameter in model.named_parameters():
-            tensor = found[name.removeprefix(_PREFIX)]
-            load_part_(parameter, partial(_read, tensor, name, config.n_embd))
+            load_part_(parameter, partial(pretrained.read, name))
     return model
 
 
@@ -99,7 +118,9 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
         (folder / "config.json").write_text(json.dumps(_config_of(model.config), indent=2) + "\n")
 
 
-def _read_config(path: Path) -> GPTConfig:
+def read_config(folder_or_file: Path) -> GPTConfig:
+    """The model that config.json, in the folder or beside the file, describes. Raises ValueError."""
+    path = (folder_or_file if folder_or_file.is_dir() else folder_or_file.parent) / "config.json"
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -172,10 +193,15 @@ def _shapes(config: GPTConfig) -> dict[str, list[int]]:
 
 def _files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
+        if path.suffix == ".bin":
+            raise ValueError(_pickled(path))
         yield path
         return
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file() or not index.is_file():
+        pickles = sorted(path.glob("pytorch_model*.bin"))
+        if pickles and not (path / "model.safetensors").is_file():
+            raise ValueError(_pickled(pickles[0]))
         yield path / "model.safetensors"
         return
     try:
@@ -186,6 +212,16 @@ def _files(path: Path) -> Iterator[Path]:
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
         yield path / name
+
+
+def _pickled(file: Path) -> str:
+    folder = str(file.parent)
+    return (
+        f"{file} is a pickle, which can run code when it is read, and model.safetensors is missing: if you trust the"
+        " file, convert it with transformers:"
+        f' python -c "from transformers import GPT2LMHeadModel as M; M.from_pretrained({folder!r})'
+        f'.save_pretrained({folder!r})"'
+    )
 
 
 def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -206,8 +242,8 @@ def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     return found
 
 
-def _check_tensors(model: GPT, found: dict[str, Any], path: Path) -> None:
-    expected = _shapes(model.config)
+def _check_tensors(config: GPTConfig, found: dict[str, Any], path: Path) -> None:
+    expected = _shapes(config)
     if missing := [name for name in expected if name not in found]:
         raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
     if extra := [name for name in found if name not in expected and name != _HEAD]:

@@ -207,6 +207,21 @@ def test_missing_and_damaged_files_are_refused(folder: Path, tmp_path: Path) -> 
         load_pretrained(folder)
 
 
+def test_a_pickle_is_named_with_what_converts_it(
+    theirs: "GPT2LMHeadModel", folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), folder / "pytorch_model.bin")
+    for path in (folder, folder / "pytorch_model.bin"):
+        with pytest.raises(
+            ValueError, match=r"pytorch_model\.bin is a pickle.* convert it with transformers"
+        ) as refused:
+            load_pretrained(path)
+    command = str(refused.value).partition(' python -c "')[2].removesuffix('"')
+    exec(command, {})  # what the message says
+    assert (load_pretrained(folder)(IDS) - theirs(IDS).logits).abs().max() < 1e-5
+
+
 def _refuse(folder: Path) -> None:
     model = GPT(CONFIG, device_mesh=tensor_mesh())
     initialize(model, 1)
