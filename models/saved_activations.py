@@ -15,6 +15,9 @@ the GELU, and behind it (`tpfuse.parallel.recompute` says what is left out of it
 Tensor-parallel ranks keep these of m = M / tp tokens where nothing is gathered, which is in the norms and in the inputs
 of first layers, and of all M tokens their share of features and heads elsewhere. Context-parallel ranks have fewer
 tokens. Outside the blocks: ids and positions, the last norm, and the gradients that the loss makes in its forward pass.
+
+Under autocast the inputs of norms have the parameters' dtype and all else has the dtype of products. Each linear layer
+also keeps a copy of its weight in that dtype: 12 C² numbers of a block.
 """
 
 from dataclasses import dataclass
@@ -35,7 +38,7 @@ class MicroBatch:
 
     sequences: of the micro-batch; tokens: of each that this rank has, padding among them; length: of a whole sequence;
     tp: ranks that share the features; exchanged: whether context ranks exchange heads (Ulysses); triton: whether
-    Triton's kernels compute, or torch's.
+    Triton's kernels compute, or torch's; autocast: the dtype of products where it is not `dtype`, the parameters'.
     """
 
     config: GPTConfig
@@ -45,6 +48,12 @@ class MicroBatch:
     tp: int = 1
     exchanged: bool = False
     triton: bool = True
+    autocast: torch.dtype | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number that a product takes or returns."""
+        return (self.autocast or self.dtype).itemsize
 
     @property
     def all_rows(self) -> int:
@@ -68,9 +77,13 @@ class MicroBatch:
 
     @property
     def dropped(self) -> int:
-        """Bytes of a mask between the blocks: torch's kernels keep it, ours make it anew."""
-        keeps = self.config.dropout and not self.triton
-        return self.own_rows * self.config.n_embd * self.dtype.itemsize if keeps else 0
+        """Numbers of a mask between the blocks: torch's kernels keep it, ours make it anew."""
+        return self.own_rows * self.config.n_embd if self.config.dropout and not self.triton else 0
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the copies of a block's weights."""
+        return 12 * self.config.n_embd**2 // self.tp * self.size if self.autocast else 0
 
 
 def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
@@ -79,16 +92,16 @@ def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
     Exact but where torch's kernels drop probabilities of attention: that, a matter of CPUs, is exact for float32 on one
     rank, and about right for other dtypes.
     """
-    config, size = batch.config, batch.dtype.itemsize
+    config, size = batch.config, batch.size
     row = config.n_embd * size
     vocabulary = -(-config.vocab_size // batch.tp)
     masked = batch.tp > 1  # whose ids are this rank's
     ids = batch.all_rows * (_INT64 + masked) + batch.own_rows * _INT64
-    norm = batch.own_rows * (row + batch.norm)
+    norm = batch.own_rows * (config.n_embd * batch.dtype.itemsize + batch.norm)
     padded = batch.triton and (size >= 4 or batch.all_rows <= _LOSS_CHUNK)
     rows = -(-vocabulary // _LOSS_ROWS) * _LOSS_ROWS if padded else vocabulary
     loss = batch.all_rows * (batch.wide + row) + rows * row
-    drop = batch.dropped
+    drop = batch.dropped * batch.dtype.itemsize
     if config.dropout and batch.triton:  # row numbers, and keys, of all sites
         drop = batch.own_rows * _INT64 + 4 * config.n_layer * _INT64
         if recompute == "none":
@@ -98,11 +111,11 @@ def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
 
 def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:
     """Of these, those of each block."""
-    size, tp = batch.dtype.itemsize, batch.tp
-    row = batch.config.n_embd * size
+    size, tp = batch.size, batch.tp
+    row, stream = batch.config.n_embd * size, batch.config.n_embd * batch.dtype.itemsize
     if recompute == "full":
-        return batch.own_rows * row
-    between = batch.own_rows * (4 * row + 2 * batch.norm) + 2 * batch.dropped
+        return batch.own_rows * stream
+    between = batch.own_rows * (2 * stream + 2 * row + 2 * batch.norm) + 2 * batch.dropped * size + batch.weights
     if recompute == "selective":
         return between + batch.all_rows * (3 + 4) * row // tp
     return between + batch.all_rows * 8 * row // tp + _attention_bytes(batch)
@@ -110,7 +123,7 @@ def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:
 
 def _attention_bytes(batch: MicroBatch) -> int:
     """q, k, v, the output that the projection keeps, and what attention itself does."""
-    config, size, tp = batch.config, batch.dtype.itemsize, batch.tp
+    config, size, tp = batch.config, batch.size, batch.tp
     own = batch.sequences * batch.tokens  # without padding to a multiple of tp
     row, heads = config.n_embd * size // tp, config.n_head // tp
     kept = batch.all_rows * (3 + 1) * row

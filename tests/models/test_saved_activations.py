@@ -9,7 +9,7 @@ from benchmarks.long_context import SavedBytes
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
 from tpfuse.comm.sequence import SequenceLayout
-from tpfuse.kernel_choice import kernels
+from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.parallel.context import Schedule
@@ -24,7 +24,15 @@ SIZES = [GPTConfig(61, 12, 32, 1, 2), GPTConfig(100, 7, 48, 3, 12, bias=False), 
 
 
 def _counted(
-    config: GPTConfig, sequences: int, dtype: torch.dtype, recompute: Recompute, *, tp: int, cp: int, schedule: Schedule
+    config: GPTConfig,
+    sequences: int,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    *,
+    tp: int,
+    cp: int,
+    schedule: Schedule,
+    autocast: bool = False,
 ) -> int:
     mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
     model = GPT(
@@ -38,7 +46,7 @@ def _counted(
     initialize(model, 1)
     ids = integers(1, sequences, config.n_positions, low=0, high=config.vocab_size - 1, dtype=torch.int64)
     saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
-    with saved.hooks:
+    with saved.hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(ids, ids, loss_weight=0.1, dropout_at=(1, 2) if config.dropout else None)
     counted = saved.total
     loss.backward()
@@ -75,6 +83,20 @@ def test_one_rank(recompute: Recompute, dtype: torch.dtype) -> None:
     for config, sequences in itertools.product(SIZES, (1, 3)):
         counted = _counted(config, sequences, dtype, recompute, tp=1, cp=1, schedule="auto")
         assert counted == saved_bytes(MicroBatch(config, sequences, config.n_positions, dtype, triton=False), recompute)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "name"),
+    [("none", "torch"), *exhaustive(("none", "triton"), ("selective", "torch"), ("full", "torch"))],
+)
+def test_autocast(recompute: Recompute, name: Kernels) -> None:
+    config, dtype = SIZES[0], torch.float32
+    with kernels(name):
+        counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto", autocast=True)
+    batch = MicroBatch(config, 3, 12, dtype, triton=name == "triton", autocast=torch.bfloat16)
+    # The hooks of `recomputed` hide from the counting ones the weights of the two projections behind it.
+    hidden = 5 * config.n_embd**2 * 2 if recompute == "selective" else 0
+    assert counted == saved_bytes(batch, recompute) - hidden
 
 
 def test_a_loss_in_several_chunks() -> None:

@@ -146,6 +146,7 @@ BAD = [
     (["--train.batch", "9", "--parallel.dp", "2"], "--train.batch 9 cannot be shared by 2"),
     (["--train.micro-batch", "3"], "--train.micro-batch 3 does not divide the 8 sequences"),
     (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
+    (["--train.autocast", "bfloat16", "--train.dtype", "float16"], "bfloat16 is for --train.dtype float32, not for"),
     (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
     (["--optim.lr", "nan"], "--optim.lr nan"),
     (["--optim.lr", "inf"], "--optim.lr inf: expected at least 0, and finite"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.implementation_choice import Implementation, implementation
@@ -18,7 +19,7 @@ from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train.batches import Windows
-from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions
+from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.setup import exchanging
 from tpfuse.train.trainer import Trainer
 
@@ -171,6 +172,48 @@ def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: 
     for same, first, last in pool(tp).run(trained_twice, tp, dtype, name):
         assert same
         assert last < first - 0.1
+
+
+class ProductDtypes(TorchDispatchMode):
+    """The dtypes of the first operands of all matrix products, attention's among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in func.__name__ for name in ("mm.", "linear.", "scaled_dot_product")):
+            self.found |= {x.dtype for x in args[:2] if isinstance(x, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+def trained_in(tp: int, stage: int, train: dict[str, str]) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
+    """Losses; the dtypes of products in steps and in an evaluation; and those of what a checkpoint holds."""
+    options = options_for(tp, dist.get_world_size() // tp, 1, **train)
+    trainer, windows = trainer_for(replace(options, zero=ZeroOptions(stage=stage)))
+    with ProductDtypes() as products:
+        losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
+        losses.append(trainer.evaluate(windows, 1))
+    return losses, products.found, {part.tensor.dtype for parts in trainer.parts().values() for part in parts}
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "stage", "half"),
+    [
+        (1, 1, 0, "bfloat16"),
+        (2, 2, 0, "bfloat16"),
+        *exhaustive((1, 1, 0, "float16"), (2, 1, 2, "bfloat16"), (2, 1, 3, "bfloat16"), (4, 2, 3, "float16")),
+    ],
+)
+def test_autocast_computes_in_the_half_type_and_keeps_the_rest(world: int, tp: int, stage: int, half: str) -> None:
+    """A loss of about 4 nats that bfloat16 computes is off by its rounding, 2^-8 of it, at the most."""
+    plain, in_plain, _ = pool(world).run(trained_in, tp, stage, {"dtype": "float32"})[0]
+    losses, in_products, kept = pool(world).run(trained_in, tp, stage, {"dtype": "float32", "autocast": half})[0]
+    assert in_plain == {torch.float32} and in_products == {getattr(torch, half)}
+    assert kept == {torch.float32}, "checkpoints are those of float32"
+    errors = np.abs(np.array(losses) - plain)
+    assert 0 < errors.max() < 2**-8 * max(plain)
+    assert losses[-1] < losses[0] - 0.1
 
 
 def trained_by(

@@ -137,7 +137,8 @@ def _micro_batch(options: TrainCommand, config: GPTConfig, sequences: int, ulyss
     dtype = getattr(torch, options.train.dtype)
     triton = options.kernels != "torch" and dtype is not torch.float64
     exchanged = parallel.cp > 1 and schedule in ("ulysses", "ulysses_ring")
-    return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton)
+    autocast = None if options.train.autocast == "none" else getattr(torch, options.train.autocast)
+    return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton, autocast)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from tyro.conf import arg
 from tpfuse.choices import Balance, GradientDtype, Implementation, Kernels, Offload, Recompute, Schedule
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Autocast = Literal["none", "bfloat16", "float16"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 OptionalPath = Annotated[
     Path | None,
@@ -64,6 +65,11 @@ class TrainOptions:
     """Seed of initial weights, batches and dropout."""
     dtype: Dtype = "float32"
     """Dtype of parameters and activations. With bfloat16 and float16 the optimizer keeps float32 master weights."""
+    autocast: Autocast = "none"
+    """Half type in which matrix products and attention compute (torch.autocast) while parameters, norms, residual
+    paths and losses stay in float32. none: everything computes in --train.dtype."""
+    compile: bool = False
+    """Whether training steps run by torch.compile, which takes about a minute at the start. Evaluations do not."""
     recompute: Recompute = "none"
     """What the backward pass computes again instead of keeping it: none, selective (attention and the MLP's
     activation), or full (everything but the input of each block)."""

@@ -122,7 +122,7 @@ class Training:
         self.held_before = held  # by Python and torch themselves
         if run.checkpoint is not None:
             self._load(run.checkpoint)
-        self.peak, self.peak_source = peak_flops(device, self.trainer.dtype)
+        self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
         self.retry_at: int | None = None
@@ -187,7 +187,7 @@ class Training:
         context = trainer.model.context
         cp = f" x cp {context.size}" if context.size > 1 else ""
         layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
-        say(f"ranks    {layout}{threads}, {train.dtype}, {self._kernels()}")
+        say(f"ranks    {layout}{threads}, {self._precision()}, {self._kernels()}")
         if layers and trainer.tp * context.size > 1:
             say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
         tokens = train.batch * config.n_positions
@@ -217,11 +217,18 @@ class Training:
         """What `memory_bytes` counts the memory of."""
         return "process" if self.device.type == "cpu" else "GPU"
 
+    def _precision(self) -> str:
+        """Of parameters and, where that is another, of products, in words."""
+        train = self.options.train
+        return train.dtype if train.autocast == "none" else f"{train.dtype} with autocast to {train.autocast}"
+
     def _kernels(self) -> str:
         """What computes, in words."""
         kind = "torch" if self.trainer.dtype is torch.float64 else implementation(self.device.type)
         interpreted = kind == "triton" and self.device.type == "cpu"
-        return {"torch": "torch's kernels", "triton": "Triton kernels"}[kind] + (", interpreted" if interpreted else "")
+        compiled = ", steps by torch.compile" if self.options.train.compile else ""
+        words = {"torch": "torch's kernels", "triton": "Triton kernels"}[kind]
+        return words + (", interpreted" if interpreted else "") + compiled
 
     def _loop(self, reporter: Reporter | None, started: float) -> bool:
         """Steps, evaluations, checkpoints; True where the run was stopped before its end."""

@@ -19,6 +19,7 @@ from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_bucket
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.parallel.offload import check_space, state_bytes
 from tpfuse.train.checkpoint import newest_good
+from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import read_toml, resolved
 from tpfuse.train.corpus import read_text
 from tpfuse.train.durable import replace_file
@@ -83,6 +84,8 @@ def check_numbers(options: TrainCommand) -> None:
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
     _check_zero(options)
+    if train.autocast != "none" and train.dtype != "float32":
+        raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
     if train.batch % dp:
         raise UserError(f"--train.batch {train.batch} cannot be shared by {dp} data-parallel ranks")
     share = train.batch // dp
@@ -213,6 +216,8 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     """
     check_numbers(options)
     _check_kernels(options)
+    if options.train.compile:
+        check_compiler()
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
     _check_names(folder, options.data.path)

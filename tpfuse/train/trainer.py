@@ -7,6 +7,7 @@ So all of them see the same numbers and take the same decision.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from tpfuse.parallel.offload import StateStore, state_bytes, state_store
 from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Part
+from tpfuse.train.compiled import compiled, compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
@@ -57,11 +59,14 @@ class Trainer:
     """Model, buckets and optimizer of this rank.
 
     mesh: `tpfuse.comm.mesh.build_mesh`'s, None for a single rank. Initial weights come from `options.train.seed`.
+    dtype: of the parameters; compute_dtype: of matrix products, another one under `options.train.autocast`.
     """
 
     def __init__(self, options: TrainCommand, config: GPTConfig, mesh: DeviceMesh | None, device: torch.device) -> None:
         self.options, self.config, self.mesh, self.device = options, config, mesh, device
-        self.dtype = getattr(torch, options.train.dtype)
+        self.dtype: torch.dtype = getattr(torch, options.train.dtype)
+        autocast = options.train.autocast
+        self.compute_dtype: torch.dtype = self.dtype if autocast == "none" else getattr(torch, autocast)
         self.model_group = flat_group(mesh, "tp")
         self.replica_group = flat_group(mesh, *_REPLICAS)
         self.world_group = flat_group(mesh, *_REPLICAS, "tp")
@@ -86,14 +91,27 @@ class Trainer:
         self.engine: GradientBuckets | FullySharded
         self.optimizer: FlatAdamW | ShardedAdamW
         self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
+        self.forward: Callable[..., Any] = self.model  # of training steps
+        if options.train.compile:  # fully_shard's hooks, around each unit, are not for tracing
+            self.forward = compiled(self.model, one_graph=not self._fully)
         self.step = 0
-        self.loss_scale = _FIRST_SCALE if self.dtype is torch.float16 else 1.0
+        self.loss_scale = _FIRST_SCALE if self._scales else 1.0
         self.steps_since_overflow = 0
 
     @property
     def _fully(self) -> bool:
         """Stage 3; a rank without others has nothing to shard."""
         return self.options.zero.stage == 3 and self.replicas > 1
+
+    @property
+    def _scales(self) -> bool:
+        """Whether the loss is scaled, against underflow in float16."""
+        return self.compute_dtype is torch.float16
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.compute_dtype == self.dtype:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
 
     def _bucketed(self) -> tuple[GradientBuckets, FlatAdamW]:
         """Stages 0 to 2."""
@@ -178,8 +196,10 @@ class Trainer:
         for index, (ids, targets, sequences) in enumerate(batches):
             self.engine.start(last=index == len(batches) - 1)
             weight = self.loss_scale / tokens
-            loss = self.model(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
-            loss.backward()
+            with compiler_errors(self.step) if options.train.compile else nullcontext():
+                with self._autocast():
+                    loss = self.forward(ids, targets, loss_weight=weight, dropout_at=at, sequences_B=sequences)
+                loss.backward()
             total += loss.detach() / weight
         self.engine.finish()
         squared, loss, stop = self._agree(total, stop_wanted())
@@ -211,20 +231,21 @@ class Trainer:
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
         """In float16 a smaller loss scale and no update; otherwise the end."""
-        if self.dtype is torch.float16 and result.loss == result.loss and self.loss_scale > 1.0:
+        if self._scales and result.loss == result.loss and self.loss_scale > 1.0:
             self._rescale(0.5)
             self.steps_since_overflow = 0
             self.step += 1
             return StepResult(result.loss, result.grad_norm, result.lr, result.stop, skipped=True)
         at = (self.options.train.seed, self.step)
-        layer = find_nonfinite(self.model, self.engine, batches, at, self.world_group)
+        with self._autocast():
+            layer = find_nonfinite(self.model, self.engine, batches, at, self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
             " update, the last checkpoint is untouched"
         )
 
     def _grow_scale(self) -> None:
-        if self.dtype is torch.float16:
+        if self._scales:
             self.steps_since_overflow += 1
             if self.steps_since_overflow == _SCALE_INTERVAL:
                 self._rescale(2.0)
@@ -242,7 +263,8 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(batches):
             for ids, targets, _ in self.micro_batches(windows, number):
-                total += self.model(ids, targets, loss_weight=1.0)
+                with self._autocast():
+                    total += self.model(ids, targets, loss_weight=1.0)
         if self.tp_rank:
             total.zero_()
         tokens = batches * self.options.train.batch * self.config.n_positions
@@ -272,6 +294,6 @@ class Trainer:
         """After the parts have been loaded: everything that hangs on them."""
         self.optimizer.publish()
         self.step = int(state["step"])
-        self.loss_scale = float(state["loss_scale"]) if self.dtype is torch.float16 else 1.0
+        self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0
         self.steps_since_overflow = int(state["steps_since_overflow"])
         self.optimizer.updates = int(state["updates"])

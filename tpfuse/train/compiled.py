@@ -1,0 +1,53 @@
+"""`--train.compile`: torch.compile, and its errors in one line.
+
+The functions import the compiler themselves: that takes seconds, which a run without it does not spend.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.hardware import device_count
+
+_MOST = 300  # characters of the compiler's message
+
+
+def check_compiler() -> None:
+    """Raises UserError on a machine without GPUs that has no C++ compiler, which torch.compile calls there."""
+    if device_count():
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "--train.compile needs a C++ compiler, and none was found: install g++, or name yours in the environment"
+            " variable CXX"
+        ) from None
+
+
+def compiled(model: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
+    """The model by torch.compile; one_graph: whether an operation that breaks the graph is an error."""
+    # The compiler uses tqdm, whose default lock is a semaphore of the system: a rank would leave it behind at its end.
+    tqdm.set_lock(threading.RLock())
+    return torch.compile(model, fullgraph=one_graph)
+
+
+@contextlib.contextmanager
+def compiler_errors(step: int) -> Iterator[None]:
+    """What torch.compile raises in a step becomes a RunError of one line."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = str(error).strip().partition("\n\n")[0][:_MOST]  # what follows is advice for developers
+        raise RunError(f"step {step}: torch.compile failed: {reason} (train without --train.compile)") from error
