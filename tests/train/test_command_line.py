@@ -30,6 +30,7 @@ from tpfuse.train import command_line, hardware, metrics, options, rank
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import COMMANDS, run
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
+from tpfuse.train.sample import BETWEEN
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import Trainer
 
@@ -121,6 +122,20 @@ def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert texts[2] != texts[3]
 
 
+def test_several_samples_of_a_prompt_from_a_file(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompt.txt").write_text("the c")
+    several = ["--samples", "2", "--top-p", "0.9", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "40"]
+    assert run(["sample", str(trained), *several, "--seed", "1"]) == 0
+    texts = capsys.readouterr().out.removesuffix("\n").split(BETWEEN)
+    assert len(texts) == 2 and texts[0] != texts[1] and all(len(text) == 45 for text in texts)
+    assert run(["sample", str(trained), "--prompt", "the c", "--top-p", "0.9", "--tokens", "40", "--seed", "2"]) == 0
+    assert capsys.readouterr().out == texts[1] + "\n", "the second sample is the first one of the next seed"
+    assert run(["sample", str(trained), "--prompt", "the c", "--tokens", "40", "--seed", "2"]) == 0
+    assert capsys.readouterr().out != texts[1] + "\n", "without top-p other tokens are drawn"
+
+
 def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, flags: list[str]) -> None:
     arguments = ["prepare", "--out", str(tmp_path / "data"), "--data.path", str(text), "--data.tokenizer", "chars"]
     assert run(arguments) == 0
@@ -147,6 +162,7 @@ BAD = [
     (["--train.micro-batch", "3"], "--train.micro-batch 3 does not divide the 8 sequences"),
     (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
     (["--train.autocast", "bfloat16", "--train.dtype", "float16"], "bfloat16 is for --train.dtype float32, not for"),
+    (["--init-from", "/nowhere"], "--init-from /nowhere: expected the folder of a `tpfuse train` run, or of a Hugging"),
     (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
     (["--optim.lr", "nan"], "--optim.lr nan"),
     (["--optim.lr", "inf"], "--optim.lr inf: expected at least 0, and finite"),
@@ -693,7 +709,12 @@ def test_sample_bad_input(trained: Path, tmp_path: Path, capfd: pytest.CaptureFi
         "--tokens 0": [str(trained), "--tokens", "0"],
         "--temperature -1.0": [str(trained), "--temperature", "-1"],
         "--top-k -1": [str(trained), "--top-k", "-1"],
-        "--prompt is empty": [str(trained), "--prompt", ""],
+        "the prompt is empty": [str(trained), "--prompt", ""],
+        "--samples 0": [str(trained), "--samples", "0"],
+        "--top-p 0.0: expected more than 0": [str(trained), "--top-p", "0"],
+        "cannot read --prompt-file /nowhere: No such file": [str(trained), "--prompt-file", "/nowhere"],
+        "expected UTF-8": [str(trained), "--prompt-file", str(trained / "loss.png")],
+        "were both given": [str(trained), "--prompt", "a", "--prompt-file", str(trained / "config.toml")],
         "is not among": [str(trained), "--prompt", "☃"],
     }
     for message, arguments in cases.items():

@@ -107,6 +107,17 @@ def _sample(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _export(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import ExportCommand
+
+    options = parse_command(ExportCommand, arguments, "export")
+    from tpfuse.train.export import export
+
+    print(export(options.run, options.folder))
+    return 0
+
+
 def _memory(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_command
     from tpfuse.train.options import MemoryCommand
@@ -157,6 +168,7 @@ def _verify(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
     "sample": (_sample, "generate text with a trained model"),
+    "export": (_export, "write a trained model as a Hugging Face GPT-2"),
     "memory": (_memory, "count what each rank of a run will hold, by ZeRO's stage"),
     "prepare": (_prepare, "turn text into a token file"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),

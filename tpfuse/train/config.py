@@ -1,7 +1,8 @@
 """From command lines and TOML files to options.
 
-Precedence, lowest first: defaults, the model's preset, (with --resume) the run's config.toml, --config FILE,
-flags. Unknown flags and keys are errors that name the nearest known one.
+Precedence, lowest first: defaults, the model's preset, what --init-from determines, (with --resume) the run's
+config.toml, --config FILE, flags. A preset that the user asks for wins over the shape of --init-from's model: the two
+are compared later, and a contradiction is an error. Unknown flags and keys are errors that name the nearest known one.
 """
 
 import contextlib
@@ -174,16 +175,26 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     file = flag_value(arguments, "--config")
     if file is not None:
         sources.append((file, read_toml(Path(file))))
-    preset = flag_value(arguments, "--model.preset")
+    preset, weights = flag_value(arguments, "--model.preset"), flag_value(arguments, "--init-from")
     for _, table in reversed(sources):
         model = table.get("model")
         if preset is None and isinstance(model, dict) and "preset" in model:
             preset = str(model["preset"])
+        weights = weights or table.get("init_from", table.get("init-from"))
+    inherited: dict[str, Any] = {}
+    if isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has all that once more
+        from tpfuse.train.initial_weights import inherited_options  # which imports torch
+
+        inherited = inherited_options(Path(weights))
     options = TrainCommand()
+    if preset is not None:
+        options = overlaid(options, inherited, f"--init-from {weights}")
+        inherited.pop("model", None)
     preset = preset or options.model.preset
     if preset in PRESETS:  # otherwise the parser below, or the TOML check, says what is wrong
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
+    options = overlaid(options, inherited, f"--init-from {weights}")
     for source, table in sources:
         options = overlaid(options, table, source)
     return parse_command(TrainCommand, arguments, "train", options)
@@ -205,9 +216,11 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
     document = asdict(options)
     for name in ("out", "resume", "config"):
         del document[name]
-    return {name: _written(entry) if isinstance(entry, dict) else entry for name, entry in document.items()}
+    return _written(document)
 
 
 def _written(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table as TOML can say it: paths are strings, what is not set is left out."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in table.items() if value is not None}
+    given = {key: value for key, value in table.items() if value is not None}
+    tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

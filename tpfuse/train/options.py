@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from tpfuse.choices import Balance, GradientDtype, Implementation, Kernels, Offload, Recompute, Schedule
 
@@ -36,6 +36,8 @@ class ModelOptions:
     """Whether linear layers and norms have biases."""
     dropout: float = 0.0
     """Dropout probability after the embedding, in attention and on the residual paths."""
+    layer_norm_epsilon: float = 1e-5
+    """Number that norms add to the variance."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class DataOptions:
     path: OptionalPath = None
     """Text file, folder of text files, or a .bin of `tpfuse prepare`. Default: the Python standard library."""
     tokenizer: str = "bytes"
-    """bytes, chars, gpt2, or a tokenizers FILE.json."""
+    """bytes, chars, gpt2, or a FILE.json: the tokenizers library's, or tokenizer.json of a run."""
     val_fraction: float = 0.1
     """Part at the end of the tokens that is kept for validation."""
 
@@ -195,6 +197,10 @@ class TrainCommand:
     torch."""
     out: OptionalPath = None
     """Folder for everything the run writes, new or empty unless --resume is given. Default: runs/DATE-TIME."""
+    init_from: OptionalPath = None
+    """Folder of another run, or of a Hugging Face GPT-2 (config.json, model.safetensors), from whose weights the run
+    starts at step 0. The model's shape and the tokenizer come from there too. A smaller --model.n-positions cuts the
+    position table. Default: random weights."""
     resume: bool = False
     """Whether to go on from the newest good checkpoint of the run folder --out. Its configuration is taken; flags win
     over it."""
@@ -222,14 +228,33 @@ class SampleCommand:
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
     """Text to continue."""
+    prompt_file: OptionalPath = None
+    """UTF-8 file with the text to continue. Default: --prompt."""
+    samples: int = 1
+    """Number of texts to generate, each drawn by itself."""
     tokens: int = 256
     """Number of tokens to generate."""
     temperature: float = 0.8
     """Number that divides the logits. 0: the most probable token is taken."""
     top_k: int = 0
     """Number of most probable tokens among which each one is chosen. 0: all."""
+    top_p: float = 1.0
+    """Each token is chosen among the fewest most probable ones whose probabilities add up to this. 1: all."""
     seed: int = 0
     """Seed of the random choice of tokens."""
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write the newest good checkpoint of a run as a Hugging Face GPT-2.
+
+    transformers reads the folder, and so does `tpfuse train --init-from`.
+    """
+
+    run: Positional[Path]
+    """Folder that `tpfuse train` has written."""
+    folder: Positional[Path]
+    """Folder to write, which is new or empty."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -26,8 +26,9 @@ from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
-from tpfuse.train.errors import PeerLost, RunError, of_disk
+from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
 from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
+from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
@@ -121,32 +122,44 @@ class Training:
         self.trainer = Trainer(run.options, run.config, mesh, device)
         self.held_before = held  # by Python and torch themselves
         if run.checkpoint is not None:
-            self._load(run.checkpoint)
+            self._resume(run.checkpoint)
+        elif run.weights is not None:
+            weights, parts = run.weights, self.trainer.parts()
+            self._on_all_ranks(lambda: load_weights(weights, parts))
+            self.trainer.optimizer.publish()
         self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
         self.val_loss: float | None = None
         self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
         self.retry_at: int | None = None
         self.retry_delay = 1
 
-    def _load(self, folder: Path) -> None:
+    def _resume(self, folder: Path) -> None:
         """Every rank reads what it needs. Raises RunError on all ranks where one cannot."""
         states: list[dict[str, Any]] = []
 
-        def load() -> tuple[str, int] | None:
+        def load() -> None:
+            saved = checkpoint.open_checkpoint(folder)
+            saved.load(self.trainer.parts())
+            states.append(saved_state(saved)[0])
+
+        self._on_all_ranks(load)
+        self.trainer.restore(states[0])
+
+    def _on_all_ranks(self, load: Callable[[], None]) -> None:
+        """Raises RunError on all ranks where one cannot load."""
+
+        def outcome() -> tuple[str, int] | None:
             try:
-                saved = checkpoint.open_checkpoint(folder)
-                saved.load(self.trainer.parts())
-                states.append(saved_state(saved)[0])
-                return None
-            except checkpoint.CheckpointMismatch as error:
+                load()
+            except (UserError, checkpoint.CheckpointMismatch) as error:
                 return str(error), 2
             except checkpoint.CheckpointError as error:
                 return str(error), 3
+            return None
 
-        for failure in agree(dist.group.WORLD if self.place.world > 1 else None, load):
+        for failure in agree(dist.group.WORLD if self.place.world > 1 else None, outcome):
             if failure is not None:
                 raise RunError(*failure)
-        self.trainer.restore(states[0])
 
     def run_to_end(self) -> None:
         """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""
@@ -181,6 +194,8 @@ class Training:
         config, train, trainer = self.run.config, self.options.train, self.trainer
         size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
         threads = f", {torch.get_num_threads()} thread(s) each" if self.device.type == "cpu" else ""
+        if self.run.weights is not None:
+            say(f"weights  from {self.run.weights}")
         say(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
         count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
         say(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")

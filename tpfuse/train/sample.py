@@ -1,4 +1,4 @@
-"""`tpfuse sample`: text from the newest good checkpoint of a run, on one rank."""
+"""`tpfuse sample`: texts from the newest good checkpoint of a run, on one rank."""
 
 from pathlib import Path
 
@@ -7,13 +7,14 @@ import torch
 from tpfuse.comm.layout import local_slices
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT
-from tpfuse.train.checkpoint import Part, newest_good
+from tpfuse.train.checkpoint import Part
 from tpfuse.train.errors import UserError
-from tpfuse.train.messages import warn
 from tpfuse.train.options import SampleCommand
-from tpfuse.train.saved_state import saved_state
-from tpfuse.train.tokenizer import Tokenizer, from_json
-from tpfuse.train.untrusted import Unreadable, read_json
+from tpfuse.train.saved_state import open_run
+from tpfuse.train.tokenizer import Tokenizer
+from tpfuse.train.untrusted import Unreadable, read_text
+
+BETWEEN = "\n------\n"  # what stands between two samples
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
@@ -21,10 +22,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
 
     Raises UserError where there is no checkpoint and CheckpointError where all are damaged.
     """
-    saved = newest_good(folder, warn=warn) if folder.is_dir() else None
-    if saved is None:
-        raise UserError(f"{folder} holds no checkpoint: expected the folder of a `tpfuse train` run")
-    state, config = saved_state(saved)
+    saved, state, config, tokenizer = open_run(folder)
     dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
     model = GPT(config, device=device, dtype=dtype)
     saved.load(
@@ -33,30 +31,55 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
             for name, parameter in model.named_parameters()
         }
     )
-    description = folder / "tokenizer.json"
-    try:
-        tokenizer = from_json(read_json(description, {"kind": str}))
-    except (OSError, Unreadable, UserError) as error:
-        raise UserError(f"cannot read {description}: {error}") from None
-    if tokenizer.vocab_size != model.config.vocab_size:
-        expected = f"the {model.config.vocab_size} of the model"
-        raise UserError(f"{description} has a vocabulary of {tokenizer.vocab_size} tokens: expected {expected}")
     return model.eval(), tokenizer
 
 
 def sample(folder: Path, options: SampleCommand) -> str:
-    """The prompt and what the model adds to it. Raises UserError for bad options."""
-    for name, value, least in (("tokens", options.tokens, 1), ("top-k", options.top_k, 0)):
+    """The prompt and what the model adds to it, up to the token that ends a text; several with `BETWEEN` between.
+
+    Raises UserError for bad options.
+    """
+    at_least = {"tokens": (options.tokens, 1), "top-k": (options.top_k, 0), "samples": (options.samples, 1)}
+    for name, (value, least) in at_least.items():
         if value < least:
             raise UserError(f"--{name} {value}: expected at least {least}")
     if not options.temperature >= 0:
         raise UserError(f"--temperature {options.temperature}: expected at least 0")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p}: expected more than 0 and at most 1")
+    text = _prompt(options)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_run(folder, device)
-    prompt = tokenizer.encode(options.prompt).astype("int64")
+    prompt = tokenizer.encode(text).astype("int64")
     if not len(prompt):
-        raise UserError("--prompt is empty: give at least one token to continue")
-    ids = torch.from_numpy(prompt).unsqueeze(0).to(device)
-    top_k = options.top_k or None
-    out = generate(model, ids, options.tokens, temperature=options.temperature, top_k=top_k, seed=options.seed)
-    return tokenizer.decode(out[0].tolist())
+        raise UserError("the prompt is empty: give at least one token to continue")
+    out = generate(
+        model,
+        torch.from_numpy(prompt).to(device).expand(options.samples, -1),
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k or None,
+        top_p=options.top_p,
+        eos=tokenizer.end_of_text,
+        seed=options.seed,
+    )
+    return BETWEEN.join(tokenizer.decode(_until_end(ids, len(prompt), tokenizer)) for ids in out.tolist())
+
+
+def _prompt(options: SampleCommand) -> str:
+    if options.prompt_file is None:
+        return options.prompt
+    if options.prompt != SampleCommand.prompt:
+        raise UserError("--prompt and --prompt-file were both given: expected one of them")
+    try:
+        return read_text(options.prompt_file)
+    except OSError as error:
+        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read --prompt-file {options.prompt_file}: {error}") from None
+
+
+def _until_end(ids: list[int], prompt: int, tokenizer: Tokenizer) -> list[int]:
+    """The first `prompt` tokens, and those behind them up to the one that ends the text, which is left out."""
+    ending = (place for place in range(prompt, len(ids)) if ids[place] == tokenizer.end_of_text)
+    return ids[: next(ending, len(ids))]

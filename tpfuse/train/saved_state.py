@@ -1,11 +1,15 @@
 """The part of a checkpoint that is no tensor: what a run says of itself, and what others may take from it."""
 
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.train.checkpoint import Checkpoint, CheckpointError
+from tpfuse.train.checkpoint import Checkpoint, CheckpointError, newest_good
+from tpfuse.train.errors import UserError
 from tpfuse.train.manifest import MANIFEST
-from tpfuse.train.untrusted import Unreadable, check, quoted
+from tpfuse.train.messages import warn
+from tpfuse.train.tokenizer import Tokenizer, from_json
+from tpfuse.train.untrusted import Unreadable, check, quoted, read_json
 
 _SCHEMA = {
     "step": int,
@@ -29,3 +33,24 @@ def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], GPTConfig]:
     except (Unreadable, TypeError, ValueError) as error:
         found = str(error) if isinstance(error, Unreadable) else quoted(error)
         raise CheckpointError(checkpoint.folder / MANIFEST, "the state of a run of tpfuse train", found) from None
+
+
+def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], GPTConfig, Tokenizer]:
+    """A run's newest good checkpoint, its state and model, and the run's tokenizer.
+
+    Raises UserError where there is no checkpoint, or no tokenizer that fits it, and CheckpointError where all
+    checkpoints are damaged.
+    """
+    saved = newest_good(folder, warn=warn) if folder.is_dir() else None
+    if saved is None:
+        raise UserError(f"{folder} holds no checkpoint: expected the folder of a `tpfuse train` run")
+    state, config = saved_state(saved)
+    description = folder / "tokenizer.json"
+    try:
+        tokenizer = from_json(read_json(description, {"kind": str}))
+    except (OSError, Unreadable, UserError) as error:
+        raise UserError(f"cannot read {description}: {error}") from None
+    if tokenizer.vocab_size != config.vocab_size:
+        expected = f"the {config.vocab_size} of the model"
+        raise UserError(f"{description} has a vocabulary of {tokenizer.vocab_size} tokens: expected {expected}")
+    return saved, state, config, tokenizer

@@ -25,6 +25,7 @@ from tpfuse.train.corpus import read_text
 from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import device_count
+from tpfuse.train.initial_weights import find_source
 from tpfuse.train.messages import warn
 from tpfuse.train.options import DataOptions, ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
@@ -36,13 +37,18 @@ _LONGEST_TIMEOUT = 1e6
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start: what every rank is given. checkpoint: the folder to go on from."""
+    """A run that is ready to start: what every rank is given.
+
+    checkpoint: the folder to go on from; weights: where there is none, the folder that the first weights come from
+    (`tpfuse.train.initial_weights`), None where they are drawn.
+    """
 
     folder: Path
     options: TrainCommand
     config: GPTConfig
     tokens: Path
     checkpoint: Path | None
+    weights: Path | None
 
 
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
@@ -176,7 +182,14 @@ def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
     """The model of these options, with their layout. Raises UserError where its ranks cannot share it."""
     model = options.model
     config = GPTConfig(
-        vocab_size, model.n_positions, model.n_embd, model.n_layer, model.n_head, model.bias, model.dropout
+        vocab_size,
+        model.n_positions,
+        model.n_embd,
+        model.n_layer,
+        model.n_head,
+        model.bias,
+        model.dropout,
+        model.layer_norm_epsilon,
     )
     try:
         config.check(options.parallel.tp)
@@ -220,7 +233,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         check_compiler()
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
-    _check_names(folder, options.data.path)
+    _check_names(folder, options.data.path, options.init_from)
     mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
     if mapped is None and options.resume:
         mapped = folder / "data" / "tokens.bin"
@@ -233,23 +246,27 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         config = model_config(options, file.tokenizer.vocab_size)
         _check_offload(options, config, ranks)
         checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
+        source = find_source(options) if checkpoint is None else None
+        weights = None if source is None else source.weights_for(file.tokenizer)
         _write(folder, options, file.tokenizer)
-        return Run(folder, options, config, mapped, checkpoint)
+        return Run(folder, options, config, mapped, checkpoint, weights)
     # The checks that need no text come before it is read: a large one takes a while.
     model_config(options, 1)
-    tokens, tokenizer, source = read_tokens(options.data)
+    source = find_source(options)
+    tokens, tokenizer, text = read_tokens(options.data)
+    weights = None if source is None else source.weights_for(tokenizer)
     _check_lengths(options, tokens)
     config = model_config(options, tokenizer.vocab_size)
     _check_offload(options, config, ranks)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder)
-        file = write_token_file(folder / "data", tokens, tokenizer, source)
+        file = write_token_file(folder / "data", tokens, tokenizer, text)
     except OSError as error:
         shutil.rmtree(folder / "data", ignore_errors=True)  # the next run may have the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     _write(folder, options, tokenizer)  # at last: what it says is there
-    return Run(folder, options, config, file.path, None)
+    return Run(folder, options, config, file.path, None, weights)
 
 
 def _check_names(*paths: Path | None) -> None:

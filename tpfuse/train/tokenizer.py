@@ -12,17 +12,22 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from tpfuse.train.errors import UserError
-from tpfuse.train.untrusted import Unreadable, check, quoted, read_text
+from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_text
 
 Tokens = npt.NDArray[np.uint16]
 _GPT2_MODEL = "openai-community/gpt2"
+END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
 LARGEST = 2**16  # token numbers are stored in 16 bits
 
 
 class Tokenizer(Protocol):
-    """Text to token numbers and back; `as_json` is all that is needed to make it again."""
+    """Text to token numbers and back; `as_json` is all that is needed to make it again.
+
+    end_of_text: the token that ends a text, None where there is none.
+    """
 
     vocab_size: int
+    end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
         """Raises UserError for text that the vocabulary cannot express."""
@@ -38,6 +43,7 @@ class ByteTokenizer:
     """UTF-8 bytes: 256 tokens."""
 
     vocab_size = 256
+    end_of_text: int | None = None
 
     def encode(self, text: str) -> Tokens:
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8).astype(np.uint16)
@@ -51,6 +57,8 @@ class ByteTokenizer:
 
 class CharTokenizer:
     """The distinct characters of a text in sorted order, as nanoGPT numbers them."""
+
+    end_of_text: int | None = None
 
     def __init__(self, characters: str) -> None:
         self.characters = characters
@@ -89,6 +97,7 @@ class FileTokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size()
         if self.vocab_size > LARGEST:
             raise UserError(f"the tokenizer has {self.vocab_size} tokens; at most {LARGEST} fit 16 bits")
+        self.end_of_text: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
 
     def encode(self, text: str) -> Tokens:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
@@ -142,8 +151,20 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
             raise UserError(f"cannot read the tokenizer {name}: {error.strerror}") from None
         except Unreadable as error:
             raise UserError(f"cannot read the tokenizer {name}: {error}") from None
-        return _of_library(text, name)
+        return _of_file(text, name)
     raise UserError(f"tokenizer {name!r} is not known: expected bytes, chars, gpt2 or a FILE.json")
+
+
+def _of_file(text: str, name: str) -> Tokenizer:
+    """A run's tokenizer.json, or a file of the library. Raises UserError."""
+    try:
+        description = parsed_json(text, {"kind": str})
+    except Unreadable:
+        return _of_library(text, name)
+    try:
+        return from_json(description)
+    except UserError as error:
+        raise UserError(f"cannot read the tokenizer {name}: {error}") from None
 
 
 def _gpt2() -> FileTokenizer:

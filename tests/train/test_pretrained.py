@@ -1,0 +1,293 @@
+"""Weights that a run starts from, and weights that leave it: `--init-from` and `tpfuse export`."""
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.models.generate import generate
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.models.huggingface import load_pretrained, save_pretrained
+from tpfuse.parallel.initialize import initialize
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.train.batches import Windows
+from tpfuse.train.command_line import run
+from tpfuse.train.config import read_toml
+from tpfuse.train.initial_weights import load_weights
+from tpfuse.train.metrics import read_metrics
+from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
+from tpfuse.train.sample import BETWEEN, load_run
+from tpfuse.train.trainer import Trainer
+
+CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+TRAINING = (
+    "--train.steps 4 --train.batch 8 --train.eval-every 4 --train.eval-batches 2 --train.log-every 4"
+    " --train.save-every 0 --optim.warmup 0"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """A run in this process sets signal handlers; put them back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A tokenizer file of the words of the text, with a token that ends a text."""
+    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", *sorted(set(text.read_text().split()))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path_factory.mktemp("words") / "words.json"
+    made.save(str(path))
+    return path
+
+
+def _trained(folder: Path, text: Path, *flags: str) -> Path:
+    shape = "--model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16 --model.no-bias".split()
+    steps = "--train.steps 24 --train.eval-every 24 --optim.lr 1e-2".split()
+    assert run(["train", "--data.path", str(text), *shape, *TRAINING, *steps, *flags, "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chars(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A finished run on the characters of the text."""
+    return _trained(tmp_path_factory.mktemp("chars") / "run", text, "--data.tokenizer", "chars")
+
+
+@pytest.fixture(scope="module")
+def worded(tmp_path_factory: pytest.TempPathFactory, text: Path, words: Path) -> Path:
+    """A finished run on its words."""
+    return _trained(tmp_path_factory.mktemp("worded") / "run", text, "--data.tokenizer", str(words))
+
+
+def _val_losses(folder: Path) -> list[float]:
+    return [row["val_loss"] for row in read_metrics(folder / "metrics.jsonl") if row["val_loss"] is not None]
+
+
+def one_error(capfd: pytest.CaptureFixture[str]) -> str:
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("tpfuse ") and "error: " in line
+    return line
+
+
+def test_a_run_starts_where_another_one_ended(chars: Path, text: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(chars, source)
+    flags = [*TRAINING, "--data.path", str(text), "--model.dropout", "0.1", "--out", str(out)]
+    assert run(["train", "--init-from", str(source), *flags]) == 0
+    before, after = _val_losses(source), _val_losses(out)
+    assert after[0] == before[-1] < before[0] - 0.3, "not one step is lost"
+    assert after[1] < after[0]
+    options = read_toml(out / "config.toml")
+    assert options["init_from"] == str(source)
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 16, "bias": False, "dropout": 0.1}
+    assert {name: options["model"][name] for name in shape} == shape
+    state = json.loads((out / "step-4" / "manifest.json").read_text())["state"]
+    assert (state["step"], state["updates"]) == (4, 4), "a fresh optimizer"
+    shutil.rmtree(source)
+    assert run(["train", "--resume", "--out", str(out), "--train.steps", "5"]) == 0, "from its own checkpoint"
+    assert (out / "step-5").is_dir()
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_ended_before_its_first_checkpoint_starts_from_the_source_again(
+    chars: Path, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    flags = [*TRAINING, "--train.dtype", "bfloat16", "--data.path", str(text), "--out", str(out)]
+    assert run(["train", "--init-from", str(chars), *flags]) == 0
+    first = _val_losses(out)
+    assert first[0] == pytest.approx(_val_losses(chars)[-1], rel=1e-2), "the parameters are the masters, rounded"
+    shutil.rmtree(out / "step-4")
+    (out / "metrics.jsonl").unlink()
+    assert run(["train", "--resume", "--out", str(out)]) == 0
+    assert _val_losses(out) == first
+
+
+def test_other_text_in_the_tokens_of_the_run(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """And a context that is cut, as nanoGPT's crop_block_size does."""
+    other = tmp_path / "other.txt"
+    other.write_text("a cat was at the door " * 40)
+    train = ["train", *TRAINING, "--init-from", str(chars), "--data.path", str(other), "--model.n-positions", "8"]
+    assert run([*train, "--out", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == (chars / "tokenizer.json").read_text()
+    (model, _), (whole, _) = (load_run(folder, torch.device("cpu")) for folder in (tmp_path / "run", chars))
+    assert model.config.n_positions == 8 and whole.config.n_positions == 16
+    change = (model.transformer.wpe.weight - whole.transformer.wpe.weight[:8]).abs().mean()
+    assert change < 0.2 * whole.transformer.wpe.weight.std(), "those of the first positions, a few small steps later"
+    capfd.readouterr()
+    chosen = [*train, "--out", str(tmp_path / "chosen"), "--data.tokenizer", "chars"]
+    assert run(chosen) == 2
+    assert "tokens, the text's tokenizer" in one_error(capfd)
+    known = json.loads((chars / "tokenizer.json").read_text())["characters"]
+    other.write_text(known.upper() * 20)
+    assert run(chosen) == 2
+    assert "is not the one that the model was trained with: leave --data.tokenizer out" in one_error(capfd)
+    assert not (tmp_path / "chosen").exists()
+
+
+def test_sources_that_do_not_fit_are_one_line(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_pretrained(_model(), tmp_path / "small")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickle").mkdir()
+    shutil.copy(tmp_path / "small" / "config.json", tmp_path / "pickle")
+    (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
+    shutil.copytree(chars, tmp_path / "bare", ignore=shutil.ignore_patterns("step-*"))
+    cases = [
+        ([str(chars), "--model.n-layer", "3", "--model.bias"], "n_layer 2 there and 3 here, bias False there and True"),
+        ([str(chars), "--model.n-positions", "17"], "n_positions 16 there and 17 here"),
+        ([str(chars), "--model.preset", "tiny"], "n_layer 2 there and 4 here"),
+        ([str(chars), "--train.dtype", "float64"], "with --train.dtype float64: the run was trained in float32"),
+        ([str(tmp_path / "small")], "the model has 61 tokens, the text's tokenizer 256"),
+        ([str(tmp_path / "empty")], "expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2"),
+        ([str(tmp_path / "pickle")], "pytorch_model.bin is a pickle"),
+        ([str(tmp_path / "bare")], "holds no checkpoint"),
+    ]
+    text = tmp_path / "text.txt"
+    text.write_text("a text that is too long for nothing " * 40)
+    capfd.readouterr()
+    for flags, message in cases:
+        arguments = ["train", *TRAINING, "--data.path", str(text), "--out", str(tmp_path / "run")]
+        assert run([*arguments, "--init-from", *flags]) == 2
+        assert message in one_error(capfd)
+        assert not (tmp_path / "run").exists()
+
+
+def _model() -> GPT:
+    model = GPT(CONFIG)
+    initialize(model, 7)
+    return model
+
+
+def _windows(length: int, batch: int) -> Windows:
+    return Windows((np.arange(1000) * 7 % 61).astype(np.uint16), length, 1, "val", batch)
+
+
+def _taken(folder: Path, tp: int, cp: int, stage: int, dtype: str, length: int) -> tuple[float, dict[str, Tensor]]:
+    """(loss, whole parameters) of a trainer that has taken the weights in the folder, and forgotten its own before."""
+    dp = dist.get_world_size() // (tp * cp)
+    options = TrainCommand(
+        train=TrainOptions(batch=4 * dp, dtype=dtype),  # type: ignore[arg-type]
+        parallel=ParallelOptions(tp=tp, dp=dp, cp=cp),
+        zero=ZeroOptions(stage=stage),
+    )
+    mesh = mesh_of(dp, tp, cp) if dist.get_world_size() > 1 else None
+    trainer = Trainer(options, GPTConfig(61, length, 32, 2, 4), mesh, torch.device("cpu"))
+    for parameter in trainer.model.parameters():
+        local_tensor(parameter).fill_(float("nan"))
+    load_weights(folder, trainer.parts())
+    trainer.optimizer.publish()
+    loss = trainer.evaluate(_windows(length, 4 * dp), 1)
+    return loss, {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def _expected(folder: Path, length: int, batch: int) -> float:
+    model, windows = load_pretrained(folder), _windows(length, batch)
+    with torch.no_grad():
+        return float(model(*windows.sequences(0, 0, batch, torch.device("cpu")), loss_weight=1.0)) / (batch * length)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "cp", "stage", "dtype", "length"),
+    [
+        (2, 2, 1, 0, "float32", 16),
+        (2, 1, 1, 3, "bfloat16", 8),
+        *exhaustive((1, 1, 1, 0, "float64", 16), (2, 1, 1, 1, "float32", 16), (2, 1, 1, 2, "bfloat16", 16)),
+        *exhaustive((4, 2, 1, 3, "float32", 16), (4, 2, 2, 2, "float32", 8), (3, 1, 1, 3, "float32", 16)),
+    ],
+)
+def test_every_layout_takes_a_hugging_face_folder(
+    tmp_path: Path, world: int, tp: int, cp: int, stage: int, dtype: str, length: int
+) -> None:
+    save_pretrained(_model(), tmp_path)
+    wanted = {name: parameter.detach() for name, parameter in _model().named_parameters()}
+    wanted["transformer.wpe.weight"] = wanted["transformer.wpe.weight"][:length]
+    expected = _expected(tmp_path, length, 4 * world // (tp * cp))
+    for loss, weights in pool(world).run(_taken, tmp_path, tp, cp, stage, dtype, length):
+        assert loss == pytest.approx(expected, rel=2e-3 if dtype == "bfloat16" else 1e-6)
+        for name, weight in wanted.items():
+            assert torch.equal(weights[name], weight.to(weights[name].dtype)), name
+
+
+def test_masters_are_the_numbers_of_the_file_and_not_what_a_half_type_leaves_of_them(tmp_path: Path) -> None:
+    save_pretrained(_model(), tmp_path)
+    options = TrainCommand(train=TrainOptions(batch=4, dtype="bfloat16"), parallel=ParallelOptions(dp=1))
+    trainer = Trainer(options, CONFIG, None, torch.device("cpu"))
+    load_weights(tmp_path, trainer.parts())
+    (part,) = trainer.parts()["model.transformer.wte.weight"]
+    assert part.tensor.dtype == torch.float32
+    assert torch.equal(part.tensor, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"])
+
+
+def test_export_and_back(worded: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer, GPT2LMHeadModel
+
+    folder, out = tmp_path / "exported", tmp_path / "run"
+    capfd.readouterr()
+    assert run(["export", str(worded), str(folder)]) == 0
+    assert "config.json, model.safetensors, tokenizer.json, tokenizer_config.json" in capfd.readouterr().out
+    theirs, found = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(found.values())
+    model, tokenizer = load_run(worded, torch.device("cpu"))
+    ids = integers(1, 2, 16, low=0, high=model.config.vocab_size - 1, dtype=torch.int64)
+    assert (theirs.eval()(ids).logits - model(ids)).abs().max() < 1e-5
+    words = "the cat sat on a mat"
+    their_tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert their_tokenizer(words)["input_ids"] == tokenizer.encode(words).tolist()
+    assert their_tokenizer.eos_token_id == tokenizer.end_of_text == 0
+    assert run(["train", *TRAINING, "--init-from", str(folder), "--data.path", str(text), "--out", str(out)]) == 0
+    assert _val_losses(out)[0] == pytest.approx(_val_losses(worded)[-1], rel=1e-6)
+    capfd.readouterr()
+    assert run(["export", str(worded), str(folder)]) == 2
+    assert "exists and is not empty: choose a new folder" in one_error(capfd)
+
+
+def test_export_says_which_tokenizer_it_cannot_write(
+    chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    assert run(["export", str(chars), str(tmp_path / "new")]) == 0
+    assert "(no tokenizer: Hugging Face has none for chars)" in capfd.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
+    for arguments in ([], [str(chars)], [str(chars), str(tmp_path / "x"), "y"], [str(tmp_path), str(tmp_path / "x")]):
+        assert run(["export", *arguments]) == 2
+        one_error(capfd)
+    assert not (tmp_path / "x").exists()
+
+
+def test_samples_end_where_the_text_does(
+    worded: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = load_run(worded, torch.device("cpu"))
+    prompt = torch.from_numpy(tokenizer.encode("the cat").astype("int64")).unsqueeze(0)
+    free = [generate(model, prompt, 60, temperature=5.0, seed=seed)[0].tolist() for seed in range(4)]
+    assert tokenizer.end_of_text == 0 and any(0 in ids for ids in free)
+    capfd.readouterr()
+    flags = ["--temperature", "5", "--tokens", "60", "--prompt", "the cat"]
+    assert run(["sample", str(worded), *flags, "--samples", "4"]) == 0
+    samples = capfd.readouterr().out.removesuffix("\n").split(BETWEEN)
+    assert samples == [tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids) for ids in free]
+    seed = next(seed for seed, ids in enumerate(free) if 0 in ids[:50])
+    calls, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda *args, **options: calls.append(0) or forward(*args, **options))
+    assert run(["sample", str(worded), *flags, "--seed", str(seed)]) == 0
+    assert len(calls) == free[seed].index(0) - 1, "nothing is computed behind the end"
