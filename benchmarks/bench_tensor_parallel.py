@@ -175,7 +175,7 @@ def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Cal
             loss.backward()
         norm = _whole(nn.utils.clip_grad_norm_(model.parameters(), optim.clip, foreach=True))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(optim, done, options.train.steps)
+            group["lr"] = learning_rate(optim, done, options.train.steps, batch * windows.length)
         optimizer.step()
         done += 1
         return _whole(loss).item(), norm.item()

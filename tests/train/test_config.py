@@ -77,6 +77,7 @@ def test_bad_flags(arguments: list[str], message: str) -> None:
         ("resume = true", "resume is not known"),
         ("[train]\nsteps = 'x'", "train.steps = 'x': expected int"),
         ("[train]\nsteps = true", "expected int"),
+        ("[optim]\nwarmup = 1.5", r"optim.warmup = 1.5: expected int \| str"),
         ("[train]\ndtype = 'int8'", "expected one of float32, bfloat16"),
         ("[data]\npath = 3", "expected a path"),
         ("[model]\nbias = 1", "expected bool"),
@@ -106,6 +107,15 @@ def test_prepare(tmp_path: Path) -> None:
     assert (options.data.tokenizer, options.data.path, options.out) == ("chars", Path("t.txt"), tmp_path / "x")
     with pytest.raises(UserError, match="--out"):
         parse_prepare([])
+
+
+def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:
+    options = parse_train(["--optim.warmup", "375e6tokens", "--optim.decay-steps", "700"])
+    assert (options.optim.warmup, options.optim.decay_steps) == ("375e6tokens", 700)
+    file = tmp_path / "config.toml"
+    file.write_text(tomli_w.dumps(resolved(options)))
+    assert parse_train(["--config", str(file)]).optim == options.optim
+    assert parse_train(["--config", str(file), "--optim.warmup", "3"]).optim.warmup == 3
 
 
 def test_the_switch_of_the_kernels_is_kept() -> None:

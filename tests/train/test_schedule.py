@@ -1,18 +1,68 @@
 import itertools
+import math
+from dataclasses import replace
 
 import pytest
 
+from tpfuse.train.errors import UserError
 from tpfuse.train.options import OptimOptions
-from tpfuse.train.schedule import learning_rate
+from tpfuse.train.schedule import learning_rate, steps_of
+
+TOKENS = 2048  # of a step
+
+
+def rates(options: OptimOptions, steps: int) -> list[float]:
+    return [learning_rate(options, step, steps, TOKENS) for step in range(steps + 1)]
 
 
 def test_schedule() -> None:
     options = OptimOptions(lr=1.0, min_lr=0.1, warmup=10, decay_steps=110)
-    rates = [learning_rate(options, step, 500) for step in range(200)]
-    assert rates[0] == pytest.approx(1 / 11)
-    assert rates[9] == pytest.approx(10 / 11)
-    assert rates[10] == 1.0
-    assert rates[60] == pytest.approx(0.55)
-    assert rates[110] == rates[199] == 0.1
-    assert all(b <= a for a, b in itertools.pairwise(rates[10:]))
-    assert learning_rate(OptimOptions(lr=1.0, min_lr=0.1, warmup=0), 50, 100) == pytest.approx(0.55)
+    found = rates(options, 200)
+    assert found[0] == pytest.approx(1 / 11)
+    assert found[9] == pytest.approx(10 / 11)
+    assert found[10] == 1.0
+    assert found[60] == pytest.approx(0.55)
+    assert found[110] == found[199] == 0.1
+    assert all(b <= a for a, b in itertools.pairwise(found[10:]))
+    assert learning_rate(OptimOptions(lr=1.0, min_lr=0.1, warmup=0), 50, 100, TOKENS) == pytest.approx(0.55)
+
+
+def test_the_default_schedule_is_the_first_one_to_the_bit() -> None:
+    """As it was when cosine was the only one: a run that goes on takes the same steps."""
+    options = OptimOptions(lr=2e-3, min_lr=2e-4, warmup=50)
+    for step, rate in enumerate(rates(options, 900)):
+        expected = options.lr * (step + 1) / 51
+        if step >= 50:
+            expected = 2e-4 + 0.5 * (1.0 + math.cos(math.pi * ((step - 50) / 850))) * (2e-3 - 2e-4)
+        assert rate == (2e-4 if step == 900 else expected)
+
+
+def test_other_schedules() -> None:
+    options = OptimOptions(lr=1.0, min_lr=0.1, warmup=10)
+    found = {name: rates(replace(options, schedule=name), 110) for name in ("cosine", "linear", "constant", "wsd")}
+    for name in found:
+        assert found[name][:11] == found["cosine"][:11], "the same warm-up"
+    linear, constant, wsd = (found[name] for name in ("linear", "constant", "wsd"))
+    assert linear[60] == pytest.approx(0.55) and linear[35] == pytest.approx(0.775) and linear[110] == 0.1
+    assert set(constant[10:]) == {1.0}
+    assert set(wsd[10:100]) == {1.0}, "a tenth of 110 steps is left for the decay"
+    assert wsd[99:] == pytest.approx([1.0 - 0.9 * step / 11 for step in range(12)])
+
+
+def test_the_decay_of_wsd() -> None:
+    options = OptimOptions(schedule="wsd", lr=1.0, min_lr=0.0, warmup=10, decay=20, decay_steps=60)
+    assert rates(options, 100)[39:62] == pytest.approx([1.0, *(1 - step / 20 for step in range(21)), 0.0])
+    long = rates(replace(options, decay=1000), 100)
+    assert long[9] == pytest.approx(10 / 11) and long[35] == pytest.approx(0.5), (
+        "it does not begin before the end of warm-up"
+    )
+
+
+def test_lengths_in_tokens() -> None:
+    in_steps = OptimOptions(schedule="wsd", warmup=10, decay=20, decay_steps=60)
+    in_tokens = replace(in_steps, warmup="20480tokens", decay="4.0e4 tokens", decay_steps="122880tokens")
+    assert rates(in_tokens, 100) == rates(in_steps, 100)
+    assert [steps_of(length, 1000) for length in (7, "1tokens", "1000tokens", "1.001e3tokens")] == [7, 1, 1, 2]
+    for length in ("7", "tokens", "-5tokens", "1e6 tokens or so", "1e400tokens"):
+        with pytest.raises(UserError, match=r"--optim.warmup '.*': expected"):
+            steps_of(length, 1000, "warmup")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import docstring_parser
 import tyro
@@ -112,7 +112,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
     """A TOML value as the type of its option. Raises UserError where it is of another."""
-    if get_origin(hint) is not None and get_args(hint) and not any(a is type(None) for a in get_args(hint)):
+    if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
         raise UserError(f"{where} = {quoted(value)}: expected one of {', '.join(map(str, get_args(hint)))}")
@@ -122,8 +122,8 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
         raise UserError(f"{where} = {quoted(value)}: expected a path in quotes")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise UserError(f"{where} = {quoted(value)}: expected {hint.__name__}")
+    if not isinstance(value, hint) or (hint is not bool and isinstance(value, bool)):
+        raise UserError(f"{where} = {quoted(value)}: expected {getattr(hint, '__name__', hint)}")
     return value
 
 

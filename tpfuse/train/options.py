@@ -10,6 +10,7 @@ from tpfuse.choices import Balance, GradientDtype, Implementation, Kernels, Offl
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Autocast = Literal["none", "bfloat16", "float16"]
+LearningRateSchedule = Literal["cosine", "linear", "constant", "wsd"]
 Preset = Literal["tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1558m"]
 OptionalPath = Annotated[
     Path | None,
@@ -91,16 +92,22 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW with decay on matrices only, linear warm-up and cosine decay."""
+    """AdamW with weight decay on matrices only, and the schedule of the learning rate. The lengths of the schedule are
+    numbers of steps, or of tokens when they are written as in 375e6tokens."""
 
+    schedule: LearningRateSchedule = "cosine"
+    """What the learning rate does after its linear warm-up: cosine and linear fall to min_lr at decay_steps, wsd
+    (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
     lr: float = 1e-3
     """Highest learning rate."""
     min_lr: float = 1e-4
     """Learning rate from decay_steps on."""
-    warmup: int = 100
-    """Steps until lr is reached."""
-    decay_steps: int = 0
-    """Step at which min_lr is reached; 0: train.steps."""
+    warmup: int | str = 100
+    """Steps or tokens until lr is reached."""
+    decay_steps: int | str = 0
+    """Step, or number of tokens, at which min_lr is reached; 0: train.steps."""
+    decay: int | str = 0
+    """Steps or tokens of the fall at the end of schedule wsd; 0: a tenth of decay_steps."""
     weight_decay: float = 0.1
     """Weight decay of matrices; vectors have none."""
     beta1: float = 0.9

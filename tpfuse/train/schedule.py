@@ -1,16 +1,50 @@
 """The learning rate of each step."""
 
 import math
+import re
 
+from tpfuse.train.errors import UserError
 from tpfuse.train.options import OptimOptions
 
+_TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")
 
-def learning_rate(options: OptimOptions, step: int, steps: int) -> float:
-    """Of optimizer step `step` (from 0): linear warm-up, then a cosine from lr to min_lr at decay_steps."""
-    end = options.decay_steps or steps
-    if step < options.warmup:
-        return options.lr * (step + 1) / (options.warmup + 1)
+
+def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> int:
+    """Steps from a number of steps, or from a text such as "375e6tokens", rounded up.
+
+    Raises UserError, which calls it --optim.`name`, for any other text.
+    """
+    if isinstance(length, int):
+        return length
+    found = _TOKENS.fullmatch(length)
+    if found is None:
+        raise UserError(f"--optim.{name} {length!r}: expected a number of steps, or of tokens such as 375e6tokens")
+    tokens = float(found[1])
+    if tokens > 1e18:
+        raise UserError(f"--optim.{name} {length!r}: expected at most 1e18 tokens")
+    return math.ceil(tokens / tokens_per_step)
+
+
+def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int) -> float:
+    """The learning rate of optimizer step `step` (from 0) of `steps`.
+
+    Linear warm-up from 0 to lr, then by the schedule: cosine and linear fall to min_lr at decay_steps; wsd (MiniCPM,
+    arXiv:2404.06395, section 4) stays at lr and falls in a line over the last `decay` steps before decay_steps, by
+    default a tenth of all steps, which suffices there; constant stays at lr.
+    """
+    warmup = steps_of(options.warmup, tokens_per_step)
+    end = steps_of(options.decay_steps, tokens_per_step) or steps
+    if step < warmup:
+        return options.lr * (step + 1) / (warmup + 1)
+    if options.schedule == "constant":
+        return options.lr
     if step >= end:
         return options.min_lr
-    progress = (step - options.warmup) / max(1, end - options.warmup)
-    return options.min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (options.lr - options.min_lr)
+    begin = warmup
+    if options.schedule == "wsd":
+        begin = max(warmup, end - (steps_of(options.decay, tokens_per_step) or math.ceil(end / 10)))
+        if step < begin:
+            return options.lr
+    progress = (step - begin) / max(1, end - begin)
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1.0 - progress
+    return options.min_lr + left * (options.lr - options.min_lr)

@@ -29,6 +29,7 @@ from tpfuse.train.initial_weights import find_source
 from tpfuse.train.messages import warn
 from tpfuse.train.options import DataOptions, ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
+from tpfuse.train.schedule import steps_of
 from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
 from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
 
@@ -78,8 +79,8 @@ def check_numbers(options: TrainCommand) -> None:
         "train.eval-every": (train.eval_every, 0), "train.eval-batches": (train.eval_batches, 1),
         "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
         "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
-        "optim.warmup": (optim.warmup, 0), "optim.decay-steps": (optim.decay_steps, 0), "optim.clip": (optim.clip, 0),
-        "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0), "optim.min-lr": (optim.min_lr, 0),
+        "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
+        "optim.min-lr": (optim.min_lr, 0),
     }  # fmt: skip
     for name, (value, least) in at_least.items():
         if not least <= value < inf:
@@ -89,6 +90,7 @@ def check_numbers(options: TrainCommand) -> None:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if not 0.0 <= beta < 1.0:
             raise UserError(f"--optim.{name} {beta}: expected 0 <= {name} < 1")
+    _check_schedule(options)
     _check_zero(options)
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
@@ -100,6 +102,25 @@ def check_numbers(options: TrainCommand) -> None:
             f"--train.micro-batch {train.micro_batch} does not divide the {share} sequences of each rank"
             f" (--train.batch {train.batch}, dp {dp})"
         )
+    held = 8 * (train.batch + share * (options.model.n_positions + 1))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if held > memory:
+        raise UserError(
+            f"--train.batch {train.batch}: the token numbers of one step take {held / 2**30:.0f} GiB on each rank,"
+            f" and this machine has {memory / 2**30:.0f} GiB"
+        )
+
+
+def _check_schedule(options: TrainCommand) -> None:
+    optim, tokens = options.optim, max(1, options.train.batch * options.model.n_positions)
+    lengths = {"warmup": optim.warmup, "decay-steps": optim.decay_steps, "decay": optim.decay}
+    for name, length in lengths.items():
+        if steps_of(length, tokens, name) < 0:
+            raise UserError(f"--optim.{name} {length}: expected at least 0")
+    if optim.decay and optim.schedule != "wsd":
+        raise UserError(f"--optim.decay {optim.decay} is for --optim.schedule wsd, not {optim.schedule}")
+    if optim.decay_steps and optim.schedule == "constant":
+        raise UserError(f"--optim.decay-steps {optim.decay_steps} is not for --optim.schedule constant")
 
 
 def _check_zero(options: TrainCommand) -> None:

@@ -206,7 +206,7 @@ class Trainer:
         for memory in connected():
             memory.check()
         norm = squared**0.5 / self.loss_scale
-        lr = learning_rate(options.optim, self.step, options.train.steps)
+        lr = learning_rate(options.optim, self.step, options.train.steps, tokens)
         result = StepResult(loss / tokens, norm, lr, stop)
         if not (abs(squared) < float("inf") and abs(loss) < float("inf")):  # false for NaN too
             return self._overflow(result, batches)
