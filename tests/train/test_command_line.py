@@ -13,9 +13,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -29,9 +31,13 @@ from tpfuse.testing.patience import patient
 from tpfuse.train import command_line, hardware, metrics, options, rank
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.command_line import COMMANDS, run
+from tpfuse.train.config import parse_train
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
 from tpfuse.train.sample import BETWEEN
+from tpfuse.train.setup import prepare_run, with_layout
 from tpfuse.train.stop import StopRequest
+from tpfuse.train.token_file import write_token_file
+from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.trainer import Trainer
 
 
@@ -144,7 +150,8 @@ def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, flags: list[s
     assert description["tokens"] == len(text.read_text())
     file = tmp_path / "data" / "tokens.bin"
     assert run(["train", *flags, "--data.path", str(file), "--out", str(tmp_path / "run")]) == 0
-    assert not (tmp_path / "run" / "data").exists(), "a prepared file is mapped where it is"
+    assert not (tmp_path / "run" / "data").exists(), "a prepared file is read where it is"
+    assert 'tokenizer = "chars"' in (tmp_path / "run" / "config.toml").read_text(), "the one that was used"
     assert run(["sample", str(tmp_path / "run"), "--prompt", "the", "--tokens", "5"]) == 0
 
 
@@ -169,6 +176,23 @@ BAD = [
     (["--comm.timeout", "1e7"], "--comm.timeout 10000000.0: expected at most 1e+06 seconds"),
     (["--out", "r\udcff"], "the name is not UTF-8: rename it"),
     (["--model.dropout", "1.0"], "dropout 1.0"),
+    (
+        ["--data.path", "a.txt", "b.txt"],
+        "--data.path takes one file, folder or pattern in quotes: found a.txt and b.txt",
+    ),
+    (
+        ["--data.val-path", "a", "b", "c"],
+        "--data.val-path takes one file, folder or pattern in quotes: found a and 2 more",
+    ),
+    (["--data.path", "/nowhere/*.bin"], "no file matches /nowhere/*.bin"),
+    (["--data.val-path", "/nowhere/v.txt"], "/nowhere/v.txt does not exist"),
+    (["--data.val-path", "v.txt", "--data.val-fraction", "0.2"], "--data.val-fraction and --data.val-path were both"),
+    (["--train.batch", "1000000000000"], "--train.batch 1000000000000: the token numbers of one step take"),
+    (["--optim.warmup", "soon"], "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens"),
+    (["--optim.warmup", "-1"], "--optim.warmup -1: expected at least 0"),
+    (["--optim.decay", "5"], "--optim.decay 5 is for --optim.schedule wsd, not cosine"),
+    (["--optim.schedule", "constant", "--optim.decay-steps", "9"], "--optim.decay-steps 9 is not for"),
+    (["--optim.schedule", "step"], "--optim.schedule"),
     (["--parallel.tp", "0"], "--parallel.tp 0"),
     (["--parallel.cp", "0"], "--parallel.tp 1 --parallel.cp 0"),
     (["--zero.stage", "4"], "--zero.stage 4: expected 0, 1, 2 or 3"),
@@ -296,6 +320,81 @@ def test_resume_with_other_data(trained: Path, text: Path, tmp_path: Path, capfd
     assert run(["train", "--resume", "--out", str(trained), "--data.path", str(tmp_path / "other.txt")]) == 2
     assert f"was trained on {text}, not on {tmp_path / 'other.txt'}" in one_error(capfd)
     assert "other" not in (trained / "config.toml").read_text()
+
+
+SHORT = ["--train.steps", "4", "--train.eval-every", "4", "--train.save-every", "0"]
+
+
+def test_validation_data_of_its_own(
+    text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, val = tmp_path / "run", tmp_path / "val.txt"
+    val.write_text("#" * 500)
+    assert run(["train", *flags, *SHORT, "--data.val-path", str(val), "--out", str(out)]) == 0
+    said = capfd.readouterr().out
+    tokens = len(text.read_text())
+    assert f"text     {text}: {tokens:,} tokens, each read 0.07 times in 4 steps" in said
+    assert f"; validation on 500 tokens of {val}, vocabulary 256" in said
+    assert f'val_path = "{val}"' in (out / "config.toml").read_text()
+    before, after = (row["val_loss"] for row in read_metrics(out / "metrics.jsonl") if row["val_loss"] is not None)
+    assert after > before, "there is no # in the text for training"
+
+    val.write_text("changed since")
+    again = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
+    assert again.checkpoint is not None and again.data.val is not None
+    assert set(again.data.val.open()[:].tolist()) == {ord("#")}, "the run has kept the tokens"
+    assert run(["train", "--resume", "--out", str(out), "--data.val-path", str(text)]) == 2
+    assert f"was validated on {val}, not on {text}" in one_error(capfd)
+    data = out / "data" / "tokens.bin"
+    assert run(["train", "--resume", "--out", str(out), "--data.val-path", str(data)]) == 2
+    assert "was validated on tokens with SHA-256" in one_error(capfd)
+
+
+def test_a_run_on_shards_goes_on_with_the_same_ones(
+    text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokens = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.uint16)
+    for index, part in enumerate(np.split(tokens, [1000])):
+        write_token_file(tmp_path / "shards", part, ByteTokenizer(), "test", f"web_train_{index:06}")
+    out, pattern = tmp_path / "run", tmp_path / "shards" / "web_train_*.bin"
+    assert run(["train", *flags, *SHORT, "--data.path", str(pattern), "--out", str(out)]) == 0
+    assert "text     2 files, " in capfd.readouterr().out
+    assert prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1)).checkpoint is not None
+    write_token_file(tmp_path / "shards", tokens[:500], ByteTokenizer(), "test", "web_train_000002")
+    assert run(["train", "--resume", "--out", str(out)]) == 2
+    assert f"--resume with different data: {out} was trained on tokens with SHA-256" in one_error(capfd)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: os.truncate(path, 2000), "tokens.bin has become shorter: expected"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:1024] + b"\xff" * (path.stat().st_size - 1024)),
+            "vocabulary",
+        ),
+    ],
+    ids=["shorter", "overwritten"],
+)
+def test_token_files_that_change_during_the_run(
+    change: Callable[[Path], object],
+    message: str,
+    flags: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Trainer.evaluate
+
+    def evaluate(self: Trainer, *arguments: Any) -> float:
+        if self.step == 5:
+            change(tmp_path / "run" / "data" / "tokens.bin")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
+    error = one_error(capfd)
+    assert "step 5: rank 0: " in error and message in error
 
 
 def test_options_that_a_full_disk_has_emptied(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,9 @@ def test_prepare(tmp_path: Path) -> None:
     file.write_text("[data]\ntokenizer = 'chars'\n")
     options = parse_prepare(["--out", str(tmp_path / "x"), "--config", str(file), "--data.path", "t.txt"])
     assert (options.data.tokenizer, options.data.path, options.out) == ("chars", Path("t.txt"), tmp_path / "x")
-    with pytest.raises(UserError, match="--out"):
-        parse_prepare([])
+    for arguments in ([], ["--config", str(file)], ["--out"]):
+        with pytest.raises(UserError, match=r"^--out FOLDER is needed"):
+            parse_prepare(arguments)
 
 
 def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import pickle
+import resource
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +13,41 @@ import pytest
 import tokenizers
 import torch
 
+from tpfuse.train import batches
 from tpfuse.train.batches import Windows, unigram_loss, window_starts
 from tpfuse.train.corpus import read_text
+from tpfuse.train.data import EncodedText, kept_tokens, read_data, store
 from tpfuse.train.errors import UserError
-from tpfuse.train.token_file import HEADER_BYTES, MAGIC, open_token_file, write_token_file
+from tpfuse.train.options import DataOptions
+from tpfuse.train.token_file import (
+    HEADER_BYTES,
+    MAGIC,
+    DamagedTokens,
+    TokenFiles,
+    open_token_files,
+    token_paths,
+    write_token_file,
+)
 from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer, FileTokenizer, build_tokenizer, from_json
 
 TEXT = "To be, or not to be:\nthat is the question. Ünïcödé ☃\n"
+
+
+def open_token_file(path: Path) -> TokenFiles:
+    return open_token_files((path,), ByteTokenizer)
+
+
+def write_shard(path: Path, tokens: np.ndarray, magic: int = MAGIC) -> Path:
+    """As llm.c's scripts write them: no JSON."""
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, 1, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    return path
+
+
+def write_shards(folder: Path, tokens: np.ndarray, cuts: list[int]) -> tuple[Path, ...]:
+    parts = np.split(tokens, cuts)
+    return tuple(write_shard(folder / f"web_train_{i:06}.bin", part) for i, part in enumerate(parts))
 
 
 def file_tokenizer() -> FileTokenizer:
@@ -44,7 +76,8 @@ def test_a_file_of_the_tokenizers_library(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(file_tokenizer().as_json()["json"])
     tokenizer = build_tokenizer(str(path), "")
-    assert from_json(tokenizer.as_json()).encode("be not be x").tolist() == [0, 1, 0, 2]
+    for again in (from_json(tokenizer.as_json()), pickle.loads(pickle.dumps(tokenizer))):
+        assert again.encode("be not be x").tolist() == [0, 1, 0, 2]
     path.write_text("{}")
     with pytest.raises(UserError, match="not a tokenizer of the tokenizers library"):
         build_tokenizer(str(path), "")
@@ -62,7 +95,8 @@ def test_token_file_is_llm_c_format(tmp_path: Path) -> None:
     assert not header[3:].any()
     assert np.frombuffer(raw[1024:], dtype="<u2").astype(np.uint8).tobytes() == TEXT.encode()
     assert written.sha256 == hashlib.sha256(raw).hexdigest()
-    assert isinstance(open_token_file(tmp_path / "tokens.bin").tokens, np.memmap)
+    assert open_token_file(tmp_path / "tokens.bin").sha256 == written.sha256
+    assert written.open()[3:9].tobytes() == raw[1024 + 6 : 1024 + 18]
 
 
 @pytest.mark.parametrize(
@@ -91,16 +125,161 @@ def test_a_token_file_needs_its_json(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not what `tpfuse prepare` writes"):
         open_token_file(tmp_path / "tokens.bin")
     (tmp_path / "tokens.json").unlink()
-    with pytest.raises(UserError, match="which tells the tokenizer"):
-        open_token_file(tmp_path / "tokens.bin")
+    with pytest.raises(UserError, match=r"has no tokens.json beside it, .* pass --data.tokenizer gpt2"):
+        read_data(DataOptions(path=tmp_path / "tokens.bin"))
     with pytest.raises(UserError, match="cannot read"):
-        open_token_file(tmp_path / "absent.bin")
+        read_data(DataOptions(path=tmp_path / "absent.bin"))
 
 
-def test_split_keeps_the_end_for_validation(tmp_path: Path) -> None:
-    file = write_token_file(tmp_path, np.arange(100, dtype=np.uint16), ByteTokenizer(), "test")
-    train, val = file.split(0.1)
-    assert (train[-1], val[0], len(val)) == (89, 90, 10)
+def test_the_end_of_the_tokens_is_for_validation(tmp_path: Path) -> None:
+    tokens = np.arange(100, dtype=np.uint16)
+    train, val = store(tmp_path, EncodedText(tokens, ByteTokenizer(), "test"), None).open(0.1)
+    assert (train[:].tolist(), val[:].tolist()) == (tokens[:90].tolist(), tokens[90:].tolist())
+
+
+def test_shards_are_one_sequence(tmp_path: Path) -> None:
+    """Batches do not depend on where the tokens were cut; a shard may be empty, or shorter than a window."""
+    tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
+    files = open_token_files(write_shards(tmp_path, tokens, [100, 100, 107, 400]), ByteTokenizer)
+    assert files.counts == (100, 0, 7, 293, 200) and files.count == 600
+    sequence = pickle.loads(pickle.dumps(files)).open()
+    assert len(sequence) == 600
+    for start, stop in ((0, 600), (99, 108), (100, 107), (0, 0), (599, 600), (590, 700)):
+        assert sequence[start:stop].tolist() == tokens[start:stop].tolist()
+    part = sequence.part(95, 450).part(2, 30)
+    assert len(part) == 28 and part[1:20].tolist() == tokens[98:117].tolist()
+    whole, cut = (Windows(x, 32, 3, "train", 40).sequences(1, 0, 40, torch.device("cpu")) for x in (tokens, sequence))
+    assert torch.equal(whole[0], cut[0]) and torch.equal(whole[1], cut[1])
+
+
+def test_batches_of_one_file_are_those_of_earlier_versions(tmp_path: Path) -> None:
+    """Runs that were begun then go on as they would have."""
+    file = write_token_file(tmp_path, (np.arange(1000) % 251).astype(np.uint16), ByteTokenizer(), "test")
+    ids, _ = Windows(file.open(), 4, 1337, "train", 3).sequences(5, 0, 3, torch.device("cpu"))
+    assert ids.tolist() == [[134, 135, 136, 137], [166, 167, 168, 169], [153, 154, 155, 156]]
+
+
+def test_files_that_paths_name(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path, np.arange(300), [100, 200])
+    (tmp_path / ".hidden.bin").write_bytes(b"")
+    pattern = tmp_path / "web_train_*.bin"
+    assert token_paths(tmp_path) == token_paths(pattern) == shards
+    assert token_paths(shards[1]) == (shards[1],)
+    assert token_paths(tmp_path / "absent.bin") == (tmp_path / "absent.bin",), "what is wrong is said when it is opened"
+    (tmp_path / "text").mkdir()
+    assert token_paths(tmp_path / "text") is None and token_paths(tmp_path / "text.txt") is None
+    with pytest.raises(UserError, match=r"no file matches .*web_test_\*\.bin"):
+        token_paths(tmp_path / "web_test_*.bin")
+    (tmp_path / "web_train_readme.md").write_text("text")
+    with pytest.raises(UserError, match=r"matches .*readme.md: a pattern names token files"):
+        token_paths(tmp_path / "web_train_*")
+    bracket = write_shard(tmp_path / "text" / "a[1].bin", np.arange(3))
+    assert token_paths(bracket) == (bracket,), "the name of a file is no pattern"
+    write_shard(tmp_path / "web_val_000000.bin", np.arange(9))
+    assert token_paths(pattern) == shards
+    with pytest.raises(UserError, match=r"web_val_000000.bin beside web_train_000000.bin: .*--data.val-path"):
+        token_paths(tmp_path)
+
+
+def test_shards_without_a_tokenizer_are_those_of_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tpfuse.train.tokenizer._gpt2", file_tokenizer)
+    write_shards(tmp_path, np.arange(300) % 3, [100, 200])
+    for name in ("bytes", "chars"):
+        with pytest.raises(UserError, match=r"web_train_000000.json beside it.*--data.tokenizer gpt2"):
+            read_data(DataOptions(path=tmp_path, tokenizer=name))
+    files, validation = read_data(DataOptions(path=tmp_path, tokenizer="gpt2"))
+    assert (files.tokenizer.vocab_size, files.count, validation) == (3, 300, None)
+    assert files.source == f"3 files, {tmp_path / 'web_train_000000.bin'} to web_train_000002.bin"
+
+
+def test_all_shards_have_a_tokenizer_or_none(tmp_path: Path) -> None:
+    tokens = np.arange(9, dtype=np.uint16)
+    write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "a")
+    write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "b")
+    both = token_paths(tmp_path)
+    assert both is not None and open_token_files(both, pytest.fail).count == 18
+    write_token_file(tmp_path, tokens[:3], CharTokenizer("abc"), "test", "b")
+    with pytest.raises(UserError, match=r"b.bin has another tokenizer than .*a.bin"):
+        open_token_files(both, pytest.fail)
+    (tmp_path / "b.json").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*b.json, which tells the tokenizer"):
+        open_token_files(both, pytest.fail)
+
+
+def test_other_shards_have_another_digest(tmp_path: Path) -> None:
+    """Without reading every token: header, first, last and two blocks between."""
+    tokens = np.random.default_rng(1).integers(0, 256, 50_000).astype(np.uint16)
+
+    def digest(tokens: np.ndarray, cuts: list[int]) -> str:
+        return open_token_files(write_shards(tmp_path, tokens, cuts), ByteTokenizer).sha256
+
+    known = digest(tokens, [20_000])
+    assert digest(tokens, [20_000]) == known
+    changed = [tokens.copy() for _ in range(3)]
+    for place, other in zip((0, 19_999, 49_999), changed, strict=True):
+        other[place] ^= 1
+    other_order = np.concatenate([tokens[30_000:], tokens[:30_000]])
+    digests = [digest(other, [20_000]) for other in changed] + [digest(other_order, [20_000]), digest(tokens, [20_001])]
+    assert len({known, *digests}) == 6
+    assert digest(tokens, []) != known
+
+
+def test_a_file_without_a_header_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(np.arange(5000, dtype="<u2").tobytes())
+    for path in (tmp_path / "train.bin", tmp_path):
+        with pytest.raises(UserError, match=r"found magic 65536, .*nanoGPT .*`tpfuse prepare`"):
+            read_data(DataOptions(path=path, tokenizer="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw[: HEADER_BYTES + 100], "has become shorter: expected 500 tokens, found 50"),
+        (lambda raw: raw[:HEADER_BYTES] + b"\xff" * 1000, "token 65535 at .* is outside the vocabulary of 256"),
+    ],
+)
+def test_files_that_change_while_they_are_read(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+    path = write_shard(tmp_path / "a.bin", np.arange(500) % 256)
+    windows = Windows(open_token_file(path).open(), 128, 0, "train", 4)
+    windows.sequences(0, 0, 4, torch.device("cpu"))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DamagedTokens, match=message):
+        windows.sequences(0, 0, 4, torch.device("cpu"))
+
+
+def test_more_files_than_may_be_open_at_first(tmp_path: Path) -> None:
+    """1024 is the usual limit; a data set may have more files."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    paths = write_shards(tmp_path, np.arange(240), [2 * i for i in range(1, 120)])
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+        assert open_token_files(paths, ByteTokenizer).open()[238:].tolist() == [238, 239]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_validation_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("abc" * 10)
+    (tmp_path / "val.txt").write_text("abd")
+    train, val = read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", "chars"))
+    assert isinstance(train, EncodedText) and isinstance(val, EncodedText)
+    assert train.tokenizer.vocab_size == 4, "characters of both texts"
+    assert val.tokens.tolist() == [0, 1, 3]
+    data = store(tmp_path / "data", train, val)
+    assert [len(part) for part in data.open(0.1)] == [30, 3], "no token is kept back"
+    files = (tmp_path / "data" / "tokens.bin", tmp_path / "data" / "validation.bin")
+    for again in (read_data(DataOptions(), files), read_data(DataOptions(*files))):
+        assert store(tmp_path / "nothing", *again).digests() == data.digests()
+    assert data.val is not None and data.digests() == {"sha256": data.train.sha256, "val_sha256": data.val.sha256}
+    assert not (tmp_path / "nothing").exists()
+    mixed = read_data(DataOptions(tmp_path / "data" / "tokens.bin", tmp_path / "val.txt"))[1]
+    assert isinstance(mixed, EncodedText) and mixed.tokens.tolist() == [0, 1, 3]
+    with pytest.raises(UserError, match=r"validation.bin has tokens of another tokenizer than the training data's"):
+        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "data" / "validation.bin"))
+    with pytest.raises(UserError, match=r"--data\.val-fraction and --data.val-path were both given"):
+        read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", val_fraction=0.2))
 
 
 def test_folder_is_read_in_order_without_binaries(tmp_path: Path) -> None:
@@ -147,10 +326,42 @@ def test_every_window_can_be_drawn() -> None:
     assert set(starts.tolist()) == {0, 1, 2, 3}, "the last window ends with the last token"
 
 
+def test_a_run_goes_on_with_the_tokens_that_it_has_kept(tmp_path: Path) -> None:
+    """Whatever has become of its text since."""
+    run, text = tmp_path / "run", tmp_path / "text"
+    kept = write_token_file(run / "data", np.zeros(9, np.uint16), ByteTokenizer(), "test").paths[0]
+    (run / "config.toml").write_text(f"[data]\npath = '{text}'\n")
+    text.mkdir()
+    assert kept_tokens(run, DataOptions(path=text)) == (kept, None)
+    shard = write_shard(text / "a.bin", np.zeros(9))
+    assert kept_tokens(run, DataOptions(path=text)) == (kept, None)
+    assert kept_tokens(run, DataOptions(path=shard)) == (None, None), "its digest will be compared"
+    with pytest.raises(UserError, match=r"was trained on .*text, not on other.txt"):
+        kept_tokens(run, DataOptions(path=Path("other.txt")))
+    with pytest.raises(UserError, match=r"was validated on the end of its training data, not on other.txt"):
+        kept_tokens(run, DataOptions(path=text, val_path=Path("other.txt")))
+    shard.unlink()
+    kept.unlink()
+    assert kept_tokens(run, DataOptions(path=text)) == (kept, None), "that it is missing is said when it is opened"
+    (run / "config.toml").write_text("")
+    assert kept_tokens(run, DataOptions()) == (kept, None), "the default text"
+
+
 def test_unigram_loss() -> None:
     train = np.array([0] * 6 + [1] * 2, dtype=np.uint16)
     expected = -0.5 * (np.log(7 / 11) + np.log(3 / 11))
     assert unigram_loss(train, np.array([0, 1], dtype=np.uint16), 3) == pytest.approx(expected)
+
+
+def test_unigram_loss_counts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """np.bincount makes int64 of what it is given: 80 GB of 10 billion tokens."""
+    tokens = np.random.default_rng(0).integers(0, 50, 400_000).astype(np.uint16)
+    whole = unigram_loss(tokens, tokens[:1000], 50)
+    monkeypatch.setattr(batches, "_CHUNK", 1000)
+    tracemalloc.start()
+    assert unigram_loss(tokens, tokens[:1000], 50) == whole
+    assert tracemalloc.get_traced_memory()[1] < 400_000
+    tracemalloc.stop()
 
 
 def test_header_constants() -> None:

@@ -203,6 +203,21 @@ def test_a_killed_rank_ends_the_run(start: Callable[..., Started], tmp_path: Pat
 
 
 @pytest.mark.processes
+def test_a_token_file_that_gets_shorter_ends_all_ranks(start: Callable[..., Started], tmp_path: Path) -> None:
+    """With a line that names the file, and not by SIGBUS as in a process that has mapped it."""
+    command = start(*ENDLESS, "--parallel.dp", "2", "--out", str(tmp_path / "run"))
+    command.wait_for("step 3/")
+    os.truncate(tmp_path / "run" / "data" / "tokens.bin", 1024)
+    status, _, err = command.end()
+    assert status == 1
+    assert re.search(r"error: step \d+: rank \d: .*tokens.bin has become shorter: expected \d+ tokens, found 0", err), (
+        err
+    )
+    assert "Traceback" not in err and "SIGBUS" not in err
+    command.assert_nothing_is_left()
+
+
+@pytest.mark.processes
 def test_a_rank_that_hangs_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", f"{patient(3.0):.1f}", "--out", str(run))

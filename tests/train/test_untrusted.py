@@ -18,7 +18,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.manifest import CheckpointError, Part, encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.saved_state import saved_state
-from tpfuse.train.token_file import open_token_file
+from tpfuse.train.token_file import open_token_files
 from tpfuse.train.untrusted import EACH, Unreadable, check, read_bytes, read_json, read_text
 
 FLAGS = [
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_is_wrong_inside_is_one_line(
     beside.write_text(json.dumps({"sha256": "", "tokenizer": json.loads(text)}))
     if "vocabulary" not in message:
         with pytest.raises(UserError, match=r"tokens\.json"):
-            open_token_file(run / "data" / "tokens.bin")
+            open_token_files((run / "data" / "tokens.bin",), pytest.fail)
 
 
 def test_metrics_that_are_wrong_inside_are_left_out(tmp_path: Path) -> None:

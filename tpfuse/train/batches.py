@@ -3,10 +3,13 @@
 import hashlib
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tpfuse.train.tokenizer import Tokens
+from tpfuse.train.tokenizer import TokenSequence
+
+_CHUNK = 1 << 20  # tokens that are counted in one go: np.bincount makes 8 bytes of each
 
 
 def window_starts(
@@ -21,20 +24,26 @@ def window_starts(
 class Windows:
     """Windows of `length` tokens and the tokens that follow each; tokens: [n] uint16 with n > length."""
 
-    def __init__(self, tokens: Tokens, length: int, seed: int, stream: str, batch: int) -> None:
+    def __init__(self, tokens: TokenSequence, length: int, seed: int, stream: str, batch: int) -> None:
         self.tokens, self.length, self.seed, self.stream, self.batch = tokens, length, seed, stream, batch
-        self._offsets = np.arange(length + 1)
 
     def sequences(self, number: int, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Sequences [start, stop) of batch `number`: (ids, targets), [stop - start, length] int64."""
         starts = window_starts(self.seed, self.stream, number, self.batch, len(self.tokens) - self.length)
-        windows = self.tokens[starts[start:stop, None] + self._offsets].astype(np.int64)
-        both = torch.from_numpy(windows).to(device)
+        windows = [self.tokens[first : first + self.length + 1] for first in starts[start:stop].tolist()]
+        both = torch.from_numpy(np.stack(windows).astype(np.int64)).to(device)
         return both[:, :-1], both[:, 1:]
 
 
-def unigram_loss(train: Tokens, val: Tokens, vocab_size: int) -> float:
+def unigram_loss(train: TokenSequence, val: TokenSequence, vocab_size: int) -> float:
     """Loss in nats per token on `val` of a model that knows only how often each token is in `train` (+1)."""
-    counts = np.bincount(train, minlength=vocab_size).astype(np.float64) + 1.0
-    seen = np.bincount(val, minlength=vocab_size).astype(np.float64)
+    counts = _counted(train, vocab_size).astype(np.float64) + 1.0
+    seen = _counted(val, vocab_size).astype(np.float64)
     return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
+
+
+def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _CHUNK):
+        counts += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
+    return counts

@@ -140,7 +140,7 @@ def _prepare(arguments: Sequence[str]) -> int:
     from tpfuse.train.setup import prepare_tokens
 
     file = prepare_tokens(options)
-    print(f"{file.path}: {len(file.tokens)} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
+    print(f"{file.paths[0]}: {file.count} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
     return 0
 
 

@@ -47,10 +47,14 @@ def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
         if hint is bool:
             head, _, tail = name.rpartition(".")
             known.append(f"--{head}.no-{tail}" if head else f"--no-{tail}")
-    for argument in arguments:
+    for index, argument in enumerate(arguments):
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in known:
             raise UserError(f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}")
+        values = list(itertools.takewhile(lambda value: not value.startswith("-"), arguments[index + 1 :]))
+        if argument in ("--data.path", "--data.val-path") and len(values) > 1:
+            found = " and ".join(values) if len(values) == 2 else f"{values[0]} and {len(values) - 1} more"
+            raise UserError(f"{flag} takes one file, folder or pattern in quotes: found {found}")
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -205,6 +209,8 @@ def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
     _check_flags(PrepareCommand, arguments, "prepare")
     file = flag_value(arguments, "--config")
     out = flag_value(arguments, "--out")
+    if out is None and not {"-h", "--help"} & set(arguments):
+        raise UserError("--out FOLDER is needed: tokens.bin and tokens.json are written there")
     if file is None or out is None:
         return parse_command(PrepareCommand, arguments, "prepare")
     options = overlaid(PrepareCommand(Path(out)), read_toml(Path(file)), file)

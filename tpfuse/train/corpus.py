@@ -61,7 +61,7 @@ def read_text(path: Path | None) -> tuple[str, str]:
                 raise UserError(f"{path} is not UTF-8 text")
             texts = [text]
         else:
-            raise UserError(f"{path} does not exist: --data.path takes a file or a folder")
+            raise UserError(f"{path} does not exist: expected a file, a folder or a pattern")
     except OSError as error:
         raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
     except Unreadable as error:

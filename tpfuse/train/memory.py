@@ -23,10 +23,11 @@ from tpfuse.parallel.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
 from tpfuse.parallel.memory import STAGES, MemoryAccount, Width, account, account_sharded
 from tpfuse.parallel.taken_parameters import take_partial_gradients
 from tpfuse.train.config import PRESETS, parse_train
+from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.setup import exchanging, model_config, with_layout
-from tpfuse.train.token_file import open_token_file
+from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
@@ -83,8 +84,12 @@ def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
     data = options.data
     if command.vocab_size:
         return command.vocab_size
-    if data.path is not None and data.path.suffix == ".bin":
-        return open_token_file(data.path).tokenizer.vocab_size
+    paths = None if data.path is None else token_paths(data.path)
+    if paths is not None:
+        stated = stated_tokenizer(paths)
+        if stated is not None:
+            return stated.vocab_size
+        check_named(data.tokenizer, paths[0])
     if data.tokenizer == "chars":
         raise UserError("the vocabulary of the tokenizer chars is the text's: say --vocab-size")
     return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer, "").vocab_size

@@ -46,11 +46,15 @@ class DataOptions:
     """The text."""
 
     path: OptionalPath = None
-    """Text file, folder of text files, or a .bin of `tpfuse prepare`. Default: the Python standard library."""
+    """A text file, a folder of text files, a token file (.bin), a folder of token files, or a pattern in quotes such as
+    'fineweb_train_*.bin'. Default: the Python standard library."""
+    val_path: OptionalPath = None
+    """The same for validation. Default: the end of the training tokens."""
     tokenizer: str = "bytes"
-    """bytes, chars, gpt2, or a FILE.json: the tokenizers library's, or tokenizer.json of a run."""
+    """bytes, chars, gpt2, or a FILE.json: the tokenizers library's, or tokenizer.json of a run. A JSON beside a token
+    file wins over it."""
     val_fraction: float = 0.1
-    """Part at the end of the tokens that is kept for validation."""
+    """The part of the tokens, at their end, that validation takes where there is no val_path."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,7 @@ class TrainCommand:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """Turn text into a token file that `train` maps into memory."""
+    """Turn text into a token file, which `tpfuse train` reads from the disk while it trains."""
 
     out: Path
     """Folder for tokens.bin and tokens.json."""

@@ -36,7 +36,6 @@ from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.setup import Run, exchanging
 from tpfuse.train.stop import StopRequest
-from tpfuse.train.token_file import open_token_file
 from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
@@ -112,9 +111,8 @@ class Training:
         self.place, self.run, self.device, self.stop = place, run, device, stop
         self.options = run.options
         self.first = place.rank == 0
-        file = open_token_file(run.tokens, verify=False)
-        self.file, self.tokenizer = file, file.tokenizer
-        self.train_tokens, self.val_tokens = file.split(run.options.data.val_fraction)
+        self.data, self.tokenizer = run.data, run.data.train.tokenizer
+        self.train_tokens, self.val_tokens = run.data.open(run.options.data.val_fraction)
         options, length = run.options.train, run.config.n_positions
         self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
         self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
@@ -193,12 +191,12 @@ class Training:
             return
         config, train, trainer = self.run.config, self.options.train, self.trainer
         size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
-        threads = f", {torch.get_num_threads()} thread(s) each" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' * (count > 1)} each" if self.device.type == "cpu" else ""
         if self.run.weights is not None:
             say(f"weights  from {self.run.weights}")
         say(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
-        count = f"{len(self.train_tokens) / 1e6:.2f}M tokens"
-        say(f"text     {self.file.source}: {count} for training, vocabulary {config.vocab_size}")
+        say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
         context = trainer.model.context
         cp = f" x cp {context.size}" if context.size > 1 else ""
         layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
@@ -211,6 +209,14 @@ class Training:
         peak = self.peak * self.place.world
         say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
         say(f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""))
+
+    def _described_data(self) -> str:
+        """How many tokens there are, and how often the run reads each, in words."""
+        train, count, data = self.options.train, len(self.train_tokens), self.data
+        times = train.steps * train.batch * self.run.config.n_positions / count
+        validation = "" if data.val is None else f"; validation on {data.val.count:,} tokens of {data.val.source}"
+        often = f"{times:.1f}" if times >= 1 else f"{times:.1g}"
+        return f"{data.train.source}: {count:,} tokens, each read {often} times in {train.steps} steps{validation}"
 
     def _counted(self) -> str:
         """What `tpfuse memory` counts for this rank, in words."""
@@ -327,7 +333,7 @@ class Training:
         state: dict[str, Any] = trainer.state()
         state["model"] = asdict(self.run.config)
         state["dtype"] = self.options.train.dtype
-        state["data"]["sha256"] = self.file.sha256
+        state["data"] |= self.data.digests()
         state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
         state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = _plain(asdict(self.options))

@@ -20,18 +20,18 @@ from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.parallel.offload import check_space, state_bytes
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.compiled import check_compiler
-from tpfuse.train.config import read_toml, resolved
-from tpfuse.train.corpus import read_text
+from tpfuse.train.config import resolved
+from tpfuse.train.data import EncodedText, RunData, encode_text, kept_tokens, read_data, store
 from tpfuse.train.durable import replace_file
 from tpfuse.train.errors import UserError
 from tpfuse.train.hardware import device_count
 from tpfuse.train.initial_weights import find_source
 from tpfuse.train.messages import warn
-from tpfuse.train.options import DataOptions, ParallelOptions, PrepareCommand, TrainCommand
+from tpfuse.train.options import ParallelOptions, PrepareCommand, TrainCommand
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
-from tpfuse.train.token_file import TokenFile, open_token_file, write_token_file
-from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
+from tpfuse.train.token_file import TokenFiles, write_token_file
+from tpfuse.train.tokenizer import Tokenizer
 
 _LONGEST_TIMEOUT = 1e6
 
@@ -47,7 +47,7 @@ class Run:
     folder: Path
     options: TrainCommand
     config: GPTConfig
-    tokens: Path
+    data: RunData
     checkpoint: Path | None
     weights: Path | None
 
@@ -170,26 +170,21 @@ def _check_kernels(options: TrainCommand) -> None:
         )
 
 
-def _check_lengths(options: TrainCommand, tokens: Tokens | TokenFile) -> None:
-    count = len(tokens.tokens) if isinstance(tokens, TokenFile) else len(tokens)
+def _check_lengths(options: TrainCommand, count: int, val_count: int | None) -> None:
+    """count: of the tokens of --data.path; val_count: of --data.val-path."""
     fraction, context = options.data.val_fraction, options.model.n_positions
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
-    val = int(count * fraction)
-    if count - val <= context:
-        raise UserError(f"the text has {count - val} tokens for training; a context of {context} needs {context + 1}")
+    val = int(count * fraction) if val_count is None else val_count
+    train = count - val if val_count is None else count
+    if train <= context:
+        raise UserError(f"the text has {train} tokens for training; a context of {context} needs {context + 1}")
     if options.train.eval_every and val <= context:
+        more = "more text, a larger --data.val-fraction," if val_count is None else "more text in --data.val-path"
         raise UserError(
             f"the text has {val} tokens for validation; a context of {context} needs {context + 1}"
-            " (more text, a larger --data.val-fraction, or --train.eval-every 0)"
+            f" ({more} or --train.eval-every 0)"
         )
-
-
-def read_tokens(data: DataOptions) -> tuple[Tokens, Tokenizer, str]:
-    """(tokens, tokenizer, what they are made of) of the text that the options name. Raises UserError."""
-    text, source = read_text(data.path)
-    tokenizer = build_tokenizer(data.tokenizer, text)
-    return tokenizer.encode(text), tokenizer, source
 
 
 def _run_folder(options: TrainCommand) -> Path:
@@ -254,40 +249,42 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         check_compiler()
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
-    _check_names(folder, options.data.path, options.init_from)
-    mapped = options.data.path if options.data.path is not None and options.data.path.suffix == ".bin" else None
-    if mapped is None and options.resume:
-        mapped = folder / "data" / "tokens.bin"
+    _check_names(folder, options.data.path, options.data.val_path, options.init_from)
+    model_config(options, 1)  # what needs no text is checked before one is read: a large one takes a while
     if options.resume:
         _lock(folder)
-        _check_same_text(folder, options)
-    if mapped is not None:
-        file = open_token_file(mapped)
-        _check_lengths(options, file)
-        config = model_config(options, file.tokenizer.vocab_size)
-        _check_offload(options, config, ranks)
-        checkpoint = _resume_point(folder, options, config, file.sha256) if options.resume else None
-        source = find_source(options) if checkpoint is None else None
-        weights = None if source is None else source.weights_for(file.tokenizer)
-        _write(folder, options, file.tokenizer)
-        return Run(folder, options, config, mapped, checkpoint, weights)
-    # The checks that need no text come before it is read: a large one takes a while.
-    model_config(options, 1)
-    source = find_source(options)
-    tokens, tokenizer, text = read_tokens(options.data)
-    weights = None if source is None else source.weights_for(tokenizer)
-    _check_lengths(options, tokens)
-    config = model_config(options, tokenizer.vocab_size)
+    source = None if options.resume else find_source(options)
+    train, val = read_data(options.data, kept_tokens(folder, options.data) if options.resume else (None, None))
+    weights = None if source is None else source.weights_for(train.tokenizer)
+    _check_lengths(options, train.count, None if val is None else val.count)
+    config = model_config(options, train.tokenizer.vocab_size)
     _check_offload(options, config, ranks)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder)
-        file = write_token_file(folder / "data", tokens, tokenizer, text)
+        if isinstance(train, EncodedText) or isinstance(val, EncodedText):
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder)
+        data = store(folder / "data", train, val)
     except OSError as error:
         shutil.rmtree(folder / "data", ignore_errors=True)  # the next run may have the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
-    _write(folder, options, tokenizer)  # at last: what it says is there
-    return Run(folder, options, config, file.path, None, weights)
+    checkpoint = _resume_point(folder, options, config, data) if options.resume else None
+    if options.resume and checkpoint is None:
+        source = find_source(options)
+        weights = None if source is None else source.weights_for(train.tokenizer)
+    if data.train.paths[0].parent != folder / "data":
+        options = _with_tokenizer(options, data.train)
+    _write(folder, options, data.train.tokenizer)  # at last: what it says is there
+    return Run(folder, options, config, data, checkpoint, weights)
+
+
+def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
+    """The options with the name that fits the tokenizer of token files, whose JSON wins over --data.tokenizer."""
+    name, kind = options.data.tokenizer, files.tokenizer.as_json()["kind"]
+    if kind in ("bytes", "chars"):
+        name = kind
+    elif name in ("bytes", "chars"):
+        name = str(files.paths[0].with_suffix(".json"))
+    return replace(options, data=replace(options.data, tokenizer=name))
 
 
 def _check_names(*paths: Path | None) -> None:
@@ -321,14 +318,6 @@ def _lock(folder: Path) -> None:
     _locked[key] = descriptor
 
 
-def _check_same_text(folder: Path, options: TrainCommand) -> None:
-    """Raises UserError for a text other than the one that the run was trained on, whose tokens it has kept."""
-    before, now = read_toml(folder / "config.toml").get("data", {}).get("path"), options.data.path
-    if now is not None and now.suffix != ".bin" and Path(before or "").absolute() != now.absolute():
-        trained = before or "its default text"
-        raise UserError(f"--resume with different data: {folder} was trained on {trained}, not on {now}")
-
-
 def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -339,7 +328,7 @@ def _write(folder: Path, options: TrainCommand, tokenizer: Tokenizer) -> None:
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
 
 
-def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, sha256: str) -> Path | None:
+def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: RunData) -> Path | None:
     checkpoint = newest_good(folder, warn=warn)
     if checkpoint is None:
         warn(f"{folder} has no checkpoint yet: starting from step 0")
@@ -351,10 +340,11 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, sha256
     if differing:
         changes = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in differing.items())
         raise UserError(f"--resume with a different model: {changes}")
-    if state["data"]["sha256"] != sha256:
-        raise UserError(
-            f"--resume with different data: {folder} was trained on tokens with SHA-256 {state['data']['sha256']}"
-        )
+    for name, used in (("sha256", "trained"), ("val_sha256", "validated")):
+        before = state["data"].get(name)
+        if before != data.digests()[name]:
+            tokens = f"tokens with SHA-256 {before}" if before else "the end of its training data"
+            raise UserError(f"--resume with different data: {folder} was {used} on {tokens}")
     half = ("bfloat16", "float16")
     wide = {name: "float32" if name in half else name for name in (state["dtype"], options.train.dtype)}
     if wide[state["dtype"]] != wide[options.train.dtype]:
@@ -362,14 +352,16 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, sha256
     return checkpoint.folder
 
 
-def prepare_tokens(options: PrepareCommand) -> TokenFile:
+def prepare_tokens(options: PrepareCommand) -> TokenFiles:
     """`tpfuse prepare`: writes the token file. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
-    tokens, tokenizer, source = read_tokens(options.data)
-    if not len(tokens):
-        raise UserError(f"{source} holds no tokens")
+    if options.data.val_path is not None:
+        raise UserError("--data.val-path is for tpfuse train: prepare each text by itself")
+    text = encode_text(options.data)
+    if not text.count:
+        raise UserError(f"{text.source} holds no tokens")
     try:
-        return write_token_file(options.out, tokens, tokenizer, source)
+        return write_token_file(options.out, text.tokens, text.tokenizer, text.source)
     except OSError as error:
         raise UserError(f"cannot write {options.out}: {error.strerror}") from None

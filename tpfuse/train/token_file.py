@@ -1,11 +1,24 @@
-"""Token files: llm.c's .bin with a JSON beside it that holds the tokenizer and a SHA-256.
+"""Token files: llm.c's .bin, one or several that follow each other as one sequence.
 
-The .bin begins with 256 int32: the magic 20240520, the version 1, the number of tokens, then zeros; uint16
-tokens follow (github.com/karpathy/llm.c, dev/data). Read as a memory map, so ranks share one copy.
+A .bin begins with 256 int32: the magic 20240520, the version 1, the number of tokens, then zeros; uint16 tokens
+follow (github.com/karpathy/llm.c, dev/data). `tpfuse prepare` writes a JSON beside it, with the tokenizer and the
+SHA-256 of the .bin. The files of llm.c have none.
+
+Several files are one sequence in the order of their names, and a window of tokens may begin in one file and end in
+the next: batches do not depend on where the tokens were cut. Scripts as llm.c's fill a file to its last token and go
+on with the same document in the next one, so such a window is text as it was written.
 """
 
+import glob
 import hashlib
+import itertools
 import json
+import os
+import re
+import resource
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,38 +26,153 @@ from typing import Any
 import numpy as np
 
 from tpfuse.train.durable import replace_file
-from tpfuse.train.errors import UserError
+from tpfuse.train.errors import UserError, of_disk
 from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json
 from tpfuse.train.untrusted import Unreadable, check_regular, read_json
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-_CHUNK = 1 << 24  # tokens looked at in one go
+_CHUNK = 1 << 24  # tokens that are written or verified in one go
+_BLOCK = 2048  # tokens of each block that stands for a file without a SHA-256
+_VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
+
+
+class DamagedTokens(OSError):
+    """A token file that ends too early, or a token that is not in the vocabulary. The message names the place."""
+
+
+class _File:
+    """The tokens of one file. They are read and not mapped: a process with a map of a file that gets shorter is
+    killed by SIGBUS; a read that returns too little is an error."""
+
+    def __init__(self, path: Path, count: int, vocab_size: int) -> None:
+        self.path, self.count, self.vocab_size = path, count, vocab_size
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Tokens [start, stop), fewer than 2^30. Raises DamagedTokens."""
+        data = os.pread(self._descriptor, 2 * (stop - start), HEADER_BYTES + 2 * start)
+        if len(data) < 2 * (stop - start):
+            found = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // 2
+            raise DamagedTokens(f"{self.path} has become shorter: expected {self.count} tokens, found {found}")
+        tokens = np.frombuffer(data, dtype="<u2")
+        if len(tokens) and tokens.max() >= self.vocab_size:
+            place, token = start + int(tokens.argmax()), int(tokens.max())
+            raise DamagedTokens(f"{self.path}: token {token} at {place} is outside the vocabulary of {self.vocab_size}")
+        return tokens
+
+
+class FileTokens:
+    """The tokens of files that follow each other, or a part of them; a slice is read when it is asked for.
+
+    Each slice raises DamagedTokens where a file is shorter than it was or has a token outside the vocabulary.
+    """
+
+    def __init__(self, files: Sequence[_File], start: int, stop: int) -> None:
+        self._files, self._start, self._stop = files, start, stop
+        self._ends = list(itertools.accumulate(file.count for file in files))
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def part(self, start: int, stop: int) -> "FileTokens":
+        """Tokens [start, stop) of these, not read yet."""
+        return FileTokens(self._files, self._start + start, self._start + stop)
+
+    def __getitem__(self, key: slice) -> Tokens:
+        start, stop, step = key.indices(len(self))
+        assert step == 1
+        start, stop = self._start + start, self._start + stop
+        pieces = []
+        index = bisect_right(self._ends, start)
+        while start < stop:
+            file, end = self._files[index], self._ends[index]
+            begin = end - file.count
+            pieces.append(file.read(start - begin, min(stop, end) - begin))
+            start, index = end, index + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, "<u2"), *pieces])
 
 
 @dataclass(frozen=True)
-class TokenFile:
-    """tokens: [n] uint16, mapped; sha256: of the .bin file, as its JSON states it."""
+class TokenFiles:
+    """Token files that are one sequence. counts: tokens of each; source: what the tokens were made of.
 
-    path: Path
-    tokens: Tokens
+    sha256: of the .bin where there is one with a JSON; otherwise as `open_token_files` says.
+    """
+
+    paths: tuple[Path, ...]
+    counts: tuple[int, ...]
     tokenizer: Tokenizer
     sha256: str
     source: str
 
-    def split(self, val_fraction: float) -> tuple[Tokens, Tokens]:
-        """(training, validation): the last `val_fraction` of the tokens are for validation."""
-        border = len(self.tokens) - int(len(self.tokens) * val_fraction)
-        return self.tokens[:border], self.tokens[border:]
+    @property
+    def count(self) -> int:
+        """Tokens of all files."""
+        return sum(self.counts)
+
+    def open(self) -> FileTokens:
+        """Their tokens; each process that reads them opens the files itself. Raises OSError."""
+        return FileTokens(_opened(self.paths, self.counts, self.tokenizer.vocab_size), 0, self.count)
 
 
-def write_token_file(folder: Path, tokens: Tokens, tokenizer: Tokenizer, source: str) -> TokenFile:
-    """Writes folder/tokens.bin and folder/tokens.json and maps them."""
+def _opened(paths: Sequence[Path], counts: Sequence[int], vocab_size: int) -> list[_File]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 2 * len(paths) and soft != resource.RLIM_INFINITY:  # 1024 is usual; a data set may have more files
+        most = 2 * len(paths) if hard == resource.RLIM_INFINITY else min(2 * len(paths), hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    return [_File(path, count, vocab_size) for path, count in zip(paths, counts, strict=True)]
+
+
+def token_paths(path: Path) -> tuple[Path, ...] | None:
+    """The token files that `--data.path` names, in the order of their names; None where it names text.
+
+    They are a file NAME.bin, those that lie in a folder, or those that match a pattern. Raises UserError for a
+    pattern that matches nothing or other files, and for a folder with files of two kinds, such as llm.c's
+    NAME_train_000001.bin and NAME_val_000000.bin.
+    """
+    try:
+        if path.is_dir():
+            found = sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
+            _check_one_kind(path, found)
+            return tuple(found) or None
+        if glob.has_magic(str(path)) and not path.exists():
+            return _matching(path)
+    except OSError as error:
+        raise UserError(f"cannot read {of_disk(error)}") from None
+    return (path,) if path.suffix == ".bin" else None
+
+
+def _matching(pattern: Path) -> tuple[Path, ...]:
+    found = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
+    if not found:
+        raise UserError(f"no file matches {pattern}")
+    for file in found:
+        if file.suffix != ".bin":
+            raise UserError(f"{pattern} matches {file}: a pattern names token files (.bin); for text name its folder")
+    return tuple(found)
+
+
+def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
+    validation = [file for file in files if _VALIDATION.search(file.stem.lower())]
+    others = [file for file in files if file not in validation]
+    if validation and others:
+        raise UserError(
+            f"{folder} holds {validation[0].name} beside {others[0].name}: name the files for training by a pattern,"
+            f" such as --data.path '{folder}/*train*.bin', and the others by --data.val-path"
+        )
+
+
+def write_token_file(
+    folder: Path, tokens: Tokens, tokenizer: Tokenizer, source: str, name: str = "tokens"
+) -> TokenFiles:
+    """Writes folder/NAME.bin and folder/NAME.json. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
     digest = hashlib.sha256()
-    path = folder / "tokens.bin"
-    staging = folder / ".staging-tokens.bin"
+    path = folder / f"{name}.bin"
+    staging = folder / f".staging-{path.name}"
     with staging.open("wb") as file:
         for data in (header.tobytes(), *(tokens[i : i + _CHUNK].tobytes() for i in range(0, len(tokens), _CHUNK))):
             digest.update(data)
@@ -58,10 +186,36 @@ def write_token_file(folder: Path, tokens: Tokens, tokenizer: Tokenizer, source:
     }
     replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
     staging.replace(path)  # at last, so that where it is all is there
-    return open_token_file(path, verify=False)
+    return TokenFiles((path,), (len(tokens),), tokenizer, digest.hexdigest(), source)
+
+
+def _read_header(path: Path) -> bytes:
+    """The header of a token file whose length it states. Raises UserError."""
+    try:
+        size = check_regular(path)
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    header = np.frombuffer(raw[: len(raw) // 4 * 4], dtype="<i4")
+    if len(raw) < HEADER_BYTES or header[0] != MAGIC:
+        found = f"magic {header[0]}" if len(header) else "an empty file"
+        raise UserError(
+            f"{path} is not a token file: found {found}, expected magic {MAGIC}"
+            " (files of nanoGPT have no header: make one from the text with `tpfuse prepare`)"
+        )
+    if header[1] != VERSION:
+        raise UserError(f"{path}: version {header[1]}, expected {VERSION} (uint16 tokens)")
+    count = int(header[2])
+    if size != HEADER_BYTES + 2 * count:
+        raise UserError(f"{path}: {size} bytes, but {count} tokens need {HEADER_BYTES + 2 * count}")
+    return raw
 
 
 def _read_description(path: Path) -> dict[str, Any]:
+    """The JSON beside a token file. Raises UserError."""
     beside = path.with_suffix(".json")
     try:
         description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
@@ -72,47 +226,70 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}: {error}") from None
 
 
-def open_token_file(path: Path, *, verify: bool = True) -> TokenFile:
-    """Maps a token file; `verify` reads it once and compares the SHA-256 and the largest token.
+def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the JSON beside each file says; empty where no file has one.
+
+    Raises UserError where some files have one and others do not, and where they name different tokenizers.
+    """
+    if not any(path.with_suffix(".json").exists() for path in paths):
+        return []
+    found = [_read_description(path) for path in paths]
+    for path, description in zip(paths, found, strict=True):
+        if description["tokenizer"] != found[0]["tokenizer"]:
+            raise UserError(f"{path} has another tokenizer than {paths[0]}: one run takes one tokenizer")
+    return found
+
+
+def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
+    """The tokenizer that the JSON beside the files names; None where they have none. Raises UserError."""
+    described = _descriptions(paths)
+    if not described:
+        return None
+    try:
+        return from_json(described[0]["tokenizer"])
+    except UserError as error:
+        raise UserError(f"{paths[0].with_suffix('.json')}: {error}") from None
+
+
+def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) -> TokenFiles:
+    """Token files, checked. unnamed: the tokenizer of files that have no JSON beside them.
+
+    A file with a JSON is read once and compared with its SHA-256. Of a file without one the header and four blocks
+    of 2048 tokens, of which one is the first and one the last, make up a SHA-256 in its place: a data set of 100
+    files with 100 million tokens each would take minutes to read whenever a run starts, and to notice that a run
+    goes on with other data the blocks suffice. The digest of several files is that of their digests.
 
     Raises UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token
     outside the vocabulary.
     """
+    headers = [_read_header(path) for path in paths]
+    counts = tuple(int(np.frombuffer(header, dtype="<i4")[2]) for header in headers)
+    described = _descriptions(paths)
+    tokenizer = stated_tokenizer(paths) or unnamed()
+    digests = []
     try:
-        size = check_regular(path)
-        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
+        for index, file in enumerate(_opened(paths, counts, tokenizer.vocab_size)):
+            ranges = _whole(file.count) if described else _blocks(file.count)
+            digest = hashlib.sha256(headers[index])
+            for start, stop in ranges:
+                digest.update(file.read(start, stop).tobytes())
+            digests.append(digest.hexdigest())
+            if described and digests[-1] != described[index]["sha256"]:
+                stated = f"{file.path.with_suffix('.json').name} says {described[index]['sha256']}"
+                raise UserError(f"{file.path}: SHA-256 {digests[-1]}, but {stated}")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except Unreadable as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if len(header) < HEADER_BYTES // 4 or header[0] != MAGIC:
-        found = f"magic {header[0]}" if len(header) else "an empty file"
-        raise UserError(f"{path} is not a token file: found {found}, expected magic {MAGIC}")
-    if header[1] != VERSION:
-        raise UserError(f"{path}: version {header[1]}, expected {VERSION} (uint16 tokens)")
-    count = int(header[2])
-    if size != HEADER_BYTES + 2 * count:
-        raise UserError(f"{path}: {size} bytes, but {count} tokens need {HEADER_BYTES + 2 * count}")
-    description = _read_description(path)
-    try:
-        tokenizer = from_json(description["tokenizer"])
-    except UserError as error:
-        raise UserError(f"{path.with_suffix('.json')}: {error}") from None
-    tokens = (
-        np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES, shape=(count,)) if count else np.zeros(0, "<u2")
-    )
-    if verify:
-        _verify(path, tokens, header.tobytes(), tokenizer.vocab_size, description["sha256"])
-    return TokenFile(path, tokens, tokenizer, description["sha256"], str(description.get("source", path)))
+        raise UserError(of_disk(error)) from None
+    source = f"{len(paths)} files, {paths[0]} to {paths[-1].name}" if len(paths) > 1 else str(paths[0])
+    if len(described) == 1:
+        source = str(described[0].get("source", source))
+    whole = digests[0] if len(paths) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return TokenFiles(paths, counts, tokenizer, whole, source)
 
 
-def _verify(path: Path, tokens: Tokens, header: bytes, vocab_size: int, expected: str) -> None:
-    digest = hashlib.sha256(header)
-    for start in range(0, len(tokens), _CHUNK):
-        chunk = tokens[start : start + _CHUNK]
-        digest.update(chunk.tobytes())
-        if int(chunk.max()) >= vocab_size:
-            place = start + int(chunk.argmax())
-            raise UserError(f"{path}: token {int(chunk.max())} at {place} is outside the vocabulary of {vocab_size}")
-    if digest.hexdigest() != expected:
-        raise UserError(f"{path}: SHA-256 {digest.hexdigest()}, but {path.with_suffix('.json').name} says {expected}")
+def _whole(count: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+
+
+def _blocks(count: int) -> list[tuple[int, int]]:
+    last = max(0, count - _BLOCK)
+    return [(last * place // 3, min(last * place // 3 + _BLOCK, count)) for place in range(4)]

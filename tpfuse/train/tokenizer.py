@@ -20,6 +20,14 @@ END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
 LARGEST = 2**16  # token numbers are stored in 16 bits
 
 
+class TokenSequence(Protocol):
+    """Token numbers by slices: an array, or token files (`tpfuse.train.token_file.FileTokens`)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice, /) -> Tokens: ...
+
+
 class Tokenizer(Protocol):
     """Text to token numbers and back; `as_json` is all that is needed to make it again.
 

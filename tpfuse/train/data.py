@@ -1,0 +1,156 @@
+"""The tokens that a run trains on and those that it is validated on: what --data.path and --data.val-path name."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpfuse.train.config import read_toml
+from tpfuse.train.corpus import read_text
+from tpfuse.train.errors import UserError
+from tpfuse.train.options import DataOptions
+from tpfuse.train.token_file import (
+    FileTokens,
+    TokenFiles,
+    open_token_files,
+    token_paths,
+    write_token_file,
+)
+from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """The tokens of a text, in memory; source: what the text is."""
+
+    tokens: Tokens
+    tokenizer: Tokenizer
+    source: str
+
+    @property
+    def count(self) -> int:
+        """Tokens."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The token files of a run. val: those of --data.val-path; None where the end of `train` is for validation."""
+
+    train: TokenFiles
+    val: TokenFiles | None
+
+    def open(self, val_fraction: float) -> tuple[FileTokens, FileTokens]:
+        """(training, validation); without files of its own, validation is the last `val_fraction` of the tokens.
+
+        Raises OSError.
+        """
+        tokens = self.train.open()
+        if self.val is not None:
+            return tokens, self.val.open()
+        border = len(tokens) - int(len(tokens) * val_fraction)
+        return tokens.part(0, border), tokens.part(border, len(tokens))
+
+    def digests(self) -> dict[str, str | None]:
+        """What a checkpoint keeps of the data, so that a run does not go on with other data."""
+        return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
+
+
+def read_data(
+    data: DataOptions, kept: tuple[Path | None, Path | None] = (None, None)
+) -> tuple[TokenFiles | EncodedText, TokenFiles | EncodedText | None]:
+    """(training, validation) as the options name them; validation is None without --data.val-path.
+
+    kept: the token files that a run has made of its texts and goes on with (`kept_tokens`). A text is read and encoded;
+    under the tokenizer chars the vocabulary is that of both texts. Raises UserError.
+    """
+    if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
+        raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
+    train_files = _files(data.path, kept[0])
+    val_files = _files(data.val_path, kept[1])
+    val_text = None if data.val_path is None or val_files is not None else read_text(data.val_path)
+    train: TokenFiles | EncodedText
+    if train_files is not None:
+        train = open_token_files(train_files, functools.partial(_named, data.tokenizer, train_files[0]))
+    else:
+        train = encode_text(data, "" if val_text is None else val_text[0])
+    if val_text is not None:
+        return train, EncodedText(train.tokenizer.encode(val_text[0]), train.tokenizer, val_text[1])
+    if val_files is not None:
+        return train, open_files_of(train.tokenizer, val_files)
+    return train, None
+
+
+def encode_text(data: DataOptions, val_text: str = "") -> EncodedText:
+    """The text that --data.path names, in a tokenizer that may know `val_text` too. Raises UserError."""
+    text, source = read_text(data.path)
+    tokenizer = build_tokenizer(data.tokenizer, text + val_text)
+    return EncodedText(tokenizer.encode(text), tokenizer, source)
+
+
+def _files(path: Path | None, kept: Path | None) -> tuple[Path, ...] | None:
+    if kept is not None:
+        return (kept,)
+    return None if path is None else token_paths(path)
+
+
+def check_named(name: str, path: Path) -> None:
+    """Raises UserError where --data.tokenizer does not say what made a token file that does not say it itself."""
+    if name in ("bytes", "chars"):  # bytes is the default, and chars are those of a text
+        raise UserError(
+            f"{path} has no {path.with_suffix('.json').name} beside it, which tells the tokenizer: pass"
+            " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json"
+        )
+
+
+def _named(name: str, path: Path) -> Tokenizer:
+    check_named(name, path)
+    return build_tokenizer(name, "")
+
+
+def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
+    """Token files that `tokenizer` has made, or may have made: those without a JSON do not say.
+
+    Raises UserError where they name another one.
+    """
+    files = open_token_files(paths, lambda: tokenizer)
+    if files.tokenizer.as_json() != tokenizer.as_json():
+        raise UserError(f"{paths[0]} has tokens of another tokenizer than the training data's")
+    return files
+
+
+def store(folder: Path, train: TokenFiles | EncodedText, val: TokenFiles | EncodedText | None) -> RunData:
+    """The data with every text as a token file in `folder`. Raises OSError."""
+    if isinstance(train, EncodedText):
+        train = write_token_file(folder, train.tokens, train.tokenizer, train.source)
+    if isinstance(val, EncodedText):
+        val = write_token_file(folder, val.tokens, val.tokenizer, val.source, "validation")
+    return RunData(train, val)
+
+
+def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | None]:
+    """The files in a run's folder with the tokens of its (training, validation) text; None where there is no text.
+
+    Raises UserError where the options name a text that is not the run's.
+    """
+    before = read_toml(folder / "config.toml").get("data", {})
+    kept, val = folder / "data" / "tokens.bin", folder / "data" / "validation.bin"
+    if data.path is not None:
+        trained = f"{folder} was trained on {before.get('path', 'its default text')}"
+        kept_file = _kept(kept, before.get("path"), data.path, trained)
+    else:
+        kept_file = kept
+    if data.val_path is None:
+        return kept_file, None
+    validated = f"{folder} was validated on {before.get('val_path', 'the end of its training data')}"
+    return kept_file, _kept(val, before.get("val_path"), data.val_path, validated)
+
+
+def _kept(file: Path, before: str | None, now: Path, used: str) -> Path | None:
+    same = before is not None and Path(before).absolute() == now.absolute()
+    if same and file.exists():
+        return file
+    if token_paths(now) is not None:
+        return None
+    if not same:
+        raise UserError(f"--resume with different data: {used}, not on {now}")
+    return file
