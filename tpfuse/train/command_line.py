@@ -118,6 +118,21 @@ def _export(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _evaluate(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import EvaluateCommand
+
+    if not arguments or arguments[0].startswith("-"):
+        if "--help" in arguments or "-h" in arguments:
+            parse_command(EvaluateCommand, ["--help"], "evaluate RUN")
+        raise UserError("which run? tpfuse evaluate RUN [options]")
+    options = parse_command(EvaluateCommand, arguments[1:], "evaluate RUN")
+    from tpfuse.train.evaluate import evaluate
+
+    print(evaluate(Path(arguments[0]), options.data.path))
+    return 0
+
+
 def _memory(arguments: Sequence[str]) -> int:
     from tpfuse.train.config import parse_command
     from tpfuse.train.options import MemoryCommand
@@ -167,6 +182,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a GPT on text, on one rank or many"),
+    "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model as a Hugging Face GPT-2"),
     "memory": (_memory, "count what each rank of a run will hold, by ZeRO's stage"),

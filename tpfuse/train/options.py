@@ -231,6 +231,21 @@ class PrepareCommand:
 
 
 @dataclass(frozen=True)
+class EvaluateDataOptions:
+    """The text to evaluate on."""
+
+    path: OptionalPath = None
+    """A text or token files, as for `tpfuse train`. Default: the run's validation tokens."""
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Measure the loss of a run's newest good checkpoint on a whole text, on one rank."""
+
+    data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
+
+
+@dataclass(frozen=True)
 class SampleCommand:
     """Generate text with the newest good checkpoint of a run.
 

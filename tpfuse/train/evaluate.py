@@ -1,0 +1,70 @@
+"""`tpfuse evaluate`: the loss of a run's newest good checkpoint on all tokens of a text, on one rank."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tpfuse.models.gpt import GPT
+from tpfuse.train.config import parse_train
+from tpfuse.train.corpus import read_text
+from tpfuse.train.data import kept_tokens, open_files_of, read_data, store
+from tpfuse.train.errors import UserError
+from tpfuse.train.sample import load_run
+from tpfuse.train.token_file import token_paths
+from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
+
+_TOKENS = 8192  # of a forward pass, if the context is not longer
+
+
+@torch.no_grad()
+def mean_loss(model: GPT, tokens: TokenSequence, device: torch.device) -> float:
+    """Loss in nats per token over tokens 1 to n - 1 of n, each of which is predicted once.
+
+    The windows of n_positions tokens follow each other and do not overlap; the last one may be shorter.
+    """
+    length = model.config.n_positions
+    span = max(1, _TOKENS // length) * length
+    total = 0.0
+    for start in range(0, len(tokens) - 1, span):
+        both = torch.from_numpy(tokens[start : start + span + 1].astype(np.int64)).to(device)
+        whole = (len(both) - 1) // length * length
+        if whole:
+            ids, targets = both[:whole].view(-1, length), both[1 : whole + 1].view(-1, length)
+            total += model(ids, targets, loss_weight=1.0).item()
+        if whole < len(both) - 1:
+            total += model(both[None, whole:-1], both[None, whole + 1 :], loss_weight=1.0).item()
+    return total / (len(tokens) - 1)
+
+
+def evaluate(run: Path, path: Path | None) -> str:
+    """The result in one line. path: of the text, None for the run's validation tokens. Raises UserError."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_run(run, device)
+    tokens, source = _validation_tokens(run) if path is None else _tokens_of(path, tokenizer)
+    if len(tokens) < 2:
+        raise UserError(f"{source}: found {len(tokens)} tokens, expected at least 2")
+    loss = mean_loss(model, tokens, device)
+    bits = f", {loss / math.log(2):.4f} bits per byte" if isinstance(tokenizer, ByteTokenizer) else ""
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return (
+        f"{run}: loss {loss:.4f} nats per token, perplexity {perplexity:.4g}{bits}"
+        f" ({len(tokens) - 1:,} tokens of {source})"
+    )
+
+
+def _validation_tokens(run: Path) -> tuple[TokenSequence, str]:
+    options = parse_train(["--resume", "--out", str(run)])
+    data = store(run / "data", *read_data(options.data, kept_tokens(run, options.data)))
+    tokens = data.open(options.data.val_fraction)[1]
+    return tokens, f"the end of {data.train.source}" if data.val is None else data.val.source
+
+
+def _tokens_of(path: Path, tokenizer: Tokenizer) -> tuple[TokenSequence, str]:
+    paths = token_paths(path)
+    if paths is None:
+        text, source = read_text(path)
+        return tokenizer.encode(text), source
+    files = open_files_of(tokenizer, paths)
+    return files.open(), files.source
