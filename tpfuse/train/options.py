@@ -240,7 +240,10 @@ class EvaluateDataOptions:
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Measure the loss of a run's newest good checkpoint on a whole text, on one rank."""
+    """Measure the loss of a run's newest good checkpoint on a whole text, on one rank.
+
+    RUN is the folder that `tpfuse train` has written.
+    """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
 
