@@ -221,7 +221,7 @@ class TrainCommand:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """Turn text into a token file, which `tpfuse train` reads from the disk while it trains."""
+    """Turn text into a token file, which `tpfuse train` reads from the disk."""
 
     out: Path
     """Folder for tokens.bin and tokens.json."""
