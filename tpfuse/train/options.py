@@ -280,9 +280,9 @@ class ExportCommand:
     transformers reads the folder, and so does `tpfuse train --init-from`.
     """
 
-    run: Positional[Path]
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Folder that `tpfuse train` has written."""
-    folder: Positional[Path]
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
     """Folder to write, which is new or empty."""
 
 
