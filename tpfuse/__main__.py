@@ -2,7 +2,7 @@
 
 import sys
 
-_EXTRA = ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingface_hub", "tomli_w")
+_EXTRA = ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingface_hub", "tomli_w", "tqdm")
 
 
 def main() -> None:

@@ -47,3 +47,8 @@ def test_initial_weights_are_the_same_everywhere() -> None:
     weight = PositionEmbedding(63, 9).weight
     for world in (2, 3):
         assert all(torch.equal(local, weight) for local in pool(world).run(_reset))
+
+
+def test_what_is_inherited_and_does_not_fit_says_so() -> None:
+    with pytest.raises(ValueError, match=r"PositionEmbedding\.from_pretrained is not there: .* load_state_dict"):
+        PositionEmbedding.from_pretrained(torch.zeros(9, 5))

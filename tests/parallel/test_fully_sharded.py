@@ -24,6 +24,7 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.fully_sharded import FullySharded
+from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
@@ -465,6 +466,13 @@ def refusals() -> None:
     def tie(model: Toy) -> None:
         model.pieces[2].up.weight = model.pieces[0].up.weight
 
+    def taken(model: Toy) -> None:
+        model.pieces[0].sum_gradients = True
+        GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD)
+
+    assert message(taken).startswith(
+        "GradientBuckets sum the gradients of pieces.0 over tensor-parallel ranks: shard a"
+    )
     assert message(scalar).startswith("pieces.1.gain is a scalar")
     assert message(transposed).startswith("mixing is not contiguous")
     assert message(tie).startswith("pieces.0.up.weight and pieces.2.up.weight are one parameter in two units")

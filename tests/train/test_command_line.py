@@ -399,6 +399,15 @@ def test_token_files_that_change_during_the_run(
     assert "step 5: rank 0: " in error and message in error
 
 
+def test_too_little_memory_is_one_line(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "train_step", lambda *arguments: torch.empty(2**50))
+    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
+    error = one_error(capfd)
+    assert "step 0: rank 0 has too little memory (" in error and "a smaller --train.micro-batch" in error
+
+
 def test_options_that_a_full_disk_has_emptied(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Default options would train on, silently; and a resume does not empty the file any more."""
     copy = tmp_path / "run"

@@ -1,5 +1,7 @@
 """PositionEmbedding: learned positions on sequence shards."""
 
+from typing import Any, NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,6 +37,11 @@ class PositionEmbedding(OnMesh, nn.Embedding):
         self.weight = empty_parameter((num_embeddings, embedding_dim), None, device_mesh, device, dtype)
         if has_values(self.weight):
             self.reset_parameters()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises ValueError: the layer has a mesh and takes a table by `load_state_dict`."""
+        raise ValueError(f"{cls.__name__}.from_pretrained is not there: make the layer, then call its load_state_dict")
 
     def reset_parameters(self) -> None:
         """nn.Embedding's initialisation, the same on all ranks."""

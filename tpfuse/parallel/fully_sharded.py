@@ -33,6 +33,7 @@ from tpfuse.comm.mesh import flat_group, rank_and_size
 from tpfuse.comm.process_group import set_timeout
 from tpfuse.comm.rank_order import HALF
 from tpfuse.comm.traffic import Traffic
+from tpfuse.layers.parameter import Borrowed
 from tpfuse.parallel.bucket_layout import decays
 from tpfuse.parallel.counted_collectives import CountedAllGather, CountedReduceScatter
 from tpfuse.parallel.equal_start import broadcast_model
@@ -256,6 +257,12 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     """The dtype of the parameters. Raises ValueError where they cannot be sharded."""
     unit_of = dict.fromkeys(model.modules(), model)
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "sum_gradients", None), Borrowed):
+            raise ValueError(
+                f"GradientBuckets sum the gradients of {name} over tensor-parallel ranks: shard a copy of the model"
+                " (copy.deepcopy), or a new one"
+            )
     for module in model.modules():  # from the outside in
         if any(module is unit for unit in units):
             unit_of |= dict.fromkeys(module.modules(), module)

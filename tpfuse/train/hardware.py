@@ -19,6 +19,12 @@ def device_count() -> int:
     return torch.cuda.device_count()
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, numpy or torch could not get memory; torch has no class of its own for that on a CPU."""
+    named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s of one device, where the number is from).
 

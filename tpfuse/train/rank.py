@@ -27,7 +27,15 @@ from tpfuse.train import checkpoint
 from tpfuse.train.agreement import agree
 from tpfuse.train.batches import Windows, unigram_loss
 from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
-from tpfuse.train.hardware import expand_segments, held_bytes, keep_freed_memory, memory_bytes, peak_flops, set_threads
+from tpfuse.train.hardware import (
+    expand_segments,
+    held_bytes,
+    is_out_of_memory,
+    keep_freed_memory,
+    memory_bytes,
+    peak_flops,
+    set_threads,
+)
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.launch import Place, device_of, join
 from tpfuse.train.memory import count_on
@@ -73,7 +81,12 @@ def train_rank(place: Place, run: Run) -> int:
         raise RunError(f"{_when(training)}: {error}") from error
     except OSError as error:
         raise RunError(f"{_when(training)}: rank {place.rank}: {of_disk(error)}") from error
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise RunError(
+                f"{_when(training)}: rank {place.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
+                " a smaller --train.micro-batch, --train.recompute full or more ranks take less"
+            ) from error
         if place.world == 1 or not is_lost_peer(error):
             raise
         lost = f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}"
