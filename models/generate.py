@@ -112,7 +112,7 @@ def _choose(
 
 
 def _lengths(ids_BT: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """How many tokens each prompt has, [B]. Raises ValueError for a mask that is not padding before prompts."""
+    """Returns how many tokens each prompt has, [B]. Raises ValueError for a mask that is not padding before prompts."""
     batch, longest = ids_BT.shape
     if attention_mask is None:
         return torch.full((batch,), longest, device=ids_BT.device)

@@ -44,7 +44,7 @@ from tpfuse.testing.ranks import pool
 
 @contextlib.contextmanager
 def _made(how: str) -> Iterator[torch.device]:
-    """Where tensors without values are made."""
+    """Gives the device on which tensors without values are made, while they are."""
     if how == "meta":
         yield torch.device("meta")
     else:

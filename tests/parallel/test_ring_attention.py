@@ -600,7 +600,7 @@ def test_every_schedule_is_one_graph(
 
 
 def _promised() -> None:
-    """What the compiler is told of results (shapes, dtypes, strides) is what they are."""
+    """The compiler is told the shapes, dtypes and strides that the results have."""
     sequence = _Sequence(kv_heads=1, dtype=BF16)
     for schedule in ("ring", "ulysses"):
         way = _Way(schedule)

@@ -1,17 +1,29 @@
 """A small text and the flags of a run that takes moments."""
 
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tpfuse.train import hardware
+from tpfuse.train.launch import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine can do is not what these tests ask."""
+    """These tests do not ask how fast this machine is."""
     monkeypatch.setattr(hardware, "PROBE_SECONDS", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Puts the signal handlers back that a run in this process replaces."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -41,15 +41,6 @@ from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.trainer import Trainer
 
 
-@pytest.fixture(autouse=True)
-def _signals() -> object:
-    """A run in this process sets signal handlers; put them back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A finished run with its folder left alone by the tests."""

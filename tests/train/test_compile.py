@@ -1,8 +1,6 @@
 """`--train.compile`: the losses of a run without it, at every stage of ZeRO and layout, and its errors in one line."""
 
-import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,6 @@ from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions, Ze
 from tpfuse.train.trainer import Trainer
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=8, n_embd=32, n_layer=2, n_head=4)
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A run in this process sets signal handlers; put them back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def _losses(compiled: bool, tp: int, cp: int, stage: int, dropout: float, autocast: Any) -> list[float]:

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +36,6 @@ TRAINING = (
     "--train.steps 4 --train.batch 8 --train.eval-every 4 --train.eval-batches 2 --train.log-every 4"
     " --train.save-every 0 --optim.warmup 0"
 ).split()
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A run in this process sets signal handlers; put them back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")

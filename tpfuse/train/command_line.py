@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import tpfuse
 from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tpfuse.train.options import TrainCommand
     from tpfuse.train.setup import Run
 
+T = TypeVar("T")
 _PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
 
 
@@ -72,10 +73,8 @@ def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
     if place.rank == 0:
         try:
             outcome = [prepare_run(options, place.local_world)]
-        except (UserError, CheckpointMismatch) as error:
-            outcome = [(str(error), 2)]
-        except CheckpointError as error:
-            outcome = [(str(error), 3)]
+        except (UserError, CheckpointMismatch, CheckpointError) as error:
+            outcome = [(str(error), error.status)]
     try:
         dist.broadcast_object_list(outcome, src=0)
     except RuntimeError as error:
@@ -83,27 +82,31 @@ def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
             raise
         raise PeerLost(f"rank {place.rank} lost another rank while rank 0 prepared the run") from error
     if isinstance(outcome[0], tuple):
-        message, status = outcome[0]
-        if place.rank == 0:
-            fail("train", message)
         dist.destroy_process_group()
-        return status
+        raise RunError(*outcome[0])
     set_timeout(world, options.comm.timeout)
     return train_rank(place, outcome[0])
 
 
-def _sample(arguments: Sequence[str]) -> int:
+def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:
+    """(the first argument, the options behind it). Raises UserError with `question` where an option comes first."""
     from tpfuse.train.config import parse_command
-    from tpfuse.train.options import SampleCommand
 
     if not arguments or arguments[0].startswith("-"):
         if "--help" in arguments or "-h" in arguments:
-            parse_command(SampleCommand, ["--help"], "sample RUN")
-        raise UserError("which run? tpfuse sample RUN [options]")
-    options = parse_command(SampleCommand, arguments[1:], "sample RUN")
+            parse_command(kind, ["--help"], command)
+        raise UserError(question)
+    return arguments[0], parse_command(kind, arguments[1:], command)
+
+
+def _sample(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import SampleCommand
+
+    question = "which run? tpfuse sample RUN [options]"
+    run, options = _subject_and_options(SampleCommand, arguments, "sample RUN", question)
     from tpfuse.train.sample import sample
 
-    print(sample(Path(arguments[0]), options))
+    print(sample(Path(run), options))
     return 0
 
 
@@ -119,32 +122,24 @@ def _export(arguments: Sequence[str]) -> int:
 
 
 def _evaluate(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
     from tpfuse.train.options import EvaluateCommand
 
-    if not arguments or arguments[0].startswith("-"):
-        if "--help" in arguments or "-h" in arguments:
-            parse_command(EvaluateCommand, ["--help"], "evaluate RUN")
-        raise UserError("which run? tpfuse evaluate RUN [options]")
-    options = parse_command(EvaluateCommand, arguments[1:], "evaluate RUN")
+    question = "which run? tpfuse evaluate RUN [options]"
+    run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate RUN", question)
     from tpfuse.train.evaluate import evaluate
 
-    print(evaluate(Path(arguments[0]), options.data.path))
+    print(evaluate(Path(run), options.data.path))
     return 0
 
 
 def _memory(arguments: Sequence[str]) -> int:
-    from tpfuse.train.config import parse_command
     from tpfuse.train.options import MemoryCommand
 
-    if not arguments or arguments[0].startswith("-"):
-        if "--help" in arguments or "-h" in arguments:
-            parse_command(MemoryCommand, ["--help"], "memory CONFIG")
-        raise UserError("of which run? tpfuse memory PRESET|FILE.toml [options]")
-    options = parse_command(MemoryCommand, arguments[1:], "memory CONFIG")
+    question = "of which run? tpfuse memory PRESET|FILE.toml [options]"
+    source, options = _subject_and_options(MemoryCommand, arguments, "memory CONFIG", question)
     from tpfuse.train.memory import memory
 
-    print(memory(arguments[0], options))
+    print(memory(source, options))
     return 0
 
 

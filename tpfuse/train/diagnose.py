@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.process_group import gather_objects
 from tpfuse.parallel.fully_sharded import FullySharded
 from tpfuse.parallel.gradient_buckets import GradientBuckets
 
@@ -51,8 +52,7 @@ def find_nonfinite(
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     found = [broken, _first_output(model, batches, at), engine.nonfinite()]
     if group is not None:
-        everywhere: list[Any] = [None] * group.size()
-        dist.all_gather_object(everywhere, found, group=group)
+        everywhere = gather_objects(found, group, op="search for what is not finite")
         found = [[name for rank in everywhere for name in rank[kind]] for kind in range(3)]
     parameters, outputs, gradients = found
     if parameters:

@@ -162,10 +162,8 @@ class Training:
         def outcome() -> tuple[str, int] | None:
             try:
                 load()
-            except (UserError, checkpoint.CheckpointMismatch) as error:
-                return str(error), 2
-            except checkpoint.CheckpointError as error:
-                return str(error), 3
+            except (UserError, checkpoint.CheckpointMismatch, checkpoint.CheckpointError) as error:
+                return str(error), error.status
             return None
 
         for failure in agree(dist.group.WORLD if self.place.world > 1 else None, outcome):
