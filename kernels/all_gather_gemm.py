@@ -244,7 +244,11 @@ def all_gather_gemm_forward(
         preactivation = torch.empty(endpoint.world * m, n, dtype=x.dtype, device=x.device)
 
     k_adjacent, aligned = weight_layout(gate, up)
-    row = choose(operator, x.device, x.dtype, M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned))
+    row = choose(
+        operator, x.device, x.dtype,
+        M=m, N=width, K=k, chunks=endpoint.world, programs=max(endpoint.programs - 1, 1),
+        gated=int(up is not None), unaligned=int(not aligned),
+    )  # fmt: skip
     tiles = endpoint.world * triton.cdiv(m, row.blocks["BLOCK_M"]) * triton.cdiv(width, row.blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
     launch(

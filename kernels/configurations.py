@@ -2,10 +2,15 @@
 
 A row holds for the sizes that its `at_most` names; of an operator's rows for a family the first that fits is taken, and
 the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
+
+One size is computed from the row itself: `idle`, the percentage of multiprocessors' time that its tiles leave unused,
+because the last wave of tiles is not full or tiles hang over the edges. So a product can pass over a wide tile, whose
+loop is the quickest, where a narrower one keeps more multiprocessors busy.
 """
 
 import contextlib
 import functools
+import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +44,19 @@ class Configuration:
 
     def fits(self, bits: int, sizes: Mapping[str, int]) -> bool:
         """Whether the row is for elements of `bits` bits and these sizes."""
-        return bits == self.bits and all(sizes[name] <= limit for name, limit in self.at_most.items())
+        if bits != self.bits:
+            return False
+        return all(
+            (self.idle(sizes) if name == "idle" else sizes[name]) <= limit for name, limit in self.at_most.items()
+        )
+
+    def idle(self, sizes: Mapping[str, int]) -> float:
+        """Percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave unused."""
+        block_m, block_n = int(self.blocks["BLOCK_M"]), int(self.blocks["BLOCK_N"])
+        tiles = sizes.get("chunks", 1) * math.ceil(sizes["M"] / block_m) * math.ceil(sizes["N"] / block_n)
+        done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)
+        waves = math.ceil(tiles / sizes["programs"])
+        return 100 * (1 - done / max(waves * sizes["programs"], 1))
 
 
 def read_table(path: Path) -> list[Configuration]:

@@ -118,7 +118,10 @@ def gemm_forward(
     preactivation = torch.empty(m, n, dtype=x.dtype, device=x.device) if keep_preactivation else None
 
     aligned = allows_tma(x, gate, up)
-    row = choose("gemm", x.device, x.dtype, M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned))
+    row = choose(
+        "gemm", x.device, x.dtype,
+        M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned), programs=multiprocessors(x.device),
+    )  # fmt: skip
     options = tile_options(row, aligned)
     block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
     tiles = triton.cdiv(m, block_m) * triton.cdiv(width, block_n)

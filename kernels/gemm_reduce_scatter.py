@@ -4,14 +4,12 @@ Rank r owns rows [r c, (r + 1) c) of the result, c = cdiv(M, world). An epoch is
 
 1. The product, one persistent program per multiprocessor. It takes the tiles of rank + 1 first, then those of rank + 2,
    …, its own last, so that partial sums travel while others are computed and no owner is sent to by all at once. A
-   finished tile is stored in its owner's slot, in the place of this rank, in x's dtype. A program that has stored its
-   tiles of an owner counts itself; the one that completes the count of the grid signals the owner: one flag from each
-   rank to each, however many tiles. Nothing here waits.
+   finished tile is stored in its owner's slot, in the place of this rank, in x's dtype. A program counts itself for an
+   owner when it has stored its tiles of the next owner too: the fence in front of the count waits for stores to a peer,
+   and by then those of the owner have arrived. The program that completes the count of the grid signals the owner: one
+   flag from each rank to each, however many tiles. Nothing here waits for a peer.
 2. The sum. It waits for every rank's signal and adds the partial sums of rank 0, 1, 2, … in float32 with bias and
    residual, rounded once: in absolute order, so that results do not depend on who was first, nor on the owner's rank.
-
-With an activation the product's left operand is P = x ⊙ act'(pre-activation), computed tile by tile in front of it as
-in `gemm_input_gradient`: the gradient of an activated column-parallel layer with its reduce-scatter.
 
 Who may write when. A half of an owner's slot, [world, c, N], is written by the products of epoch e, by each rank its
 own part, and read by the owner's sum of epoch e, once that has seen all signals of e. It is written again in e + 2, by
@@ -34,11 +32,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, slot
-from tpfuse.kernels.gemm_preactivation import check_preactivation, halves_of, load_preactivation_gradient
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import launch, multiprocessors
@@ -59,10 +55,7 @@ def _signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank):
 @triton.jit(do_not_specialize=["rank"])
 def gemm_reduce_scatter_forward_kernel(
     x_ptr,  # [M, K] bf16, read
-    gate_ptr,  # [M, K] bf16, read: the pre-activation, or None
-    up_ptr,  # [M, K] bf16, read: its second half of a gated pair, or None
     weight_ptr,  # [N, K] bf16, read
-    weight_up_ptr,  # [N, K] bf16, read: the second half of a gated pair, or None
     counts_ptr,  # [WORLD] int32, 0 between launches
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes; of a half [WORLD, chunk, N] bf16, written
     flags_ptr,  # [WORLD] int64, addresses of int32 words
@@ -76,12 +69,9 @@ def gemm_reduce_scatter_forward_kernel(
     rank,
     stride_xm,
     stride_xk,
-    stride_pm,
-    stride_pk,
     stride_wn,
     stride_wk,
     WORLD: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -90,15 +80,9 @@ def gemm_reduce_scatter_forward_kernel(
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
 ):
-    GATED: tl.constexpr = weight_up_ptr is not None
     WIDTH: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
     x = matrix(x_ptr, M, K, stride_xm, BLOCK_M, BLOCK_K, TMA)
-    gate = matrix(gate_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if gate_ptr is not None else None
-    up = matrix(up_ptr, M, K, stride_pm, BLOCK_M, BLOCK_K, TMA) if GATED else None
     w = weight_matrix(weight_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-    w_up = (
-        weight_matrix(weight_up_ptr, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA) if GATED else None
-    )
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         programs, tiles_n = tl.num_programs(0), tl.cdiv(N, BLOCK_N)
@@ -112,24 +96,19 @@ def gemm_reduce_scatter_forward_kernel(
             for index in range(first, tiles, programs):
                 pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
                 first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
+                first_row = owner * chunk + first_m
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 for k in range(0, K, BLOCK_K):
-                    p, p_up = load_preactivation_gradient(
-                        x, gate, up, owner * chunk + first_m, k, M, K, stride_xm, stride_xk, stride_pm, stride_pk,
-                        ACTIVATION, BLOCK_M, BLOCK_K, TMA,
-                    )  # fmt: skip
+                    a = load_tile(x, first_row, k, M, K, stride_xm, stride_xk, BLOCK_M, BLOCK_K, TMA)
                     b = load_weight(w, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA)
-                    acc = dot(p, b, acc)
-                    if GATED:
-                        b_up = load_weight(
-                            w_up, k, first_n, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, K_ADJACENT, TMA
-                        )
-                        acc = dot(p_up, b_up, acc)
+                    acc = dot(a, b, acc)
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
             first += tl.cdiv(tiles - first, programs) * programs - tiles
-            _signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank)
+            if step > 1:
+                _signal_when_stored(counts_ptr, flags_ptr, (rank + step - 1) % WORLD, epoch, rank)
+        _signal_when_stored(counts_ptr, flags_ptr, rank, epoch, rank)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -182,35 +161,30 @@ def gemm_reduce_scatter_forward(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    preactivation: Tensor | None = None,
-    activation: str | None = None,
 ) -> Tensor:
-    """This rank's rows of Σ over ranks of P Wᵀ, + bias + residual, once all ranks have called this; in stream order.
+    """This rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all ranks have called this; in stream order.
 
-    P is x, or with an activation x ⊙ act'(preactivation). x: [M, K]; weight: [N, K]; preactivation: [M, K], needed with
-    an activation, unused without; for a gated activation [M, 2 K] and weight [N, 2 K], both [gate | up]. bias: [N] and
-    residual: [rows, N], added by this rank alone to its own rows, of which it has min(c, M - rank c) or none, c =
-    cdiv(M, world). All of one dtype of float32, float16, bfloat16, any strides, any size from 0 up. counts: int32, at
-    least [world], contiguous, this rank's alone: zeroed with the signals, and nobody else touches them. All ranks bring
-    the same M, N and dtype.
+    x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows, of which it
+    has min(c, M - rank c) or none, c = cdiv(M, world). All of one dtype of float32, float16, bfloat16, any strides, any
+    size from 0 up. counts: int32, at least [world], contiguous, this rank's alone: zeroed with the signals, and nobody
+    else touches them. All ranks bring the same M, N and dtype.
 
     Returns [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raises
-    ValueError for other shapes, dtypes, devices or names of activations, where world c rows of N are more than a slot
-    holds, and where the channel has too few flags.
+    ValueError for other shapes, dtypes or devices, where world c rows of N are more than a slot holds, and where the
+    channel has too few flags.
     """
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
-    preactivation = check_preactivation(operator, x, preactivation, activation)
     chunk = triton.cdiv(x.shape[0], endpoint.world)
     rows = min(max(x.shape[0] - endpoint.rank * chunk, 0), chunk)
-    _check(operator, x, weight, endpoint, counts, bias, residual, preactivation, activation, rows)
+    _check(operator, x, weight, endpoint, counts, bias, residual, rows)
     out = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
     row = choose("gemm_reduce_scatter_sum", x.device, x.dtype)
     tiles = triton.cdiv(rows, row.blocks["BLOCK_M"]) * triton.cdiv(out.shape[1], row.blocks["BLOCK_N"])
     nbytes = endpoint.world * chunk * out.shape[1] * x.element_size()
     endpoint.grid(operator, nbytes, tiles)  # whether slots and flags are enough
-    _launch_product(operator, x, weight, endpoint, counts, preactivation, activation, chunk)
+    _launch_product(operator, x, weight, endpoint, counts, chunk)
     launch(
         gemm_reduce_scatter_sum_kernel,
         (max(1, min(endpoint.programs, tiles)),),  # without rows too it waits, and advances the epoch
@@ -231,38 +205,25 @@ def gemm_reduce_scatter_forward(
     return out
 
 
-def _launch_product(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    endpoint: Endpoint,
-    counts: Tensor,
-    preactivation: Tensor | None,
-    activation: str | None,
-    chunk: int,
-) -> None:
+def _launch_product(operator: str, x: Tensor, weight: Tensor, endpoint: Endpoint, counts: Tensor, chunk: int) -> None:
     """Partial sums of all owners' rows into their slots, and a signal to each owner."""
     (m, k), n = x.shape, weight.shape[0]
-    gate, up = halves_of(preactivation, activation, 1)
-    weight_gate, weight_up = halves_of(weight, activation, 1)
-    k_adjacent, weight_aligned = weight_layout(weight, weight_up)
-    aligned = weight_aligned and allows_tma(x, gate, up)
+    k_adjacent, weight_aligned = weight_layout(weight, None)
+    aligned = weight_aligned and allows_tma(x)
+    programs = multiprocessors(x.device)
     row = choose(
         operator, x.device, x.dtype,
-        M=chunk, N=n, K=k, activated=int(gate is not None), gated=int(up is not None), unaligned=int(not aligned),
+        M=chunk, N=n, K=k, chunks=endpoint.world, programs=programs, unaligned=int(not aligned),
     )  # fmt: skip
     blocks = dict(row.blocks) | {"TMA": aligned and row.blocks["TMA"]}
     tiles = endpoint.world * triton.cdiv(chunk, blocks["BLOCK_M"]) * triton.cdiv(n, blocks["BLOCK_N"])
     launch(
         gemm_reduce_scatter_forward_kernel,
-        (max(1, min(tiles, multiprocessors(x.device))),),  # without a tile too it signals
+        (max(1, min(tiles, programs)),),  # without a tile too it signals
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=x,
-        gate_ptr=gate,
-        up_ptr=up,
-        weight_ptr=weight_gate,
-        weight_up_ptr=weight_up,
+        weight_ptr=weight,
         counts_ptr=counts,
         M=m,
         N=n,
@@ -270,11 +231,8 @@ def _launch_product(
         chunk=chunk,
         stride_xm=x.stride(0),
         stride_xk=x.stride(1),
-        stride_pm=preactivation.stride(0) if preactivation is not None else 0,
-        stride_pk=preactivation.stride(1) if preactivation is not None else 0,
         stride_wn=weight.stride(0),
         stride_wk=weight.stride(1),
-        ACTIVATION=activation or "none",
         K_ADJACENT=k_adjacent,
         **blocks,
         **endpoint.arguments(),
@@ -289,16 +247,14 @@ def _check(
     counts: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    preactivation: Tensor | None,
-    activation: str | None,
     rows: int,
 ) -> None:
-    check_floats(operator, x=x, weight=weight, bias=bias, residual=residual, preactivation=preactivation)
+    check_floats(operator, x=x, weight=weight, bias=bias, residual=residual)
     for name, tensor in (("x", x), ("counts", counts)):
         check_device(operator, "the channel", endpoint.slots, name, tensor)
     check_integers(operator, "counts", counts, (torch.int32,))
-    n, halves = weight.shape[0] if weight.ndim else 0, 2 if activation in GATED else 1
-    check_shape(operator, "weight", weight, (n, halves * x.shape[1]))
+    n = weight.shape[0] if weight.ndim else 0
+    check_shape(operator, "weight", weight, (n, x.shape[1]))
     if bias is not None:
         check_shape(operator, "bias", bias, (n,))
     if residual is not None:

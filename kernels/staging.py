@@ -11,6 +11,8 @@ P being the stream of the product and C the one of the copies:
     P: all_gather_gemm_forward(…, copied=True)      multiplies what is delivered, and advances the epoch
     P: waits for C
 
+Where no product wants the chunks, `finish(endpoint)`, once P has waited for C, takes its place and advances the epoch.
+
 All these launches find their epoch e in device memory: C's have read it when they deliver, so before the product, which
 needs all chunks, advances it; and they begin behind `stage`, behind the product before.
 
@@ -107,6 +109,16 @@ def deliver_kernel(
         put(ready_ptr + source, epoch)
 
 
+@triton.jit
+def finish_kernel(
+    state_ptr,  # [2] int32
+    abort_ptr,  # [1] int32, read
+):
+    epoch, running = begin(state_ptr, abort_ptr)
+    if running:
+        advance(state_ptr, epoch)
+
+
 def stage(x: Tensor, endpoint: Endpoint, half: int) -> None:
     """Puts x at the beginning of `half` of the own slot, and tells every rank; in stream order.
 
@@ -172,6 +184,11 @@ def deliver(ready: Tensor, endpoint: Endpoint, source: int) -> None:
         abort_ptr=endpoint.abort,
         source=source,
     )
+
+
+def finish(endpoint: Endpoint) -> None:
+    """Ends an epoch whose chunks no product reads; on the current stream, behind the copies of all chunks."""
+    launch(finish_kernel, (1,), num_warps=1, num_stages=1, state_ptr=endpoint.state, abort_ptr=endpoint.abort)
 
 
 def _programs(operator: str, x: Tensor, endpoint: Endpoint) -> int:

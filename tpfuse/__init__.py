@@ -1,6 +1,7 @@
 """tpfuse: tensor-parallel layers whose matrix products and communication are one program."""
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from tpfuse import _layout as _layout
@@ -9,6 +10,10 @@ if TYPE_CHECKING:
     from tpfuse.layers.explain import explain as explain
 
 __version__ = "0.1.0"
+
+# Without a workspace of a fixed size cuBLAS may give other bits in another run, and torch refuses to call it where
+# deterministic algorithms are asked for. cuBLAS reads this when it is first used.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def __getattr__(name: str) -> Any:

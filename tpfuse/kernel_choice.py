@@ -6,7 +6,8 @@
 | triton | Triton       | Triton, interpreted (TRITON_INTERPRET=1)         |
 | torch  | torch        | torch                                            |
 
-float64 is always torch's. `tpfuse train --kernels` sets it; in your own program call `set_kernels`.
+float64 is always torch's, and so are matrix products without an activation or a residual: on GPUs cuBLAS computes them.
+`tpfuse train --kernels` sets the name; in your own program call `set_kernels`.
 """
 
 import contextlib

@@ -15,6 +15,7 @@ from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: one tile of a chunk, several, none
 HALVES = (1, 1, 0, 0)  # of the slot, where copies come by themselves: with an empty round before two of them
+WITHOUT_PRODUCT = (0,)  # of these: the epoch ends behind the copies
 SLOT_BYTES = 512
 PRODUCT = {
     "BLOCK_M": 16,
@@ -93,6 +94,14 @@ class Group:
         out = multiply(xs[self.rank], weight, None, chunks, self.ready, self.end, copied=True)
         assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
 
+    def finish(self, epoch: int) -> None:
+        """Of chunks that no product reads."""
+        xs, _, chunks = self.inputs(epoch)
+        current(staging).finish(self.end)
+        for source in range(1, self.world):
+            other = (self.rank + source) % self.world
+            assert torch.equal(chunks[other], xs[other]), f"epoch {epoch + 1}"
+
 
 def gathering(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
     """Every size, with copiers."""
@@ -114,8 +123,11 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
         else:
             group.stage(epoch)
             memory.put(events, rank + world, 0, epoch + 1)
-            group.product(epoch)
+            if epoch not in WITHOUT_PRODUCT:
+                group.product(epoch)
             memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
+            if epoch in WITHOUT_PRODUCT:
+                group.finish(epoch)
 
 
 def late(memory: SimulatedMemory) -> None:

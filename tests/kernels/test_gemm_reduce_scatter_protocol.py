@@ -57,7 +57,8 @@ def products(memory: SimulatedMemory, connect: Connect, sizes: Sequence[tuple[in
         assert torch.equal(out, summed(xs, weight, memory.rank)), f"epoch {epoch + 1}"
 
 
-SIGNAL = "_signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank)"
+SIGNAL = "_signal_when_stored(counts_ptr, flags_ptr, (rank + step - 1) % WORLD, epoch, rank)"
+LAST_SIGNAL = "_signal_when_stored(counts_ptr, flags_ptr, rank, epoch, rank)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
 SUM_KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_sum_kernel
 WHEN_STORED = gemm_reduce_scatter._signal_when_stored
@@ -90,8 +91,15 @@ class TestGemmReduceScatter(ProtocolSuite):
         Fault(
             "signalled before it is stored",
             replace(KERNEL, SIGNAL, by="pass"),
-            replace(KERNEL, "tiles = tiles_m * tiles_n", by=f"tiles = tiles_m * tiles_n\n{SIGNAL}"),
+            replace(KERNEL, LAST_SIGNAL, by="pass"),
+            replace(
+                KERNEL,
+                "tiles = tiles_m * tiles_n",
+                by="tiles = tiles_m * tiles_n\n_signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank)",
+            ),
         ),
+        Fault("signalled one owner too early", replace(KERNEL, "(rank + step - 1) % WORLD", by="owner")),
+        Fault("the first owner is not signalled", replace(KERNEL, "step > 1", by="step > 2")),
         Fault("another rank's part", replace(KERNEL, "rank * chunk * N", by="owner * chunk * N")),
         Fault("an owner is left out", replace(KERNEL, "WORLD + 1", by="WORLD", call="range")),
         Fault("no signal without rows", replace(KERNEL, SIGNAL, by=f"if rows > 0:\n    {SIGNAL}")),

@@ -35,6 +35,7 @@ with launch.recording("sm_90") as recording:
     endpoint = Endpoint(0, 2, table, 1024, table, 64, words, words[:1], 8)
     staging.await_source(words, endpoint, 1)
     staging.deliver(words, endpoint, 1)
+    staging.finish(endpoint)
 found = {}
 for x in recording.launches:
     if signals(x.kernel):
@@ -105,13 +106,14 @@ SIGNALS = {
     "reduce_scatter_forward_kernel": (1, 1, 1, 2),
     "all_reduce_one_shot_kernel": (1, 1, 1, 2),
     "all_reduce_two_shot_kernel": (2, 2, 1, 3),
-    "gemm_reduce_scatter_forward_kernel": (1, 0, 1, 1),
+    "gemm_reduce_scatter_forward_kernel": (2, 0, 2, 1),
     "gemm_reduce_scatter_sum_kernel": (0, 1, 1, 2),
     "all_gather_gemm_forward_kernel": (2, 2, 1, 3),
     "all_gather_gemm_forward_kernel COPIERS=0": (0, 1, 1, 2),
     "stage_kernel": (3, 1, 1, 2),
     "await_source_kernel": (0, 1, 0, 2),
     "deliver_kernel": (1, 0, 0, 1),
+    "finish_kernel": (0, 0, 1, 1),
     "ring_attention_forward_kernel": (2, 2, 1, 3),
     "ring_attention_forward_kernel RING=True": (3, 2, 1, 3),
     "ring_attention_forward_kernel COPIERS=0": (0, 0, 0, 0),

@@ -30,13 +30,9 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
     found: list[Tensor | None] = []
     for weights, activation in (([gate], "swiglu"), ([gate, gate[:20]], "gelu")):
         pairs = products.all_gather(x, weights, [None] * len(weights), activation, True)
-        grads = [normal(5 + rank, *out.shape, dtype=dtype) for out, _ in pairs]
-        needs = [(True, True)] * len(weights)
-        kept = [before for _, before in pairs]
-        grad_x, grad_weights, grad_biases = products.all_gather_backward(
-            grads, x, weights, kept, activation, needs, True
-        )
-        found += [grad_x, *grad_weights, *grad_biases]
+        lefts = [normal(5 + rank, *kept.shape, dtype=dtype) for _, kept in pairs if kept is not None]
+        grad_x, grad_weights = products.all_gather_backward(lefts, x, weights, [True] * len(weights), True)
+        found += [grad_x, *grad_weights]
         for pair in pairs:
             found += pair
     found.append(products.reduce_scatter(y, down, None, None))

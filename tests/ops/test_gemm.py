@@ -5,11 +5,14 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import activation_backward as activation_backward_kernel
+from tpfuse.kernels import gemm as gemm_kernel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS as KERNEL_ACTIVATIONS
 from tpfuse.kernels.activations import GATED as KERNEL_GATED
+from tpfuse.kernels.launch import launch
 from tpfuse.ops.activation import ACTIVATIONS, GATED
-from tpfuse.ops.gemm import gemm, input_gradient, product, weight_gradient
+from tpfuse.ops.gemm import gemm, preactivation_gradient, product, weight_gradient
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
@@ -144,11 +147,9 @@ def test_opcheck(activation: str | None) -> None:
     torch.library.opcheck(torch.ops.tpfuse.gemm_forward.default, (*leaves, activation, keep))
     if not keep:
         return
-    kept = normal(5, 33, 70)
-    grad = normal(6, *rows["residual"].shape)
-    torch.library.opcheck(torch.ops.tpfuse.gemm_input_gradient.default, (grad, rows["weight"], kept, activation))
-    torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, True))
-    torch.library.opcheck(torch.ops.tpfuse.gemm_weight_gradient.default, (grad, rows["x"], kept, activation, False))
+    grad, kept = normal(6, *rows["residual"].shape), normal(5, 33, 70)
+    for with_sums in (True, False):
+        torch.library.opcheck(torch.ops.tpfuse.activation_backward.default, (grad, kept, activation, with_sums))
 
 
 @pytest.mark.parametrize("choice", ["triton", *exhaustive("torch")])
@@ -204,30 +205,44 @@ def test_autocast(choice: Any) -> None:
 def test_products_by_themselves(activation: str | None) -> None:
     inputs = _inputs(activation, torch.float32, "x weight bias")
     grad = normal(9, 3, 11, 35 if activation in GATED else 70)
-    into = integers(7, 70, 36)
     results = []
     for choice in ("torch", "triton"):
         with kernels(choice):
             out, kept = product(*inputs.values(), activation, True)
             assert (kept is None) == (activation is None)
             assert product(*inputs.values(), activation, False)[1] is None
-            added, none = weight_gradient(grad, inputs["x"], kept, activation, accumulate_into=into.clone())
-            assert none is None
-            results.append(
-                (
-                    out,
-                    input_gradient(grad, inputs["weight"], kept, activation),
-                    *weight_gradient(grad, inputs["x"], kept, activation, with_bias=True),
-                    added,
-                )
-            )
+            left, sums = preactivation_gradient(grad, kept, activation, True)
+            again, none = preactivation_gradient(grad, kept, activation, False)
+            assert none is None and torch.equal(again, left)
+            results.append((out, left @ inputs["weight"], weight_gradient(left, inputs["x"]), sums))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     expected = _result(leaves, activation)
     expected.backward(grad)
     truth = (expected, *(leaf.grad for leaf in (leaves["x"], leaves["weight"], leaves["bias"])))
     for result in results:
-        for actual, wanted in zip(result, (*truth, into + leaves["weight"].grad), strict=True):
+        for actual, wanted in zip(result, truth, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_products_without_anything_behind_them_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+
+    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        launched.append(kernel.__name__)
+        launch(kernel, grid, **arguments)
+
+    for module in (gemm_kernel, activation_backward_kernel):
+        monkeypatch.setattr(module, "launch", spy)
+    inputs = _inputs("gelu", torch.float32)
+    for x in inputs.values():
+        x.requires_grad_()
+    with kernels("triton"):
+        gemm(inputs["x"], inputs["weight"], inputs["bias"]).sum().backward()
+        assert launched == []
+        gemm(**inputs).sum().backward()
+        assert launched == ["gemm_forward_kernel"]
+        gemm(inputs["x"], inputs["weight"], inputs["bias"], activation="gelu").sum().backward()
+    assert launched[1:] == ["gemm_forward_kernel", "activation_backward_kernel"]
 
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])

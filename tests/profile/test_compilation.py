@@ -50,6 +50,8 @@ def test_every_row_of_the_configurations_is_compiled(report: Report) -> None:
 def test_every_exception_is_needed(report: Report) -> None:
     slow = [result for result in report.compilations if result.dot and not result.error and gate.slow(result)]
     assert {gate.exception(result) for result in slow} == gate.EXCEPTIONS.keys()
+    busy = [result for result in report.compilations if not result.error and gate.issues_too_much(result)]
+    assert {gate.issue_exception(result) for result in busy} == gate.ISSUE_EXCEPTIONS.keys()
 
 
 def test_the_committed_table_is_current(report: Report) -> None:

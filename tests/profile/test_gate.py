@@ -70,6 +70,7 @@ FLAWS = {
     "product_kernel BLOCK=32": "mma.sync instructions for its dot, not ",
     "product_kernel BLOCK=256": "registers are spilled",
     "product_kernel BLOCK=128": "bytes of shared memory",
+    "prologue_kernel": " issue slots for each tensor cycle",
 }
 
 
@@ -81,6 +82,9 @@ def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
     lines = list(complaints(result))
     if family == "sm_80" and FLAWS[start].startswith("mma.sync"):
         assert not lines, "mma.sync is what sm_80 has"
+        return
+    if family != "sm_90" and "issue" in FLAWS[start]:
+        assert not lines, "issue slots are counted for sm_90 alone"
         return
     assert f"flawed {family} bfloat16 {start}" in lines[0]
     assert FLAWS[start] in lines[0]

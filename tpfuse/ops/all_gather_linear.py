@@ -1,8 +1,9 @@
 """all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block, for one weight or several.
 
-Only this rank's shard of x is kept for backward (arXiv:2205.05198), which computes dX = dY W, reduce-scattered, and
-dW = dYᵀ X against x gathered anew. Several weights (q, k and v; gate and up) are fed by one gather, and the gradients
-of x that come back through them are scattered once. `tpfuse.ops.parallel_linear` has the implementations.
+Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation where there is one. Backward
+computes its gradient P once, then dX = P W, reduce-scattered, and dW = Pᵀ X against x gathered anew. Several weights
+(q, k and v; gate and up) are fed by one gather, and the gradients of x that come back through them are scattered once.
+`tpfuse.ops.parallel_linear` has the implementations.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,8 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast, once_differentiable
-from tpfuse.ops.gemm import gemm
+from tpfuse.ops.gemm import gemm, preactivation_gradient
 from tpfuse.ops.linear_checks import check_linear
 from tpfuse.ops.parallel_linear import ParallelLinear
 from tpfuse.ops.traced_linear import products
@@ -44,11 +44,11 @@ class _AllGatherLinear(Function):
         x, *kept = ctx.saved_tensors
         weights, preactivations = kept[: ctx.count], kept[ctx.count :]
         needs_x, _, _, *needs = ctx.needs_input_grad
-        pairs = list(zip(needs[: ctx.count], needs[ctx.count :], strict=True))
-        grad_x, grad_weights, grad_biases = ctx.products.all_gather_backward(
-            grads, x, weights, preactivations, ctx.activation, pairs, needs_x
-        )
-        return grad_x, None, None, *grad_weights, *grad_biases
+        triples = zip(grads, preactivations, needs[ctx.count :], strict=True)
+        pairs = [preactivation_gradient(grad, kept, ctx.activation, bias) for grad, kept, bias in triples]
+        lefts = [left for left, _ in pairs]
+        grad_x, grad_weights = ctx.products.all_gather_backward(lefts, x, weights, needs[: ctx.count], needs_x)
+        return grad_x, None, None, *grad_weights, *(sums for _, sums in pairs)
 
 
 @overload
@@ -100,11 +100,7 @@ def all_gather_linear(
         return outs[0] if single else outs
     x_, *parameters = autocast(x, *weights, *biases)
     assert x_ is not None
-    chosen = products(x_, group)
-    inside = activation if chosen.activates(x_) else None
-    outs = _gathered_products(x_, chosen, inside, *parameters)
-    if inside != activation:
-        outs = tuple(apply_activation(out, activation) for out in outs)
+    outs = _gathered_products(x_, products(x_, group), activation, *parameters)
     return outs[0] if single else outs
 
 

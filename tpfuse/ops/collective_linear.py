@@ -6,12 +6,12 @@ kept, arXiv:2205.05198) while dX is computed, and dX is reduce-scattered while d
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import collectives
-from tpfuse.kernel_choice import use_triton
-from tpfuse.ops.gemm import input_gradient, product, weight_gradient
+from tpfuse.ops.gemm import flat, product, weight_gradient
 
 
 class CollectiveLinear:
@@ -19,10 +19,6 @@ class CollectiveLinear:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-
-    def activates(self, x: Tensor) -> bool:
-        """Whether products apply the activation: Triton's do, in their last pass."""
-        return use_triton(x)
 
     def _agree(self, x: Tensor, op: str) -> None:
         collectives.agree_on_rows(x.shape[:-1].numel(), x.device, self._group, op=op)
@@ -37,37 +33,26 @@ class CollectiveLinear:
         return [product(gathered, weight, bias, activation, keep) for weight, bias in pairs]
 
     def all_gather_backward(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        weights: Sequence[Tensor],
-        preactivations: Sequence[Tensor | None],
-        activation: str | None,
-        needs: Sequence[tuple[bool, bool]],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-        """(dX, dWs, dbs)."""
-        factors = list(zip(grads, preactivations, strict=True))
-        gathers = any(weight or bias for weight, bias in needs)
-        if gathers:
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dX, dWs)."""
+        if any(needs):
             gathered, gathering = collectives.start_all_gather(x, self._group)
         if needs_x:
             partial: Tensor | None = None
-            for (grad, preactivation), weight in zip(factors, weights, strict=True):
-                term = input_gradient(grad, weight, preactivation, activation)
+            for left, weight in zip(lefts, weights, strict=True):
+                term = torch.matmul(left, weight)
                 partial = term if partial is None else partial.add_(term)
             assert partial is not None
             grad_x, scattering = collectives.start_reduce_scatter(partial, self._group)
-        if gathers:
+        if any(needs):
             gathering.wait()
-        found: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(weights)
-        for index, ((grad, preactivation), need) in enumerate(zip(factors, needs, strict=True)):
-            if any(need):
-                found[index] = weight_gradient(grad, gathered, preactivation, activation, with_bias=need[1])
+        grad_weights = [
+            weight_gradient(left, gathered) if needed else None for left, needed in zip(lefts, needs, strict=True)
+        ]
         if needs_x:
             scattering.wait()
-        grad_weights = [weight if need[0] else None for (weight, _), need in zip(found, needs, strict=True)]
-        return grad_x if needs_x else None, grad_weights, [bias for _, bias in found]
+        return grad_x if needs_x else None, grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual."""
@@ -81,10 +66,9 @@ class CollectiveLinear:
         """(dX, dW, db), all from one all-gather of grad."""
         needs_x, needs_weight, needs_bias = needs
         gathered = collectives.all_gather(grad, self._group)
-        grad_x = input_gradient(gathered, weight) if needs_x else None
-        if needs_weight:
-            return grad_x, *weight_gradient(gathered, x, with_bias=needs_bias)
-        return grad_x, None, gathered.flatten(0, -2).sum(0) if needs_bias else None
+        grad_x = torch.matmul(gathered, weight) if needs_x else None
+        grad_weight = weight_gradient(gathered, x) if needs_weight else None
+        return grad_x, grad_weight, flat(gathered).sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """all_reduce(x Wᵀ) + bias + residual."""

@@ -19,7 +19,7 @@ from tpfuse.comm.channel import Channel
 from tpfuse.comm.direct import ONE_SHOT_BYTES, SLOT_BYTES
 from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.ops.gemm import flat
+from tpfuse.ops.gemm import activated, flat
 
 PIECE_BYTES = 2**23  # of a slot's half; a row that is longer has one of its own size
 
@@ -32,15 +32,10 @@ class DirectLinear:
         self.memory, self._piece_bytes = memory, piece_bytes
         self._channels: dict[int, Channel] = {}
 
-    def activates(self, x: Tensor) -> bool:
-        """Activations are operators of their own."""
-        return False
-
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """(all_gather(x) Wᵀ + bias, None) for each weight; x: [n, ..., K]."""
-        assert activation is None
+        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight; x: [n, ..., K]."""
         rows = flat(x)
         outs = [x.new_empty(self.memory.world, rows.shape[0], weight.shape[0]) for weight in weights]
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
@@ -48,25 +43,18 @@ class DirectLinear:
                 for weight, bias, out in zip(weights, biases, outs, strict=True):
                     _product(chunk, weight.t(), bias, out[rank, part])
         shape = self.memory.world * x.shape[0], *x.shape[1:-1]
-        return [(out.view(*shape, out.shape[-1]), None) for out in outs]
+        return [activated(out.view(*shape, out.shape[-1]), activation, keep) for out in outs]
 
     def all_gather_backward(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        weights: Sequence[Tensor],
-        preactivations: Sequence[Tensor | None],
-        activation: str | None,
-        needs: Sequence[tuple[bool, bool]],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-        """(dX, dWs, dbs). x and the partial sums of its gradient are staged together: one signal serves both."""
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dX, dWs). x and the partial sums of its gradient are staged together: one signal serves both."""
         op, memory = "all_gather_linear backward", self.memory
         own, world, width = memory.rank, memory.world, x.shape[-1]
         rows = flat(x)
-        lefts = [grad.reshape(world, rows.shape[0], grad.shape[-1]) for grad in grads]
-        gathers = any(weight for weight, _ in needs)
-        sums = [_WeightGradient(left, rows) if need[0] else None for left, need in zip(lefts, needs, strict=True)]
+        lefts = [left.reshape(world, rows.shape[0], left.shape[-1]) for left in lefts]
+        gathers = any(needs)
+        sums = [_WeightGradient(left, rows) if needed else None for left, needed in zip(lefts, needs, strict=True)]
         grad_x = rows.new_empty(rows.shape) if needs_x else None
         rounds = self._pieces(rows.shape[0], width * x.element_size() * (1 + world)) if gathers or needs_x else ()
         with memory.guard(f"{op} {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"):
@@ -89,8 +77,7 @@ class DirectLinear:
                 if grad_x is not None:
                     sum_in_rank_order([slot[own] for slot in slots], grad_x[part])
         grad_weights = [None if total is None else total.result() for total in sums]
-        grad_biases = [left.sum((0, 1)) if need[1] else None for left, need in zip(lefts, needs, strict=True)]
-        return None if grad_x is None else grad_x.view(x.shape), grad_weights, grad_biases
+        return None if grad_x is None else grad_x.view(x.shape), grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual; x: [world * n, ..., K]."""

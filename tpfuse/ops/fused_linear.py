@@ -16,13 +16,12 @@ from torch import Tensor
 from tpfuse.comm.channel import slot_size
 from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
-from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.kernels.staging import await_source, deliver, stage
-from tpfuse.ops.gemm import flat
+from tpfuse.kernels.staging import await_source, deliver, finish, stage
+from tpfuse.ops.gemm import flat, product, weight_gradient
 
 ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
 
@@ -71,10 +70,6 @@ class FusedLinear:
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
 
-    def activates(self, x: Tensor) -> bool:
-        """Activations are part of the products."""
-        return True
-
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
@@ -89,44 +84,28 @@ class FusedLinear:
         found = [self._product(gather, weights[0], biases[0], activation, keep)]
         for weight, bias in zip(weights[1:], biases[1:], strict=True):
             whole = gather.gathered.flatten(0, 1)
-            found.append(gemm_forward(whole, weight, bias, activation=activation, keep_preactivation=keep))
+            found.append(product(whole, weight, bias, activation, keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
         return [tuple(_shaped(y, shape) for y in pair) for pair in found]  # type: ignore[misc]
 
     def all_gather_backward(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        weights: Sequence[Tensor],
-        preactivations: Sequence[Tensor | None],
-        activation: str | None,
-        needs: Sequence[tuple[bool, bool]],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
-        """(dX, dWs, dbs). The gradients of several weights meet in one product, of all of them behind each other."""
-        lefts = [flat(grad) for grad in grads]
-        befores = [None if before is None else flat(before) for before in preactivations]
-        gathers = any(weight or bias for weight, bias in needs)
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dX, dWs). The gradients of x from several weights are one product, of all lefts and weights concatenated."""
+        rows = [flat(left) for left in lefts]
+        gathers = any(needs)
         op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"
         gather = self._begin(op, flat(x), keep=True) if gathers else None
         grad_x = None
         if needs_x:
-            left, weight, before = lefts[0], weights[0], befores[0]
-            if len(weights) > 1:
-                left, weight = torch.cat(lefts, 1), torch.cat(tuple(weights))
-                before = None if before is None else torch.cat([y for y in befores if y is not None], 1)
-            grad_x = self._product_scattering(op, left, weight.t(), preactivation=before, activation=activation)
-            grad_x = grad_x.view(x.shape)
-        found: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(weights)
-        if gather is not None:
-            gathered = self._finish(gather)
-            for index, (weight_too, bias_too) in enumerate(needs):
-                if weight_too or bias_too:
-                    found[index] = gemm_weight_gradient(
-                        lefts[index], gathered, befores[index], activation=activation, with_bias=bias_too
-                    )
-        grad_weights = [weight if need[0] else None for (weight, _), need in zip(found, needs, strict=True)]
-        return grad_x, grad_weights, [bias for _, bias in found]
+            left, weight = (rows[0], weights[0]) if len(rows) == 1 else (torch.cat(rows, 1), torch.cat(tuple(weights)))
+            grad_x = self._product_scattering(op, left, weight.t()).view(x.shape)
+        if gather is None:
+            return grad_x, [None] * len(weights)
+        gathered = self._finish(gather)
+        return grad_x, [
+            weight_gradient(left, gathered) if needed else None for left, needed in zip(rows, needs, strict=True)
+        ]
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual."""
@@ -144,9 +123,8 @@ class FusedLinear:
         gather = self._begin(op, flat(grad), keep=needs_weight or needs_bias)
         grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
         gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
-        if needs_weight:
-            return grad_x, *gemm_weight_gradient(gathered, flat(x), with_bias=needs_bias)
-        return grad_x, None, gathered.sum(0) if needs_bias else None
+        grad_weight = weight_gradient(gathered, x) if needs_weight else None
+        return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows, and gathers the others'."""
@@ -188,7 +166,7 @@ class FusedLinear:
 
     @contextlib.contextmanager
     def _copy_stream(self, gather: _Gather) -> Iterator[None]:
-        """On GPUs a stream that begins behind the current one; `_product` makes the current one wait for it."""
+        """On GPUs a stream that begins behind the current one; `_await_engine` makes the current one wait for it."""
         if self.memory.device.type != "cuda":
             yield
             return
@@ -212,14 +190,24 @@ class FusedLinear:
                 activation=activation, keep_preactivation=keep,
                 keep_own=gather.keep and not gather.copied, copied=gather.copied,
             )  # fmt: skip
-            if gather.engine is not None:  # also where it was aborted: copies may still write what is freed then
-                torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
+            self._await_engine(gather)
         return found
 
     def _finish(self, gather: _Gather) -> Tensor:
-        """All ranks' rows, [world * n, K], without a product: one with no columns ends the gather."""
-        self._product(gather, gather.rows.new_empty(0, gather.rows.shape[1]))
-        return gather.gathered.flatten(0, 1)
+        """All ranks' rows, [world * n, K], where no product is to gather them."""
+        endpoint, gathered = gather.channel.endpoint, gather.gathered
+        with self.memory.guard(gather.op, kernel=True):
+            if gather.copied:
+                self._await_engine(gather)
+                finish(endpoint)
+            else:
+                all_gather_forward(gather.rows.contiguous().view(-1), gathered.flatten(1), endpoint)
+        return gathered.flatten(0, 1)
+
+    def _await_engine(self, gather: _Gather) -> None:
+        """Also behind what was aborted: copies may still write memory that is freed then."""
+        if gather.engine is not None:
+            torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
 
     def _product_scattering(
         self,
@@ -229,17 +217,14 @@ class FusedLinear:
         *,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
-        preactivation: Tensor | None = None,
-        activation: str | None = None,
     ) -> Tensor:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         with self.memory.guard(op, kernel=True):
             channel = self._channel("linear_reduce_scatter", nbytes)
             return gemm_reduce_scatter_forward(
-                rows, weight, channel.endpoint, channel.words,
-                bias=bias, residual=residual, preactivation=preactivation, activation=activation,
-            )  # fmt: skip
+                rows, weight, channel.endpoint, channel.words, bias=bias, residual=residual
+            )
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         size = slot_size(nbytes)

@@ -1,8 +1,10 @@
 """gemm: act(x Wᵀ + bias) + residual, differentiable; and its products by themselves.
 
-On CUDA one Triton kernel forward and two backward (`tpfuse.kernels.gemm`), which keep the pre-activation between them;
-with the torch path F.linear, the activation and an addition. The products by themselves are what the autograd Functions
-of the tensor-parallel operators are made of: they choose as gemm does, and know nothing of gradients.
+Triton's kernel (`tpfuse.kernels.gemm`) computes forward where there is an activation or a residual, and keeps the
+pre-activation; another one (`tpfuse.kernels.activation_backward`) computes the pre-activation's gradient P and its
+column sums. Products without anything behind them are torch's on every device, cuBLAS's on GPUs: forward without
+activation and residual, dX = P W and dW = Pᵀ x. The products by themselves are what the autograd Functions of the
+tensor-parallel operators are made of: they choose as gemm does, and know nothing of gradients.
 """
 
 import math
@@ -14,9 +16,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.kernel_choice import use_triton
+from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast
@@ -39,7 +40,7 @@ def gemm(
     shapes, dtypes or devices that do not match and for an activation that is not known.
     """
     _check(x, weight, bias, activation, residual)
-    if not use_triton(x):
+    if not use_triton(x) or (activation is None and residual is None):
         out: Tensor = apply_activation(F.linear(x, weight, bias), activation)
         return out if residual is None else out + residual
     x_, weight_, bias_ = autocast(x, weight, bias)
@@ -60,61 +61,43 @@ def product(
 
     x: [..., K]; weight: [N, K]; bias: [N]; one dtype. Not differentiable, like all that follow.
     """
-    if not use_triton(x):
-        preactivation = F.linear(x, weight, bias)
-        return apply_activation(preactivation, activation), preactivation if keep and activation is not None else None
-    keep = keep and activation is not None
+    if activation is None or not use_triton(x):
+        return activated(F.linear(x, weight, bias), activation, keep)
     out, kept = gemm_forward(x.reshape(_flat(x.shape)), weight, bias, activation=activation, keep_preactivation=keep)
     shape = x.shape[:-1]
     return out.reshape(*shape, out.shape[1]), None if kept is None else kept.reshape(*shape, kept.shape[1])
 
 
-def input_gradient(
-    grad: Tensor, weight: Tensor, preactivation: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """(grad ⊙ act'(pre-activation)) W, [..., K].
-
-    grad: [..., N], or [..., N / 2] for a gated activation; weight: [N, K]; preactivation: [..., N], needed with an
-    activation.
-    """
-    if not use_triton(grad):
-        return torch.matmul(preactivation_gradient(grad, preactivation, activation), weight)
-    rows = None if preactivation is None else preactivation.reshape(_flat(preactivation.shape))
-    out = gemm_input_gradient(grad.reshape(_flat(grad.shape)), weight, rows, activation=activation)
-    return out.reshape(*grad.shape[:-1], weight.shape[1])
+def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(act(preactivation), preactivation); the latter only where there is an activation and `keep` is set."""
+    kept = preactivation if keep and activation is not None else None
+    return apply_activation(preactivation, activation), kept
 
 
-def weight_gradient(
-    grad: Tensor,
-    x: Tensor,
-    preactivation: Tensor | None = None,
-    activation: str | None = None,
-    with_bias: bool = False,
-    accumulate_into: Tensor | None = None,
+def preactivation_gradient(
+    grad: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """((grad ⊙ act'(pre-activation))ᵀ x, [N, K], and with_bias the left factor's sum over rows, [N], or None.
+    """(P = grad ⊙ act'(preactivation) [..., N], its sum over rows [N] `with_bias`, else None).
 
-    grad: [..., N], or [..., N / 2] for a gated activation; x: [..., K]; preactivation: [..., N], needed with an
-    activation. accumulate_into: [N, K] float32, to which the weight gradient is added and which is returned for it.
+    grad: [..., N], or [..., N / 2] for a gated activation; preactivation: [..., N], needed with an activation alone.
     """
-    grad, x = grad.reshape(_flat(grad.shape)), x.reshape(_flat(x.shape))
-    rows = None if preactivation is None else preactivation.reshape(_flat(preactivation.shape))
-    if use_triton(grad):
-        return gemm_weight_gradient(
-            grad, x, rows, activation=activation, with_bias=with_bias, accumulate_into=accumulate_into
-        )
-    left = preactivation_gradient(grad, rows, activation)
-    out = left.t() @ x
-    if accumulate_into is not None:
-        out = accumulate_into.add_(out)
-    return out, left.sum(0) if with_bias else None
+    if activation is None:
+        return grad, flat(grad).sum(0) if with_bias else None
+    assert preactivation is not None
+    if not use_triton(grad):
+        out = _torch_preactivation_gradient(grad, preactivation, activation)
+        return out, flat(out).sum(0) if with_bias else None
+    rows, sums = _preactivation_gradient(flat(grad), flat(preactivation), activation, with_bias)
+    return rows.reshape(preactivation.shape), sums if with_bias else None
 
 
-def preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> Tensor:
+def weight_gradient(left: Tensor, x: Tensor) -> Tensor:
+    """leftᵀ x, [N, K], of left [..., N] and x [..., K]."""
+    return flat(left).t() @ flat(x)
+
+
+def _torch_preactivation_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
     """grad ⊙ act'(x) by torch."""
-    if name is None:
-        return grad
-    assert x is not None, "preactivation is None"
     aten = torch.ops.aten
     match name:
         case "gelu":
@@ -129,7 +112,8 @@ def preactivation_gradient(grad: Tensor, x: Tensor | None, name: str | None) -> 
             return aten.silu_backward(grad, x)  # type: ignore[no-any-return]
     inner = {"swiglu": "silu", "geglu": "gelu"}[name]
     gate, up = x.chunk(2, dim=-1)
-    return torch.cat([preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)], dim=-1)
+    halves = _torch_preactivation_gradient(grad * up, gate, inner), grad * apply_activation(gate, inner)
+    return torch.cat(halves, dim=-1)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -175,30 +159,18 @@ def _(
     return x.new_empty(shape), x.new_empty(x.shape[0], weight.shape[0]) if keep else x.new_empty(0)
 
 
-@custom_op("tpfuse::gemm_input_gradient", mutates_args=())
-def _input_gradient(grad: Tensor, weight: Tensor, preactivation: Tensor | None, activation: str | None) -> Tensor:
-    return gemm_input_gradient(grad, weight, preactivation, activation=activation)
-
-
-@_input_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, preactivation: Tensor | None, activation: str | None) -> Tensor:
-    return grad.new_empty(grad.shape[0], weight.shape[1])
-
-
-@custom_op("tpfuse::gemm_weight_gradient", mutates_args=())
-def _weight_gradient(
-    grad: Tensor, x: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
+@custom_op("tpfuse::activation_backward", mutates_args=())
+def _preactivation_gradient(
+    grad: Tensor, preactivation: Tensor, activation: str, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    out, bias = gemm_weight_gradient(grad, x, preactivation, activation=activation, with_bias=with_bias)
-    return out, grad.new_empty(0) if bias is None else bias
+    out, sums = activation_backward(grad, preactivation, activation, with_sums=with_sums)
+    return out, grad.new_empty(0) if sums is None else sums
 
 
-@_weight_gradient.register_fake
-def _(
-    grad: Tensor, x: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
-) -> tuple[Tensor, Tensor]:
-    n = grad.shape[1] * (2 if activation in GATED else 1)
-    return grad.new_empty(n, x.shape[1]), grad.new_empty(n if with_bias else 0)
+@_preactivation_gradient.register_fake
+def _(grad: Tensor, preactivation: Tensor, activation: str, with_sums: bool) -> tuple[Tensor, Tensor]:
+    shape = preactivation.shape
+    return preactivation.new_empty(shape), grad.new_empty(shape[1] if with_sums else 0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -212,11 +184,11 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, preactivation = ctx.saved_tensors
     needs_x, needs_weight, needs_bias, needs_residual, *_none = ctx.needs_input_grad
     grad_x = grad_weight = grad_bias = None
-    if needs_x:
-        grad_x = _input_gradient(grad, weight, preactivation, ctx.activation)
-    if needs_weight or needs_bias:
-        grad_weight, grad_bias = _weight_gradient(grad, x, preactivation, ctx.activation, needs_bias)
-    return grad_x, grad_weight, grad_bias if needs_bias else None, grad if needs_residual else None, None, None
+    if needs_x or needs_weight or needs_bias:
+        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, needs_bias)
+        grad_x = left @ weight if needs_x else None
+        grad_weight = weight_gradient(left, x) if needs_weight else None
+    return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_setup_context)

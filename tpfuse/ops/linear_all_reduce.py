@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from tpfuse.comm.mesh import check_group
 from tpfuse.ops.autograd import apply, autocast, once_differentiable
-from tpfuse.ops.gemm import gemm, input_gradient, weight_gradient
+from tpfuse.ops.gemm import flat, gemm, weight_gradient
 from tpfuse.ops.linear_checks import check_linear, check_residual
 from tpfuse.ops.parallel_linear import ParallelLinear
 from tpfuse.ops.traced_linear import products
@@ -37,12 +37,9 @@ class _LinearAllReduce(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
-        grad_x = input_gradient(grad, weight) if needs_x else None
-        grad_weight = grad_bias = None
-        if needs_weight:
-            grad_weight, grad_bias = weight_gradient(grad, x, with_bias=needs_bias)
-        elif needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
+        grad_x = torch.matmul(grad, weight) if needs_x else None
+        grad_weight = weight_gradient(grad, x) if needs_weight else None
+        grad_bias = flat(grad).sum(0) if needs_bias else None
         return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None
 
 

@@ -6,9 +6,9 @@ on to dX and dW, and goes to the next chunk; backward scales both (Liger-Kernel,
 products as in the plain way, where logits made anew in backward would be four, and it is why the result is a weighted
 sum: losses with an upstream gradient each could not have had theirs in forward.
 
-Chunks have 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 8 bytes of traffic for each
-entry of W against 2 operations for each token of the chunk, so that 4096 tokens are 1024 operations for each byte,
-where an H100 needs 300 to be bound by arithmetic. The chunk's logits are then 8 KiB for each entry of the vocabulary,
+Chunks have 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 12 bytes of traffic for each
+entry of W against 2 operations for each token of the chunk, so that 4096 tokens are 680 operations for each byte, where
+an H100 needs 300 to be bound by arithmetic. The chunk's logits are then 8 KiB for each entry of the vocabulary,
 0.4 GB for GPT-2's, whatever the number of tokens. A call of one chunk has no buffer: dW is stored in its own dtype.
 
 Over several ranks each has a slice of W's rows and sees all of x: one all-gather of three numbers a token and chunk.
@@ -26,9 +26,6 @@ from torch.library import custom_op
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
 from tpfuse.kernel_choice import use_triton
-from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.ops.autograd import autocast, once_differentiable
 from tpfuse.ops.cross_entropy import IGNORE, check_target, gradient_, losses
 
@@ -143,9 +140,9 @@ def chunks(
             continue
         grad_logits = all_logits.to(x.dtype)
         if needs_x:
-            _store_input_gradient(grad_logits, padded, grad_x[rows], triton)
+            torch.mm(grad_logits, padded, out=grad_x[rows])
         if needs_weight:
-            grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight, triton)
+            grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight)
         del all_logits, logits, grad_logits  # before the next chunk's are made
     total = (each if weights is None else each * weights).sum()
     if grad_weight is None:
@@ -160,7 +157,8 @@ def _computed(dtype: torch.dtype) -> torch.dtype:
 
 def _logits(x: Tensor, weight: Tensor, triton: bool) -> Tensor:
     """x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
-    return gemm_forward(x, weight)[0] if triton else (x @ weight.t()).to(_computed(x.dtype))
+    logits = x @ weight.t()
+    return logits if triton else logits.to(_computed(x.dtype))
 
 
 def _losses_and_gradient_(
@@ -187,18 +185,8 @@ def _losses_and_gradient_(
     return each
 
 
-def _store_input_gradient(grad: Tensor, weight: Tensor, out: Tensor, triton: bool) -> None:
-    """out = grad W."""
-    if triton:
-        out.copy_(gemm_input_gradient(grad, weight))
-    else:
-        torch.mm(grad, weight, out=out)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None, triton: bool) -> Tensor:
+def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None) -> Tensor:
     """gradᵀ x, added to the buffer where there is one."""
-    if triton:
-        return gemm_weight_gradient(grad, x, accumulate_into=buffer)[0]
     if buffer is None:
         return grad.t() @ x
     return buffer.addmm_(grad.t(), x) if buffer.dtype == x.dtype else buffer.add_(grad.t() @ x)

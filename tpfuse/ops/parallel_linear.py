@@ -22,28 +22,21 @@ class ParallelLinear(Protocol):
     of x's dtype. Raise ValueError where ranks have unequal numbers of rows, PeerTimeout where one does not come.
     """
 
-    def activates(self, x: Tensor) -> bool:
-        """Whether the products apply activations; otherwise theirs must be None."""
-
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """(act(all_gather(x) Wᵀ + bias) [world * n, ..., N], its pre-activation if `keep`) for each weight.
+        """(act(all_gather(x) Wᵀ + bias) [world * n, ..., N], its pre-activation if there is one and `keep`) for each.
 
         x: [n, ..., K], this rank's shard.
         """
 
     def all_gather_backward(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        weights: Sequence[Tensor],
-        preactivations: Sequence[Tensor | None],
-        activation: str | None,
-        needs: Sequence[tuple[bool, bool]],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]:
-        """(dX, this rank's shard of the sum over ranks; dWs; dbs); needs: which of each weight's and bias's."""
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """(dX = Σ left W, this rank's shard of the sum over ranks; dW = leftᵀ all_gather(x) where needed).
+
+        lefts: for each weight the gradient of its pre-activation, [world * n, ..., N].
+        """
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual [n, ..., N]; x: [world * n, ..., K], residual like the result."""

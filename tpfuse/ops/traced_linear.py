@@ -1,7 +1,7 @@
 """Tensor-parallel products for torch.compile: operators of torch.library, each a node of the graph.
 
-The compiler sees shapes alone. What runs is what `parallel_linear` chooses then, found by the group's name; activations
-are part of the operators here, whether the products apply them or not. Tensors without values, on the meta device or
+The compiler sees shapes alone. What runs is what `parallel_linear` chooses then, found by the group's name. Tensors
+without values, on the meta device or
 under FakeTensorMode, go the same way: nothing runs, and the result has the shape.
 """
 
@@ -14,8 +14,6 @@ from torch.library import custom_op
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.mesh import named_group
 from tpfuse.ops.activation import GATED
-from tpfuse.ops.activation import activation as apply_activation
-from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.ops.parallel_linear import ParallelLinear, parallel_linear
 
 
@@ -24,10 +22,6 @@ class TracedLinear:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._name, self._world = group.group_name, group.size()
-
-    def activates(self, x: Tensor) -> bool:
-        """Activations are part of the operators."""
-        return True
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
@@ -38,21 +32,12 @@ class TracedLinear:
         return list(zip(found[: len(weights)], kept, strict=True))
 
     def all_gather_backward(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        weights: Sequence[Tensor],
-        preactivations: Sequence[Tensor | None],
-        activation: str | None,
-        needs: Sequence[tuple[bool, bool]],
-        needs_x: bool,
-    ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
         """See `ParallelLinear`."""
-        flags = [flag for need in needs for flag in need]
-        kept = [preactivation for preactivation in preactivations if preactivation is not None]
-        found = _all_gather_backward(list(grads), x, list(weights), kept, self._name, activation, flags, needs_x)
-        grad_x, *others = _where([needs_x, *flags], found)
-        return grad_x, others[::2], others[1::2]
+        found = _all_gather_backward(list(lefts), x, list(weights), self._name, list(needs), needs_x)
+        grad_x, *grad_weights = _where([needs_x, *needs], found)
+        return grad_x, grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """See `ParallelLinear`."""
@@ -96,14 +81,8 @@ def _all_gather(
     keep: bool,
 ) -> list[Tensor]:
     """The outputs and, where they are to be kept, the pre-activations."""
-    chosen = parallel_linear(x, named_group(group_name))
-    if chosen.activates(x):
-        found = chosen.all_gather(x, weights, biases, activation, keep)
-    else:
-        before = [out for out, _ in chosen.all_gather(x, weights, biases, None, False)]
-        found = [(apply_activation(out, activation), out) for out in before]
-    kept = [preactivation for _, preactivation in found if preactivation is not None] if keep else []
-    return [out for out, _ in found] + kept
+    found = parallel_linear(x, named_group(group_name)).all_gather(x, weights, biases, activation, keep)
+    return [out for out, _ in found] + [preactivation for _, preactivation in found if preactivation is not None]
 
 
 @_all_gather.register_fake
@@ -123,42 +102,30 @@ def _(
 
 @custom_op("tpfuse::all_gather_linear_backward", mutates_args=())
 def _all_gather_backward(
-    grads: Sequence[Tensor],
+    lefts: Sequence[Tensor],
     x: Tensor,
     weights: Sequence[Tensor],
-    preactivations: Sequence[Tensor],
     group_name: str,
-    activation: str | None,
     needs: Sequence[bool],
     needs_x: bool,
 ) -> list[Tensor]:
-    """Those that are needed of dX and, weight by weight, dW and db."""
+    """Those that are needed of dX and the dWs."""
     chosen = parallel_linear(x, named_group(group_name))
-    kept: list[Tensor | None] = list(preactivations) if preactivations else [None] * len(weights)
-    if not chosen.activates(x):
-        grads = [preactivation_gradient(*pair, activation) for pair in zip(grads, kept, strict=True)]
-        kept, activation = [None] * len(weights), None
-    pairs = list(zip(needs[::2], needs[1::2], strict=True))
-    grad_x, grad_weights, grad_biases = chosen.all_gather_backward(grads, x, weights, kept, activation, pairs, needs_x)
-    each = [grad for pair in zip(grad_weights, grad_biases, strict=True) for grad in pair]
-    return [grad for grad in (grad_x, *each) if grad is not None]
+    grad_x, grad_weights = chosen.all_gather_backward(lefts, x, weights, needs, needs_x)
+    return [grad for grad in (grad_x, *grad_weights) if grad is not None]
 
 
 @_all_gather_backward.register_fake
 def _(
-    grads: Sequence[Tensor],
+    lefts: Sequence[Tensor],
     x: Tensor,
     weights: Sequence[Tensor],
-    preactivations: Sequence[Tensor],
     group_name: str,
-    activation: str | None,
     needs: Sequence[bool],
     needs_x: bool,
 ) -> list[Tensor]:
     shapes = [x.shape] if needs_x else []
-    for index, weight in enumerate(weights):
-        shapes += [weight.shape] if needs[2 * index] else []
-        shapes += [weight.shape[:1]] if needs[2 * index + 1] else []
+    shapes += [weight.shape for weight, needed in zip(weights, needs, strict=True) if needed]
     return [x.new_empty(shape) for shape in shapes]
 
 

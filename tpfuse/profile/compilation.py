@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import triton
+from triton import knobs
 from triton.compiler import make_backend
 from triton.runtime.cache import triton_key
 
@@ -87,15 +88,21 @@ def _work(job: Job, sender: Connection, keep: Path | None) -> None:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
         try:
+            knobs.nvidia.dump_ptxas_log = True
             kernel = compiled(job)
-            result = resources.examine(kernel, _identity(job))
+            result = resources.examine(kernel, _identity(job), _printed(output))
             if keep is not None:
                 _keep(kernel, keep)
         except BaseException as error:
-            sys.stdout.flush()
-            output.seek(0)
-            result = Compilation(**_identity(job), error=_reason(error, output.read().decode(errors="replace")))
+            result = Compilation(**_identity(job), error=_reason(error, _printed(output)))
         sender.send(result)
+
+
+def _printed(output: IO[bytes]) -> str:
+    """What this process has printed to a file."""
+    sys.stdout.flush()
+    output.seek(0)
+    return output.read().decode(errors="replace")
 
 
 def _warm_up(families: set[str]) -> None:

@@ -20,6 +20,15 @@ EXCEPTIONS = {
     r"sm_90 \w+ attention_forward_kernel .*DROPOUT=True": "masked probabilities: ptxas serializes wgmma around them",
 }
 
+# The largest `issue_share` of kernels by name: attention's loops hold a softmax beside the products.
+ISSUE_SHARE = {"attention": 1.0, "": 0.8}
+
+# Pattern of `named` -> why a kernel may take more.
+ISSUE_EXCEPTIONS = {
+    r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
+    r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "few rows: reading the weight takes longer than multiplying it",
+}
+
 # Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
 _SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
 SPILLS = {
@@ -53,6 +62,8 @@ def _complaints(result: Compilation, version: str) -> Iterator[str]:
         yield "its dot is not done by tensor cores"
     elif result.dot and slow(result) and exception(result) is None:
         yield slow(result)
+    if issues_too_much(result) and issue_exception(result) is None:
+        yield f"its loop takes {result.issue_share} issue slots for each tensor cycle"
     if not result.dot and narrow(result) > 1 / 3:
         yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
@@ -72,6 +83,16 @@ def slow(result: Compilation) -> str:
     if result.serialized:
         return f"its wgmma instructions wait for one another: {result.serialized}"
     return ""
+
+
+def issues_too_much(result: Compilation) -> bool:
+    """Whether instructions bind a loop around wgmma rather than the tensor cores."""
+    return result.issue_share > next(share for part, share in ISSUE_SHARE.items() if part in result.kernel)
+
+
+def issue_exception(result: Compilation) -> str | None:
+    """The entry of ISSUE_EXCEPTIONS that a result falls under."""
+    return next((pattern for pattern in ISSUE_EXCEPTIONS if re.search(pattern, named(result))), None)
 
 
 def exception(result: Compilation) -> str | None:
@@ -117,10 +138,26 @@ HEADER = """\
 
 Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. Registers are those
 of a thread, shared memory is a program's, in bytes; programs: how many fit on a multiprocessor at once. Kernels of
-float16 differ from those of bfloat16 in conversions alone, so that they are compiled for sm_90 only.
+float16 differ from those of bfloat16 in conversions alone, so that they are compiled for sm_90 only. Issue: issue slots
+for each cycle of the tensor cores in the loop around wgmma; then that loop's barriers, the wgmma groups that a step
+leaves running, and the instructions of each tile beside the loop (sm_90 alone).
 """
 
-COLUMNS = ("kernel", "constants", "dtype", "warps", "stages", "registers", "shared", "programs", "instructions")
+COLUMNS = (
+    "kernel",
+    "constants",
+    "dtype",
+    "warps",
+    "stages",
+    "registers",
+    "shared",
+    "programs",
+    "issue",
+    "barriers",
+    "pending",
+    "tile",
+    "instructions",
+)
 
 
 def table(results: Sequence[Compilation], version: str) -> str:
@@ -150,8 +187,19 @@ def _cells(result: Compilation) -> list[object]:
         result.error or f"{result.registers}{' (spills)' * bool(result.spilled)}",
         result.shared,
         result.programs,
+        *(
+            [result.issue_share, result.barriers, result.pending, result.tile_instructions]
+            if result.issue_share
+            else [""] * 4
+        ),
         " ".join(_features(result)),
     ]
+
+
+def _loop_cells(result: Compilation) -> tuple[object, ...]:
+    if not result.issue_share:
+        return ("",) * 4
+    return result.issue_share, result.barriers, result.pending, result.tile_instructions
 
 
 def version_of(table: str) -> str:

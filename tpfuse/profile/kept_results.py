@@ -23,7 +23,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key
 
-from tpfuse.profile import resources
+from tpfuse.profile import issue_slots, resources
 from tpfuse.profile.recorded import Job, target
 from tpfuse.profile.resources import Compilation
 
@@ -36,7 +36,8 @@ def default_folder() -> Path:
 @cache
 def _reader() -> str:
     """The digest of the code that makes a Compilation of a compiled kernel."""
-    return hashlib.sha256(Path(resources.__file__).read_bytes()).hexdigest()
+    files = resources.__file__, issue_slots.__file__
+    return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()
 
 
 def digest(job: Job) -> str:

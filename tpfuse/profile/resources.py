@@ -1,7 +1,8 @@
 """What a compiled kernel takes of a multiprocessor, and by which instructions it moves and multiplies.
 
 Registers are read from the cubin by cuobjdump, which comes with Triton; instructions from the PTX, whose matrix
-products and wide accesses ptxas takes over one by one (to disassemble takes as long as to compile).
+products and wide accesses ptxas takes over one by one. Only loops around wgmma are disassembled, which takes half a
+second.
 """
 
 import os
@@ -15,6 +16,8 @@ from typing import Any
 
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
+
+from tpfuse.profile.issue_slots import slowest_loop
 
 
 @dataclass(frozen=True)
@@ -74,13 +77,22 @@ class Compilation:
     bulk: bool = False  # whether tiles are moved by TMA
     specialized: bool = False  # whether warps have roles of their own
     serialized: str = ""  # why ptxas makes each wgmma wait for the one before
+    issue_share: float = 0.0  # issue slots over tensor cycles of the slowest loop around wgmma (`issue_slots`)
+    barriers: int = 0  # of the program, in that loop
+    tile_instructions: int = 0  # of the loop of tiles around it: its epilogue, and what begins a tile
+    pending: int = 0  # wgmma groups that a step leaves running
     error: str = ""
 
 
-def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
-    """What Triton's CompiledKernel takes and consists of. identity: the first fields of the result."""
+def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation:
+    """What Triton's CompiledKernel takes and consists of.
+
+    identity: the first fields of the result; log: what ptxas printed, where Triton has not found the cubin in its cache
+    and so has run it.
+    """
     registers, spilled = registers_and_stack(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
+    wgmma = "wgmma.mma_async" in ptx
     metadata = kernel.metadata
     tensor_memory = getattr(metadata, "tmem_size", None) or 0
     return Compilation(
@@ -95,8 +107,23 @@ def examine(kernel: Any, identity: dict[str, Any]) -> Compilation:
         stores=access_widths(ptx, "st"),
         bulk="cp.async.bulk.tensor" in ptx,
         specialized="ttg.warp_specialize" in kernel.asm["ttgir"],
-        serialized=serialized(ptx) if "wgmma.mma_async" in ptx else "",
+        serialized=serialized(ptx, log) if wgmma else "",
+        **(_product_loop(kernel) if wgmma else {}),
     )
+
+
+def _product_loop(kernel: Any) -> dict[str, Any]:
+    """The fields of a Compilation that are about the loop around wgmma."""
+    pending = [int(count) for count in re.findall(r"warp_group_dot_wait .*pendings = (\d+)", kernel.asm["ttgir"])]
+    loop = slowest_loop(disassembly(kernel.asm["cubin"]))
+    if loop is None:
+        return {}
+    return {
+        "issue_share": round(loop.issue_share, 2),
+        "barriers": loop.barriers,
+        "tile_instructions": loop.tile_instructions,
+        "pending": max(pending, default=0),
+    }
 
 
 def _run(tool: str, *flags: str, on: bytes) -> str:
@@ -123,9 +150,14 @@ def disassembly(cubin: bytes) -> str:
     return _run(knobs.nvidia.nvdisasm.path, "-c", on=cubin)
 
 
-def serialized(ptx: str) -> str:
-    """Why ptxas makes each wgmma of a program for sm_90 wait for the one before; empty where it does not."""
-    text = _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
+def serialized(ptx: str, log: str = "") -> str:
+    """Why ptxas makes each wgmma of a program for sm_90 wait for the one before; empty where it does not.
+
+    log: what ptxas printed for this program; without it ptxas is run again.
+    """
+    text = log
+    if "ptxas info" not in log:
+        text = _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
     found = re.search(r"serialized due to (.+?)( in (the )?function|$)", text, re.MULTILINE)
     return found[1] if found else ""
 

@@ -1,6 +1,5 @@
 """Trials of the kernels that multiply matrices."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,18 +7,17 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
+from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.profile.trial import Outputs, Trial, gradients, normal
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A linear layer's three products: x [M, K], weight [N, K]."""
+    """A linear layer with an epilogue, and what backward does in front of its products: x [M, K], weight [N, K]."""
 
     name: str
     M: int
@@ -49,38 +47,24 @@ class Gemm:
         out = reference.activation(preactivation, self.activation)
         return (out,) if self.activation is None else (out, preactivation)
 
-    def _given(self, preactivation: Tensor) -> Tensor | None:
-        return None if self.activation is None else preactivation
+    def activation_backward(self, grad: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
+        assert self.activation is not None
+        out, sums = activation_backward(grad, preactivation, self.activation, with_sums=True)
+        assert sums is not None
+        return out, sums
 
-    def input_gradient(self, grad: Tensor, weight: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
-        return (gemm_input_gradient(grad, weight, self._given(preactivation), activation=self.activation),)
-
-    def weight_gradient(self, grad: Tensor, x: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
-        given = self._given(preactivation)
-        out, bias = gemm_weight_gradient(grad, x, given, activation=self.activation, with_bias=True)
-        assert bias is not None
-        return out, bias
-
-    def _plain_factor(self, grad: Tensor, preactivation: Tensor) -> Tensor:
-        if self.activation is None:
-            return grad
-        return gradients(partial(reference.activation, name=self.activation), {"x": preactivation}, grad)[0]
-
-    def plain_input_gradient(self, grad: Tensor, weight: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
-        return (self._plain_factor(grad, preactivation) @ weight,)
-
-    def plain_weight_gradient(self, grad: Tensor, x: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
-        factor = self._plain_factor(grad, preactivation)
-        return factor.T @ x, factor.sum(0)
+    def plain_activation_backward(self, grad: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
+        out = gradients(partial(reference.activation, name=self.activation), {"x": preactivation}, grad)[0]
+        return out, out.sum(0)
 
     def trials(self) -> list[Trial]:
-        flops, unit = 2.0 * self.M * self.N * self.K, "TFLOP/s"
-        pairs: dict[str, tuple[Callable[..., Outputs], Callable[..., Outputs]]] = {
-            "": (self.forward, self.plain_forward),
-            " input gradient": (self.input_gradient, self.plain_input_gradient),
-            " weight gradient": (self.weight_gradient, self.plain_weight_gradient),
-        }
-        return [Trial(self.name + what, self.inputs, *pair, flops, unit) for what, pair in pairs.items()]
+        flops = 2.0 * self.M * self.N * self.K
+        trials = [Trial(self.name, self.inputs, self.forward, self.plain_forward, flops, "TFLOP/s")]
+        if self.activation is not None:
+            pair = self.activation_backward, self.plain_activation_backward
+            moved = 2.0 * self.M * self.N * (2.5 if self.activation in GATED else 3.0)
+            trials.append(Trial(f"{self.name} activation backward", self.inputs, *pair, moved, "TB/s"))
+        return trials
 
 
 @dataclass(frozen=True)

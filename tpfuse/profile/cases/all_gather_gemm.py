@@ -10,10 +10,9 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.kernels.staging import stage
 from tpfuse.ops.autograd import apply
+from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.profile.case import Case
 from tpfuse.testing.inputs import normal
 
@@ -40,7 +39,7 @@ def _alone(
 
 
 class _Linear(torch.autograd.Function):
-    """The gradient of the weight is of what was gathered; without an activation that of x is of the kernel too."""
+    """Forward and the gradient of x are the kernel's, the gradient of the weight is of what was gathered."""
 
     @staticmethod
     def forward(
@@ -57,14 +56,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gathered, weight, preactivation = ctx.saved_tensors
-        if ctx.activation is None:
-            grad_x = _alone(grad, weight.t(), None, copied=ctx.copied)[0]
-        else:
-            grad_x = gemm_input_gradient(grad, weight, preactivation, activation=ctx.activation)
-        into, bias_into = gemm_weight_gradient(
-            grad, gathered, preactivation, activation=ctx.activation, with_bias=ctx.needs_input_grad[2]
-        )
-        return grad_x, into, bias_into, None, None
+        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, ctx.needs_input_grad[2])
+        grad_x = _alone(left, weight.t(), None, copied=ctx.copied)[0]
+        return grad_x, left.t() @ gathered, grad_bias, None, None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None, copied: bool) -> Tensor:
@@ -121,5 +115,7 @@ def launches(dtype: torch.dtype) -> None:
     for activation in ("gelu", "geglu"):
         run(4, 64, empty(n, k), activation=activation)  # few rows
         run(3, m, empty(n, k + 1), activation=activation)  # rows that TMA cannot read
+    for activation in (None, "gelu_tanh"):  # wide tiles would leave multiprocessors idle
+        run(8, m, empty(1024, k), activation=activation, keep_own=True)
     run(2, m, empty(k, n).t(), keep_own=True)
     run(2, m, empty(n, k), empty(n), activation="gelu", keep_preactivation=True, copied=True)

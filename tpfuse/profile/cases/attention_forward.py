@@ -1,5 +1,5 @@
 """attention_forward: the forms of attention that have no gradient of their own, for `tpfuse verify`, and launches that
-reach every row of the tables of the forward pass, of chunks and of the merge."""
+reach every row of the tables of the forward pass and of the merge."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.attention_chunks import attention_forward_chunks
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.profile.case import Case
@@ -41,12 +40,6 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return attention_forward(q, k, v, **options)[0]
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    length = k.shape[2] // 3
-    keys, values = ([x[:, :, i * length : (i + 1) * length] for i in (2, 0, 1)] for x in (k, v))
-    return attention_forward_chunks(q, keys, values, [2 * length, 0, length], **options)[0]
-
-
 def _merged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     half = k.shape[2] // 2
     out, lse = attention_forward(q, k[:, :, :half], v[:, :, :half], **options)
@@ -57,19 +50,17 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 CASES = (
     _case("queries behind the keys", _whole, 33, 70, 40, q_offset=37),
     _case("window on both sides", _whole, 63, 63, 64, causal=False, window=20),
-    _case("three chunks", _chunks, 40, 96, 16, q_offset=56),
     _case("merge of two halves", _merged, 63, 63, 16, causal=False),
 )
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Each head size alone and with everything at once, in chunks, and merges into both kinds of sums."""
+    """Each head size alone and with everything at once, and merges into both kinds of sums."""
     for size in (64, 128, 256):
         _launch(dtype, size)
         _launch(dtype, size, documents=8, window=256, dropout_p=0.1)
-        q, k = _empty(32, size, dtype), _empty(8, size, dtype)
-        attention_forward_chunks(q, [k, k], [k, k], [0, k.shape[2]])
     _launch(dtype, 80, causal=False)
+    q = _empty(32, 256, dtype)
     lse = torch.empty(1, 32, q.shape[2], device="meta")
     for out in (q, q.float()):
         attention_merge(out, lse, q, lse)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
+from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.gemm_input_gradient import gemm_input_gradient
-from tpfuse.kernels.gemm_weight_gradient import gemm_weight_gradient
 from tpfuse.ops.gemm import gemm
 from tpfuse.profile.case import Case
 from tpfuse.testing.inputs import normal
@@ -59,26 +58,12 @@ def launches(dtype: torch.dtype) -> None:
         gemm_forward(
             empty(m, k), empty(n, k), empty(n), empty(m, width), activation=activation, keep_preactivation=keep
         )
-    for activation in ACTIVATIONS:
-        width = n // 2 if activation in GATED else n
-        gemm_input_gradient(empty(m, width), empty(n, k), empty(m, n), activation=activation)
-        into, bias_into = (torch.empty(shape, device="meta") for shape in ((n, k), (n,)))
-        gemm_weight_gradient(
-            empty(m, width),
-            empty(m, k),
-            empty(m, n),
-            activation=activation,
-            with_bias=True,
-            accumulate_into=into,
-            accumulate_bias_into=bias_into,
-        )
+        if activation is not None:
+            activation_backward(empty(m, width), empty(m, n), activation, with_sums=True)
     for activation in ("gelu", "geglu"):
-        width = n // 2 if activation in GATED else n
         gemm_forward(empty(16, k), empty(n, k), activation=activation)  # one token of 16 sequences
-        gemm_input_gradient(empty(16, width), empty(n, k), empty(16, n), activation=activation)
-        x, weight, grad = empty(m, k + 1), empty(n, k + 1), empty(m, width)  # rows that TMA cannot read
-        gemm_forward(x, weight, activation=activation)
-        gemm_input_gradient(grad, weight, empty(m, n), activation=activation)
-        gemm_weight_gradient(grad, x, empty(m, n), activation=activation, with_bias=True)
+        gemm_forward(empty(m, k + 1), empty(n, k + 1), activation=activation)  # rows that TMA cannot read
+    for activation in (None, "gelu_tanh"):  # wide tiles would leave multiprocessors idle
+        gemm_forward(empty(4096, k), empty(1280, k), activation=activation, residual=empty(4096, 1280))
+    activation_backward(empty(m, n), empty(m, n), "gelu_tanh")
     gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")  # few tiles: split
-    gemm_weight_gradient(empty(m, 768), empty(m, 768), with_bias=True)

@@ -1,0 +1,118 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.activation_backward import activation_backward
+from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.tiers import exhaustive
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+NAMES = [name for name in ACTIVATIONS if name is not None]
+
+
+def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
+    """By autograd, from a stored pre-activation, as torch's eager backward has it."""
+    leaf = preactivation.detach().requires_grad_()
+    return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0]
+
+
+@pytest.mark.parametrize(
+    ("m", "n"),  # 600 rows: several parts, each of several tiles
+    [(1, 1), (600, 70), *exhaustive((15, 64), (16, 65), (17, 63), (64, 300), (601, 1))],
+)
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_sizes(m: int, n: int, activation: str) -> None:
+    """Of whole numbers, to the bit; the sums too, in whatever order they are added."""
+    width = 2 * n if activation in GATED else n
+    grad, kept = integers(1, m, n), integers(2, m, width)
+    if activation == "swiglu":
+        kept[:, :n] += 200  # silu of a large gate is the gate itself, and its slope 1
+    out, sums = activation_backward(grad, kept, activation, with_sums=True)
+    assert torch.equal(out, _gradient(grad.double(), kept.double(), activation).float())
+    assert torch.equal(sums, out.double().sum(0).float())
+    again, nothing = activation_backward(grad, kept, activation)
+    assert nothing is None and torch.equal(again, out)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        ("gelu", BF16),
+        ("gelu_tanh", F32),
+        ("geglu", F16),
+        *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(NAMES))),
+    ],
+)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    m, n = 70, 140
+    width = n // 2 if activation in GATED else n
+    grad, kept = normal(1, m, width, dtype=dtype), normal(2, m, n, dtype=dtype) * 2
+    plain, truth = _gradient(grad, kept, activation), _gradient(grad.double(), kept.double(), activation)
+    out, sums = activation_backward(grad, kept, activation, with_sums=True)
+    eps = torch.finfo(dtype).eps
+    assert sums is not None and out.dtype == sums.dtype == dtype
+    check_error(
+        "P", out, plain, truth, 2 * (plain.double() - truth).abs().max().item() + eps * truth.abs().max().item()
+    )
+    exact = out.double().sum(0)  # of the rounded elements
+    bound = eps * exact.abs() + 4 * torch.finfo(F32).eps * out.double().abs().sum(0)  # rounded once; added in float32
+    assert ((sums.double() - exact).abs() <= bound).all()
+
+
+def test_strides() -> None:
+    m, n = 70, 36
+    grads = (integers(1, n, m).t(), integers(1, m, 1).expand(m, n), integers(1, m, 2 * n)[:, ::2], integers(1, m, n))
+    kept = (integers(3, n, m).t(), integers(3, 1, n).expand(m, n), integers(3, m, n + 4)[:, 4:], integers(3, m, n))
+    for grad, preactivation in zip(grads, kept, strict=True):
+        out, sums = activation_backward(grad, preactivation, "relu", with_sums=True)
+        assert torch.equal(out, torch.where(preactivation > 0, grad, 0)) and out.is_contiguous()
+        assert torch.equal(sums, out.sum(0))
+    pairs = torch.cat([integers(4, 2 * n, m).t() + 200, integers(5, 2 * n, m).t()], 1)[:, ::2]
+    out, _ = activation_backward(grads[0], pairs, "swiglu")
+    assert torch.equal(out, _gradient(grads[0].double(), pairs.double(), "swiglu").float())
+
+
+def test_nan_stays_in_its_element_and_in_its_sum() -> None:
+    grad, kept = normal(1, 70, 70), normal(3, 70, 70)
+    grad[69, 3], kept[0, 5] = torch.nan, torch.inf
+    out, sums = activation_backward(grad, kept, "gelu", with_sums=True)
+    expected = torch.zeros(70, 70, dtype=torch.bool)
+    expected[69, 3] = expected[0, 5] = True
+    assert sums is not None
+    assert torch.equal(out.isnan(), expected)
+    assert torch.equal(sums.isnan(), expected.any(0))
+
+
+def test_every_run_gives_the_same_bits() -> None:
+    grad, kept = normal(1, 600, 33), normal(2, 600, 33)
+    runs = [activation_backward(grad, kept, "silu", with_sums=True) for _ in range(3)]
+    assert all(torch.equal(out, runs[0][0]) and torch.equal(sums, runs[0][1]) for out, sums in runs)
+
+
+def test_empty_sizes() -> None:
+    for m, n in ((0, 5), (5, 0), (0, 0)):
+        out, sums = activation_backward(torch.zeros(m, n), torch.zeros(m, 2 * n), "geglu", with_sums=True)
+        assert out.shape == (m, 2 * n)
+        assert torch.equal(sums, torch.zeros(2 * n))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grad": torch.zeros(4)}, r"grad has shape \(4,\): expected \[M, N\]"),
+        ({"activation": None}, "activation is None: expected the name of one"),
+        ({"activation": "elu"}, "activation 'elu' is not known"),
+        ({"activation": "swiglu"}, r"preactivation has shape \(4, 6\): expected \(4, 12\)"),
+        ({"preactivation": torch.zeros(4, 6).half()}, "preactivation is torch.float16, grad is torch.float32"),
+        ({"preactivation": torch.zeros(4, 6, device="meta")}, "preactivation is on meta, grad on cpu"),
+    ],
+)
+def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"grad": torch.zeros(4, 6), "preactivation": torch.zeros(4, 6), "activation": "gelu"}
+    with pytest.raises(ValueError, match=f"^activation_backward: {message}"):
+        activation_backward(**good | changes)

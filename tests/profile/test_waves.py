@@ -1,0 +1,33 @@
+"""Waves of tiles: the arithmetic, and that the rows of configurations.toml fill them."""
+
+from collections import defaultdict
+from pathlib import Path
+
+from tpfuse.kernels.configurations import Configuration
+from tpfuse.profile.waves import shares, table
+
+COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "waves.md"
+
+
+def test_idle_multiprocessors() -> None:
+    row = Configuration("toy", "sm_90", 16, {"idle": 20}, {"BLOCK_M": 128, "BLOCK_N": 256}, 4, 3, "")
+    sizes = {"M": 1280, "N": 256, "programs": 10}
+    assert row.idle(sizes) == 0 and row.fits(16, sizes)
+    assert round(row.idle(sizes | {"M": 1281})) == 50, "another wave"
+    assert round(row.idle(sizes | {"N": 192})) == 25, "a tile over the edge"
+    assert round(row.idle(sizes | {"M": 128, "chunks": 9})) == 10
+    assert row.idle(sizes | {"programs": 13}) > 20 and not row.fits(16, sizes | {"programs": 13})
+
+
+def test_the_waves_of_known_models_are_full() -> None:
+    """Weighted by time, over the numbers of tokens."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for model, ranks, tokens, _, weighted in shares():
+        found[model.name, ranks] += [weighted] * (tokens // 2048)
+    means = {place: len(values) / sum(1 / value for value in values) for place, values in found.items()}
+    assert len(means) == 19
+    assert min(means.values()) >= 0.85, sorted(means.items(), key=lambda item: item[1])[:3]
+
+
+def test_the_committed_table_is_current() -> None:
+    assert table() == COMMITTED.read_text(), "make compiled"
