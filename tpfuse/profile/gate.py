@@ -27,6 +27,10 @@ ISSUE_SHARE = {"attention": 1.0, "": 0.8}
 ISSUE_EXCEPTIONS = {
     r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
     r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "few rows: reading the weight takes longer than multiplying it",
+    r" \w*attention_\w+ .*DROPOUT=True": "dropout hashes each score in some twenty integer instructions",
+    r"float32 \w*attention_\w+ ": "tf32x3 splits each element of its operands in two",
+    r" \w*attention_\w+ .*HEAD_SIZE=64 .*DROPOUT=False": "as many exponentials as heads of 128 have, half the products",
+    r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers hold no larger tile",
 }
 
 # Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
@@ -139,8 +143,8 @@ HEADER = """\
 Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. Registers are those
 of a thread, shared memory is a program's, in bytes; programs: how many fit on a multiprocessor at once. Kernels of
 float16 differ from those of bfloat16 in conversions alone, so that they are compiled for sm_90 only. Issue: issue slots
-for each cycle of the tensor cores in the loop around wgmma; then that loop's barriers, the wgmma groups that a step
-leaves running, and the instructions of each tile beside the loop (sm_90 alone).
+for each cycle of the tensor cores in the main loop around wgmma; then that loop's barriers, the wgmma groups that a
+step leaves running, and the instructions of each tile beside the loop where the loop of tiles was found (sm_90 alone).
 """
 
 COLUMNS = (
@@ -199,7 +203,7 @@ def _cells(result: Compilation) -> list[object]:
 def _loop_cells(result: Compilation) -> tuple[object, ...]:
     if not result.issue_share:
         return ("",) * 4
-    return result.issue_share, result.barriers, result.pending, result.tile_instructions
+    return result.issue_share, result.barriers, result.pending, result.tile_instructions or ""
 
 
 def version_of(table: str) -> str:

@@ -12,18 +12,22 @@ or eight issue slots of a unit of their own, are counted as one instruction: the
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
-_INSTRUCTION = re.compile(r"^\{?\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w\S*)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(r"^\{?\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?(\w\S*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x")
 
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around wgmma. tile_instructions: those of the loop of tiles around it that are not its own, 0 without."""
+    """A loop around wgmma. tile_instructions: those of the loop of tiles around it that are not its own.
+
+    They are 0 where no loop around it was found: reconvergence barriers (BSYNC) are taken to go on to the next
+    instruction, which breaks some loops apart.
+    """
 
     instructions: int
     tensor_cycles: float
@@ -36,52 +40,96 @@ class ProductLoop:
         return self.instructions / self.tensor_cycles
 
 
-def slowest_loop(sass: str) -> ProductLoop | None:
-    """The loop around wgmma whose tensor cycles need the most issue slots; None without one.
+@dataclass
+class _Block:
+    """Instructions that run one after another. after: the blocks that may follow, by number."""
 
-    sass: a kernel for sm_90, as nvdisasm prints it.
+    names: list[str] = field(default_factory=list)
+    after: set[int] = field(default_factory=set)
+
+    @property
+    def tensor_cycles(self) -> float:
+        """Of its wgmma instructions."""
+        return sum(int(match[1]) / 2 for name in self.names if (match := _PRODUCT.match(name)))
+
+
+def main_loop(sass: str) -> ProductLoop | None:
+    """The loop around wgmma that needs the fewest issue slots for its tensor cycles; None without one.
+
+    Attention has others, for blocks that a mask cuts, which run only at the edges of what is attended to.
     """
-    return max(product_loops(sass), key=lambda loop: loop.issue_share, default=None)
+    return min(product_loops(sass), key=lambda loop: loop.issue_share, default=None)
 
 
 def product_loops(sass: str) -> Iterator[ProductLoop]:
-    """Each innermost loop that has wgmma instructions."""
-    names, labels, branches = _parsed(sass)
-    cycles = [int(match[1]) / 2 if (match := _PRODUCT.match(name)) else 0.0 for name in names]
-    loops = _nested((labels[target], end) for end, target in branches if labels.get(target, end + 1) <= end)
-    busy = [(start, end) for start, end in loops if sum(cycles[start : end + 1])]
-    for index, (start, end) in enumerate(busy):
-        if any(start <= first and last <= end for first, last in busy[:index]):
+    """Each innermost loop that has wgmma instructions. sass: a kernel for sm_90, as nvdisasm prints it."""
+    blocks = _blocks(sass)
+    loops = [loop for loop in _loops(blocks) if sum(blocks[number].tensor_cycles for number in loop)]
+    for loop in loops:
+        if any(other < loop for other in loops):
             continue
-        size = end + 1 - start
-        around = (last + 1 - first for first, last in busy[index + 1 :] if first <= start and end <= last)
-        barriers = sum(name.startswith("BAR.") for name in names[start : end + 1])
-        yield ProductLoop(size, sum(cycles[start : end + 1]), barriers, next(around, size) - size)
+        around = min((other for other in loops if loop < other), key=lambda other: _size(blocks, other), default=loop)
+        yield ProductLoop(
+            instructions=_size(blocks, loop),
+            tensor_cycles=sum(blocks[number].tensor_cycles for number in loop),
+            barriers=sum(name.startswith("BAR.") for number in loop for name in blocks[number].names),
+            tile_instructions=_size(blocks, around) - _size(blocks, loop),
+        )
 
 
-def _nested(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The loops among what lies between labels and branches back to them, the shortest first.
-
-    A wait that the compiler has put behind everything else jumps back into the middle of its loop. What lies between
-    cuts through that loop, and is none.
-    """
-    loops: list[tuple[int, int]] = []
-    for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
-        if not any(start <= last and first <= end and not (start <= first and last <= end) for first, last in loops):
-            loops.append((start, end))
-    return loops
+def _size(blocks: Sequence[_Block], loop: frozenset[int]) -> int:
+    return sum(len(blocks[number].names) for number in loop)
 
 
-def _parsed(sass: str) -> tuple[list[str], dict[str, int], list[tuple[int, str]]]:
-    """The names of all instructions, label -> the instruction behind it, (instruction, label) of each branch."""
-    names: list[str] = []
-    labels: dict[str, int] = {}
-    branches = []
+def _blocks(sass: str) -> list[_Block]:
+    """The program cut at labels and behind branches."""
+    blocks, labels, targets = [_Block()], {}, []
     for line in sass.splitlines():
         if match := _LABEL.match(line):
-            labels[match[1]] = len(names)
+            if blocks[-1].names:
+                blocks[-1].after.add(len(blocks))
+                blocks.append(_Block())
+            labels[match[1]] = len(blocks) - 1
         elif match := _INSTRUCTION.match(line):
-            if match[1].startswith("BRA") and (target := _TARGET.search(match[2])):
-                branches.append((len(names), target[1]))
-            names.append(match[1])
-    return names, labels, branches
+            predicate, name, operands = match.groups()
+            blocks[-1].names.append(name)
+            branches = name.startswith("BRA")
+            if branches and (target := _TARGET.search(operands)):
+                targets.append((len(blocks) - 1, target[1]))
+            if branches or name in ("EXIT", "BRX"):
+                if predicate:
+                    blocks[-1].after.add(len(blocks))
+                blocks.append(_Block())
+    for number, label in targets:
+        blocks[number].after.add(labels[label])
+    return blocks
+
+
+def _loops(blocks: Sequence[_Block]) -> list[frozenset[int]]:
+    """Natural loops: a block that dominates the source of a branch back to it, and all that reach this without it.
+
+    Dominators of a block are those through which every path from the start leads to it.
+    """
+    before: list[set[int]] = [set() for _ in blocks]
+    for number, block in enumerate(blocks):
+        for follower in block.after:
+            before[follower].add(number)
+    everything = set(range(len(blocks)))
+    dominators = [everything if before[number] and number else {number} for number in everything]
+    changed = True
+    while changed:
+        changed = False
+        for number in range(1, len(blocks)):
+            if before[number]:
+                found = set.intersection(*(dominators[each] for each in before[number])) | {number}
+                changed |= found != dominators[number]
+                dominators[number] = found
+    loops: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks):
+        for head in block.after & dominators[number]:
+            loop, waiting = loops.setdefault(head, {head}), [number]
+            while waiting:
+                if (each := waiting.pop()) not in loop:
+                    loop.add(each)
+                    waiting += before[each]
+    return [frozenset(loop) for loop in loops.values()]

@@ -17,7 +17,7 @@ from typing import Any
 from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 
-from tpfuse.profile.issue_slots import slowest_loop
+from tpfuse.profile.issue_slots import main_loop
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Compilation:
     bulk: bool = False  # whether tiles are moved by TMA
     specialized: bool = False  # whether warps have roles of their own
     serialized: str = ""  # why ptxas makes each wgmma wait for the one before
-    issue_share: float = 0.0  # issue slots over tensor cycles of the slowest loop around wgmma (`issue_slots`)
+    issue_share: float = 0.0  # issue slots over tensor cycles of the main loop around wgmma (`issue_slots`)
     barriers: int = 0  # of the program, in that loop
     tile_instructions: int = 0  # of the loop of tiles around it: its epilogue, and what begins a tile
     pending: int = 0  # wgmma groups that a step leaves running
@@ -115,7 +115,7 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
 def _product_loop(kernel: Any) -> dict[str, Any]:
     """The fields of a Compilation that are about the loop around wgmma."""
     pending = [int(count) for count in re.findall(r"warp_group_dot_wait .*pendings = (\d+)", kernel.asm["ttgir"])]
-    loop = slowest_loop(disassembly(kernel.asm["cubin"]))
+    loop = main_loop(disassembly(kernel.asm["cubin"]))
     if loop is None:
         return {}
     return {
