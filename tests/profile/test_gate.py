@@ -58,8 +58,8 @@ def test_sound_kernels_pass(toys: Report, family: str) -> None:
     assert not list(complaints(product))
     assert (copy.kernel, copy.loads, copy.stores, copy.dot) == ("copy_kernel", {16: 1}, {16: 1}, False)
     assert (product.dot, product.tensor_cores) == (True, [gate.NEWEST[family]])
-    assert product.constants == {"BLOCK": 64, "BLOCK_K": 32}
-    assert product.shared >= 2 * 64 * 32 * 2
+    assert product.constants == {"BLOCK": 64, "BLOCK_K": 64}
+    assert product.shared >= 2 * 64 * 64 * 2
     assert product.programs > 1
 
 
@@ -87,7 +87,7 @@ def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
         assert not lines, "issue slots are counted for sm_90 alone"
         return
     assert f"flawed {family} bfloat16 {start}" in lines[0]
-    assert FLAWS[start] in lines[0]
+    assert any(FLAWS[start] in line for line in lines)
     assert all("\n" not in line for line in lines)
 
 
@@ -106,7 +106,7 @@ def test_wgmma_that_ptxas_serializes_is_told(toys: Report) -> None:
 
 @pytest.mark.compile
 def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    (result,) = [result for result in results(toys, "flawed", "sm_90") if result.constants["BLOCK"] == 32]
+    (result,) = [result for result in results(toys, "flawed", "sm_90") if result.constants.get("BLOCK") == 32]
     (complaint,) = complaints(result)
     monkeypatch.setitem(gate.EXCEPTIONS, "sm_90 bfloat16 product_kernel BLOCK=32 ", "few rows")
     assert not list(complaints(result))
@@ -135,7 +135,7 @@ def test_the_table(toys: Report) -> None:
     text = table(toys.compilations, toys.triton)
     assert version_of(text) == toys.triton
     assert text.count("\n## ") == 3 * len(FAMILIES)
-    assert "| product | BLOCK=64 BLOCK_K=32 | bfloat16 | 4 | 3 |" in text
+    assert "| product | BLOCK=64 BLOCK_K=64 | bfloat16 | 4 | 3 |" in text
     assert "Shape element 0 must be a power of 2" in text
 
 
@@ -143,7 +143,7 @@ def test_the_table(toys: Report) -> None:
 def test_the_command_line_for_developers(toys: Report, kept: Path) -> None:
     done = compile_toys("sound", "--families", "sm_90", "--dtypes", "bfloat16", "--anew")
     assert done.returncode == 0
-    assert "sound sm_90 bfloat16 product_kernel BLOCK=64 BLOCK_K=32" in done.stdout
+    assert "sound sm_90 bfloat16 product_kernel BLOCK=64 BLOCK_K=64" in done.stdout
     stages = sorted(path.suffix for path in kept.glob("sound-*-sm_90-product_kernel.*"))
     assert stages == [".ptx", ".sass", ".ttgir", ".ttir"]
     wrong = compile_toys("sond")

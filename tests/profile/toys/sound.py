@@ -43,4 +43,4 @@ def launches(dtype: torch.dtype) -> None:
     x, y = (torch.empty(2, 4096, dtype=dtype, device="meta") for _ in range(2))
     copy(x, y)
     copy(y, x)  # the same kernel: compiled once
-    product(dtype, block=64, block_k=32)
+    product(dtype, block=64, block_k=64)
