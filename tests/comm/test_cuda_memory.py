@@ -1,11 +1,13 @@
 """`CudaMemory` on CPU ranks, with a GPU's stand-in. What only a GPU can show: test_cuda_ranks.py."""
 
+import ctypes
 import json
 import re
 import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -370,6 +372,13 @@ def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
     )
 
 
+def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
+    """As the driver answers for GPUs on PCIe."""
+    assert (attribute, source.value, target.value) == (3, 1, 0)
+    found._obj.value = 0
+    return 0
+
+
 def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CudaCalls(torch.device("cuda:1"))
     asked: list[tuple[int, int]] = []
@@ -386,8 +395,13 @@ def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda device: SimpleNamespace(uuid=f"gpu {getattr(device, 'index', device)}"),
     )
     assert calls.gpu() == "gpu 1"
-    assert calls.reaches("gpu 0") and not calls.reaches("gpu 2") and calls.reaches("one that is hidden from us")
+    assert [calls.obstacle(f"gpu {number}") for number in (0, 2, 7)] == ["", "there is no peer access", ""]
     assert asked == [(1, 0), (1, 2)]
+    driver = SimpleNamespace(cuDeviceGet=lambda *_: 0, cuDeviceGetP2PAttribute=_say_no)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert calls.obstacle("gpu 0") == "there are no native atomic operations"
+    driver.cuDeviceGetP2PAttribute = lambda *_: 1  # an error: as without a driver that knows
+    assert calls.obstacle("gpu 0") == ""
     for value, allowed in (("1", True), ("0", False)):
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", value)
         assert calls.overlapping_allowed() == allowed

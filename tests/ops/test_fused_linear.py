@@ -1,5 +1,8 @@
 """Shards that copy engines bring: the numbers of those that the product's own programs load, to the bit."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,3 +101,38 @@ def test_no_alarm_under_the_explorer() -> None:
         patch.setattr(fused_linear, "await_source", lambda *_: None)
         with pytest.raises(RaceError, match="nothing orders"):
             explore(program, 2, resident=3)
+
+
+def _failing_between(rows: int) -> list[str]:
+    """What the current stream waits for where the product beside the copies fails."""
+    products, waited = FusedLinear(_memory(), engine_bytes=1), []
+    x, left, weight = torch.zeros(rows, 8), torch.zeros(rows * dist.get_world_size(), 5), torch.zeros(6, 8)
+    stream = SimpleNamespace(wait_stream=waited.append)
+    with pytest.MonkeyPatch.context() as patch:
+        real = products._begin
+        patch.setattr(products, "_begin", lambda *args, **options: replace(real(*args, **options), engine="engine"))
+        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        with pytest.raises(ValueError, match="weight has shape"):
+            products.all_gather_backward([left], x, [weight], [True], True)
+    return waited
+
+
+def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:
+    assert pool(2).run(_failing_between, 3) == [["engine"]] * 2
+
+
+def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            self.priority = priority
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, -5
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert fused_linear._engine_stream(torch.device("cuda")).priority == -5
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap"):
+        fused_linear._engine_stream(torch.device("cuda"))

@@ -238,6 +238,7 @@ def test_products_without_anything_behind_them_are_torchs(monkeypatch: pytest.Mo
         x.requires_grad_()
     with kernels("triton"):
         gemm(inputs["x"], inputs["weight"], inputs["bias"]).sum().backward()
+        gemm(inputs["x"], inputs["weight"], residual=inputs["residual"].double())  # is added behind the product
         assert launched == []
         gemm(**inputs).sum().backward()
         assert launched == ["gemm_forward_kernel"]

@@ -18,6 +18,7 @@ from tpfuse.comm.probe import no_symmetric_memory
 from tpfuse.kernels.signal_wait import signal_wait
 
 _THREAD_LOCAL = 1  # of CUstreamCaptureMode
+_NATIVE_ATOMICS = 3  # of CUdevice_P2PAttribute
 
 
 class Handle(Protocol):
@@ -55,12 +56,18 @@ class CudaCalls:
         """What the GPU is called by every process of the machine."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
-    def reaches(self, gpu: str) -> bool:
-        """Whether this rank's GPU can address another one's memory; the driver decides for one that is hidden."""
+    def obstacle(self, gpu: str) -> str:
+        """What keeps this rank's GPU from signalling in another one's memory; empty where nothing does.
+
+        For a GPU that is hidden from this process the driver decides when memory is mapped.
+        """
         for number in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(number).uuid) == gpu:
-                return torch.cuda.can_device_access_peer(self.device.index, number)
-        return True
+                if not torch.cuda.can_device_access_peer(self.device.index, number):
+                    return "there is no peer access"
+                if not _native_atomics(self.device.index, number):
+                    return "there are no native atomic operations"  # across PCIe: signals could be lost
+        return ""
 
     def overlapping_allowed(self) -> bool:
         """Whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
@@ -133,6 +140,19 @@ class CudaCalls:
         with contextlib.suppress(OSError, AttributeError):
             mode = ctypes.c_int(_THREAD_LOCAL)
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _native_atomics(source: int, target: int) -> bool:
+    """Whether atomic operations of one GPU hold in the memory of another; True where the driver does not say."""
+    numbers = [ctypes.c_int(source), ctypes.c_int(target)]
+    found = ctypes.c_int(1)
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if any(driver.cuDeviceGet(ctypes.byref(number), number) for number in numbers):
+            return True
+        if driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *numbers):
+            return True
+    return found.value != 0
 
 
 class Alarm:

@@ -50,7 +50,7 @@ class CudaMemory(BoardMemory):
         return self._abort
 
     def _check_gpus(self) -> None:
-        """Raises Unavailable on every rank unless each rank's GPU reaches all others'."""
+        """Raises Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
         reason = self._calls.why_not()
         gpu = "" if reason else self._calls.gpu()
         said = self.said([str(self.device), gpu, reason], "symmetric memory")
@@ -70,9 +70,8 @@ class CudaMemory(BoardMemory):
         if name == str(self.device) and not self._calls.overlapping_allowed():
             same = "are on one GPU" if other == gpu else "have different GPUs of one number"
             return f"{pair} {same}: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
-        if other != gpu and not self._calls.reaches(other):
-            return f"there is no peer access between the GPUs of {pair}"
-        return ""
+        reason = self._calls.obstacle(other) if other != gpu else ""
+        return f"{reason} between the GPUs of {pair}" if reason else ""
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():

@@ -7,8 +7,11 @@ peers by programs of the product itself; large ones are brought by copy engines 
 """
 
 import contextlib
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,8 +101,10 @@ class FusedLinear:
         gather = self._begin(op, flat(x), keep=True) if gathers else None
         grad_x = None
         if needs_x:
-            left, weight = (rows[0], weights[0]) if len(rows) == 1 else (torch.cat(rows, 1), torch.cat(tuple(weights)))
-            grad_x = self._product_scattering(op, left, weight.t()).view(x.shape)
+            with self._copies_end(gather):
+                several = len(rows) > 1
+                left, weight = (torch.cat(rows, 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
+                grad_x = self._product_scattering(op, left, weight.t()).view(x.shape)
         if gather is None:
             return grad_x, [None] * len(weights)
         gathered = self._finish(gather)
@@ -170,7 +175,7 @@ class FusedLinear:
         if self.memory.device.type != "cuda":
             yield
             return
-        gather.engine = self._engine = self._engine or torch.cuda.Stream(self.memory.device)  # type: ignore[no-untyped-call]
+        gather.engine = self._engine = self._engine or _engine_stream(self.memory.device)
         gather.engine.wait_stream(torch.cuda.current_stream(self.memory.device))
         with torch.cuda.stream(gather.engine):
             yield
@@ -204,6 +209,16 @@ class FusedLinear:
                 all_gather_forward(gather.rows.contiguous().view(-1), gathered.flatten(1), endpoint)
         return gathered.flatten(0, 1)
 
+    @contextlib.contextmanager
+    def _copies_end(self, gather: _Gather | None) -> Iterator[None]:
+        """Where the block raises, what follows on the stream waits for the copies: their target is freed."""
+        try:
+            yield
+        except BaseException:
+            if gather is not None:
+                self._await_engine(gather)
+            raise
+
     def _await_engine(self, gather: _Gather) -> None:
         """Also behind what was aborted: copies may still write memory that is freed then."""
         if gather.engine is not None:
@@ -232,6 +247,17 @@ class FusedLinear:
         if found is None:
             found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)
         return found
+
+
+def _engine_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of the highest priority: the launches between copies want a multiprocessor for a moment while a product, and
+    perhaps NCCL's programs, fill all others, and the product waits for what they deliver. Warns where CUDA is told to
+    run copies and programs one after another."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap with products", stacklevel=2)
+    streams: Any = torch.cuda.Stream
+    stream: torch.cuda.Stream = streams(device, priority=streams.priority_range()[1])
+    return stream
 
 
 def _shaped(x: Tensor | None, rows: tuple[int, ...]) -> Tensor | None:

@@ -40,13 +40,13 @@ def gemm(
     shapes, dtypes or devices that do not match and for an activation that is not known.
     """
     _check(x, weight, bias, activation, residual)
-    if not use_triton(x) or (activation is None and residual is None):
-        out: Tensor = apply_activation(F.linear(x, weight, bias), activation)
-        return out if residual is None else out + residual
     x_, weight_, bias_ = autocast(x, weight, bias)
     assert x_ is not None and weight_ is not None
-    shape = _result_shape(x, weight, activation)
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
+    if not use_triton(x) or (activation is None and fused is None):
+        out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
+        return out if residual is None else out + residual
+    shape = _result_shape(x, weight, activation)
     keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
     rows = None if fused is None else fused.reshape(_flat(shape))
     flat, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)

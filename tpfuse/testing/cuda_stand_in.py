@@ -103,8 +103,8 @@ class StandIn(CudaCalls):
     def gpu(self) -> str:
         return self.name
 
-    def reaches(self, gpu: str) -> bool:
-        return gpu != self.blind
+    def obstacle(self, gpu: str) -> str:
+        return "there is no peer access" if gpu == self.blind else ""
 
     def overlapping_allowed(self) -> bool:
         return self.allowed
