@@ -103,6 +103,30 @@ def test_no_alarm_under_the_explorer() -> None:
             explore(program, 2, resident=3)
 
 
+def _more_than_a_slot(most: int) -> int:
+    """Rows that are not a multiple of the ranks too, for all_reduce. Returns how many launches there were."""
+    products, launched = FusedLinear(_memory()), []
+    rank, world = products.memory.rank, products.memory.world
+    weight, bias = integers(1, 5, 8), integers(2, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        real = products._piece_scattering
+        patch.setattr(fused_linear, "MOST_BYTES", most)
+        patch.setattr(products, "_piece_scattering", lambda *args: (launched.append(1), real(*args))[1])
+        for rows in (14 * world, 7 * world):
+            xs, residual = integers(3, world, rows, 8), integers(4, rows // world, 5)
+            expected = (xs.sum(0) @ weight.t()).view(world, -1, 5)[rank] + bias + residual
+            assert torch.equal(products.reduce_scatter(xs[rank], weight, bias, residual), expected)
+        xs, residual = integers(5, world, 9 * world + 1, 8), integers(6, 9 * world + 1, 5)
+        expected = xs.sum(0) @ weight.t() + bias + residual
+        assert torch.equal(products.all_reduce(xs[rank], weight, bias, residual), expected)
+    return len(launched)
+
+
+def test_products_that_slots_cannot_hold_are_cut_in_rows() -> None:
+    assert pool(2).run(_more_than_a_slot, 2 * 5 * 4 * 5) == [3 + 2 + 2] * 2  # 5 rows of each owner at once
+    assert pool(2).run(_more_than_a_slot, 2**30) == [3] * 2
+
+
 def _failing_between(rows: int) -> list[str]:
     """What the current stream waits for where the product beside the copies fails."""
     products, waited = FusedLinear(_memory(), engine_bytes=1), []

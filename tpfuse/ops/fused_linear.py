@@ -26,6 +26,7 @@ from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.staging import await_source, deliver, finish, stage
 from tpfuse.ops.gemm import flat, product, weight_gradient
 
+MOST_BYTES = 2**30  # of a slot: kernels count what is in it in 32 bits
 ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
 
 
@@ -225,13 +226,25 @@ class FusedLinear:
             torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
 
     def _product_scattering(
-        self,
-        op: str,
-        rows: Tensor,
-        weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
+        self, op: str, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in pieces."""
+        world, chunk = self.memory.world, -(-len(rows) // self.memory.world)
+        most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
+        if chunk <= most:
+            return self._piece_scattering(op, rows, weight, bias, residual)
+        own = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
+        whole = _with_rows(rows, world * chunk).view(world, chunk, rows.shape[1])
+        added = None if residual is None else _with_rows(residual, chunk)
+        pieces = []
+        for start in range(0, chunk, most):
+            part = slice(start, min(start + most, chunk))
+            terms = None if added is None else added[part]
+            pieces.append(self._piece_scattering(op, whole[:, part].flatten(0, 1), weight, bias, terms))
+        return torch.cat(pieces)[:own]
+
+    def _piece_scattering(
+        self, op: str, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
@@ -247,6 +260,11 @@ class FusedLinear:
         if found is None:
             found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)
         return found
+
+
+def _with_rows(x: Tensor, count: int) -> Tensor:
+    """x [m, n] with rows of zeros behind it, `count` in all."""
+    return x if len(x) == count else torch.cat([x, x.new_zeros(count - len(x), x.shape[1])])
 
 
 def _engine_stream(device: torch.device) -> torch.cuda.Stream:
