@@ -19,7 +19,7 @@ from tpfuse.kernels.activations import GATED, activate, activation_gradient, che
 from tpfuse.kernels.checks import check_floats, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_tiles import load_tile, store_tile
-from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.tiles import rounded
 
 _PROGRAMS = 8  # for each multiprocessor, where the rows are enough: they hide each other's waits for memory
@@ -93,10 +93,10 @@ def activation_backward(
 
     row = choose(operator, grad.device, grad.dtype)
     block_m, block_n = row.blocks["BLOCK_M"], row.blocks["BLOCK_N"]
-    tiles_m, tiles_n = triton.cdiv(m, block_m), triton.cdiv(n, block_n)
-    wanted = min(tiles_m, triton.cdiv(_PROGRAMS * multiprocessors(grad.device), max(tiles_n, 1)))
-    part_size = block_m * triton.cdiv(tiles_m, max(wanted, 1))
-    parts = triton.cdiv(m, max(part_size, 1))
+    tiles_m, tiles_n = cdiv(m, block_m), cdiv(n, block_n)
+    wanted = min(tiles_m, cdiv(_PROGRAMS * multiprocessors(grad.device), max(tiles_n, 1)))
+    part_size = block_m * cdiv(tiles_m, max(wanted, 1))
+    parts = cdiv(m, max(part_size, 1))
     sums = torch.empty(parts, width, dtype=torch.float32, device=grad.device) if with_sums else None
     launch(
         activation_backward_kernel,

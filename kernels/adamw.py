@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 
@@ -120,7 +120,7 @@ def adamw_(
     row = choose("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
     launch(
         adamw_kernel,
-        (triton.cdiv(len(master), row.blocks["BLOCK"]),),
+        (cdiv(len(master), row.blocks["BLOCK"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         master_ptr=master,

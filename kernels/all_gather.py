@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 
 
@@ -58,7 +58,7 @@ def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # tiles are the same bytes on all ranks
     launch(
         all_gather_forward_kernel,
-        endpoint.grid("all_gather", x.nbytes, triton.cdiv(words, block)),
+        endpoint.grid("all_gather", x.nbytes, cdiv(words, block)),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=x_words,

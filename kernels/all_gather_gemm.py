@@ -34,7 +34,7 @@ from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
 from tpfuse.kernels.staging import check_ready
 from tpfuse.kernels.tiles import dot, grouped_tile
@@ -249,7 +249,7 @@ def all_gather_gemm_forward(
         M=m, N=width, K=k, chunks=endpoint.world, programs=max(endpoint.programs - 1, 1),
         gated=int(up is not None), unaligned=int(not aligned),
     )  # fmt: skip
-    tiles = endpoint.world * triton.cdiv(m, row.blocks["BLOCK_M"]) * triton.cdiv(width, row.blocks["BLOCK_N"])
+    tiles = endpoint.world * cdiv(m, row.blocks["BLOCK_M"]) * cdiv(width, row.blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
     launch(
         all_gather_gemm_forward_kernel,
@@ -281,7 +281,7 @@ def all_gather_gemm_forward(
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
     """How many programs copy: no more than there are shares, flags and words of ready; one where there is nothing."""
-    shares = triton.cdiv(x.numel(), row.blocks["BLOCK_COPY"])
+    shares = cdiv(x.numel(), row.blocks["BLOCK_COPY"])
     wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
     return endpoint.grid(operator, x.nbytes, wanted)[0]
 

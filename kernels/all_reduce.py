@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 
 
@@ -103,8 +103,8 @@ def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: 
     check_summed("all_reduce", x)
     row = choose("all_reduce", x.device, configured(x.dtype))
     # Parts of whole groups of 16 elements, so that each begins where wide accesses can.
-    part = triton.cdiv(n, endpoint.world * 16) * 16 if two_shot else n
-    tiles = triton.cdiv(part, row.blocks["BLOCK"])
+    part = cdiv(n, endpoint.world * 16) * 16 if two_shot else n
+    tiles = cdiv(part, row.blocks["BLOCK"])
     launch(
         all_reduce_two_shot_kernel if two_shot else all_reduce_one_shot_kernel,
         endpoint.grid("all_reduce", x.nbytes, tiles, rounds=2 if two_shot else 1),

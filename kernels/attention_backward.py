@@ -35,7 +35,7 @@ from tpfuse.kernels.attention_scores import (
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.dropout import kept
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import dot, rounded
 
 _OPERATOR = "attention_backward"
@@ -394,7 +394,7 @@ def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor
     """dk and dv in one launch, or where their sums do not fit the registers one after the other."""
     row = _row("dkdv", arguments)
     blocks = {"BLOCK_M": row.blocks["BLOCK_M"], "BLOCK_N": row.blocks["BLOCK_N"]}
-    tiles = triton.cdiv(longest, blocks["BLOCK_N"])
+    tiles = cdiv(longest, blocks["BLOCK_N"])
     for wanted in ("DK DV",) if row.blocks["TOGETHER"] else ("DV", "DK"):
         launch(
             attention_backward_dkdv_kernel,
@@ -414,7 +414,7 @@ def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor
 
 def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) -> None:
     row = _row("dq", arguments)
-    tiles = triton.cdiv(longest, row.blocks["BLOCK_M"])
+    tiles = cdiv(longest, row.blocks["BLOCK_M"])
     launch(
         attention_backward_dq_kernel,
         (heads * tiles,),

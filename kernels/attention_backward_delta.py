@@ -15,7 +15,7 @@ from torch import Tensor
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.attention_scores import document, multiple_of_8
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 PADDING: tl.constexpr = tl.constexpr(128)  # rows behind each document: the largest BLOCK_M of those who read them
@@ -112,7 +112,7 @@ def attention_backward_delta(
     row = choose("attention_backward_delta", out.device, out.dtype)
     block_d = triton.next_power_of_2(size)
     block_m = row.blocks["TILE"] // block_d
-    tiles = triton.cdiv(longest + PADDING.value, block_m)
+    tiles = cdiv(longest + PADDING.value, block_m)
     launch(
         attention_backward_delta_kernel,
         (sequences * heads * tiles,),

@@ -13,7 +13,7 @@ from torch import Tensor
 from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows
 from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, multiple_of_8, score_arguments
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 
 # Arguments that change from call to call and gain nothing from a compilation of their own.
 NOT_SPECIALIZED = ["tq", "tk", "chunks", "tiles_m", "q_offset", "k_offset", "ahead", "behind"]
@@ -165,7 +165,7 @@ def attention_forward(
         out.zero_()
         lse.fill_(float("-inf"))
     row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
-    tiles_m = triton.cdiv(longest, row.blocks["BLOCK_M"])
+    tiles_m = cdiv(longest, row.blocks["BLOCK_M"])
     launch(
         attention_forward_kernel,
         (sequences * heads * tiles_m,),

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 
@@ -83,7 +83,7 @@ def attention_merge(
     lse_a, lse_b = lse_a.contiguous(), lse_b.contiguous()
     out, lse = (out_a, lse_a) if in_place else (torch.empty_like(out_a), torch.empty_like(lse_a))
     row = choose("attention_merge", out_a.device, out_a.dtype)
-    tiles_m = triton.cdiv(length, row.blocks["BLOCK_M"])
+    tiles_m = cdiv(length, row.blocks["BLOCK_M"])
     launch(
         attention_merge_kernel,
         (batch * heads * tiles_m,),

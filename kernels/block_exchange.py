@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.endpoint import Endpoint, slot
+from tpfuse.kernels.launch import cdiv
 from tpfuse.kernels.signals import arrive, peer_pointer, put, wait
 from tpfuse.kernels.staging import check_ready
 
@@ -46,7 +47,7 @@ _ALIGNMENT = 16  # words: a multiple that Triton takes note of, so that 16 bytes
 
 def part_starts(parts: Sequence[int]) -> list[int]:
     """Where in a block each part begins, and where the next block does, in words; parts: how many words they are."""
-    return list(accumulate((triton.cdiv(words, _ALIGNMENT) * _ALIGNMENT for words in parts), initial=0))
+    return list(accumulate((cdiv(words, _ALIGNMENT) * _ALIGNMENT for words in parts), initial=0))
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class BlockExchange:
         if any(words % 4 for words in parts):
             raise ValueError(f"{operator}: parts of {tuple(parts)} words: expected multiples of 4, 16 bytes")
         world, end = self.endpoint.world, self.endpoint
-        shares = triton.cdiv(max(parts), block)
+        shares = cdiv(max(parts), block)
         room = len(self.ready) // (len(parts) * world)
         if room == 0:
             raise ValueError(f"{operator}: ready has {len(self.ready)} words: expected at least {len(parts) * world}")

@@ -98,9 +98,18 @@ def _rows(operator: str, name: str) -> tuple[Configuration, ...]:
     return tuple(row for row in read_table(TABLE) if (row.operator, row.family) == (operator, name))
 
 
+@functools.lru_cache(4096)
+def _first_that_fits(operator: str, name: str, bits: int, sizes: tuple[tuple[str, int], ...]) -> Configuration:
+    for row in _rows(operator, name):
+        if row.fits(bits, dict(sizes)):
+            return row
+    raise AssertionError(f"configurations.toml has no row of {operator} for {name}, {bits} bits, {dict(sizes)}")
+
+
 def forget() -> None:
     """Makes `choose` read the table anew, after it was written."""
     _rows.cache_clear()
+    _first_that_fits.cache_clear()
 
 
 def _instead_of(row: Configuration) -> Configuration:
@@ -115,8 +124,5 @@ def choose(operator: str, device: torch.device, dtype: torch.dtype, **sizes: int
 
     Raises ValueError where Triton cannot run on the device.
     """
-    name, bits = family(device), dtype.itemsize * 8
-    for row in _rows(operator, name):
-        if row.fits(bits, sizes):
-            return _instead_of(row)
-    raise AssertionError(f"configurations.toml has no row of {operator} for {name}, {bits} bits, {sizes}")
+    row = _first_that_fits(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
+    return _instead_of(row) if _overriding else row

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 IGNORE = -1  # the target of a row that has no loss
@@ -113,7 +113,7 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
     row = choose("cross_entropy", logits.device, logits.dtype, V=width)
     launch(
         cross_entropy_forward_kernel,
-        (triton.cdiv(rows, row.blocks["BLOCK_M"]),),
+        (cdiv(rows, row.blocks["BLOCK_M"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         logits_ptr=logits,
@@ -179,7 +179,7 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     row = choose("cross_entropy_combine", target.device, torch.float32)
     launch(
         cross_entropy_combine_kernel,
-        (triton.cdiv(len(target), row.blocks["BLOCK_M"]),),
+        (cdiv(len(target), row.blocks["BLOCK_M"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         statistics_ptr=statistics.contiguous(),
@@ -292,7 +292,7 @@ def _backward(
     row = choose("cross_entropy", logits.device, logits.dtype, V=width)
     launch(
         cross_entropy_backward_kernel,
-        (triton.cdiv(rows, row.blocks["BLOCK_M"]),),
+        (cdiv(rows, row.blocks["BLOCK_M"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         logits_ptr=logits,

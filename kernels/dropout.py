@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
@@ -89,7 +89,7 @@ def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     row = choose("dropout", x.device, x.dtype)
     launch(
         dropout_kernel,
-        (triton.cdiv(m, row.blocks["BLOCK_M"]), triton.cdiv(c, row.blocks["BLOCK_C"])),
+        (cdiv(m, row.blocks["BLOCK_M"]), cdiv(c, row.blocks["BLOCK_C"])),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=x,

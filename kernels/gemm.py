@@ -27,7 +27,7 @@ from tpfuse.kernels.gemm_tiles import (
     store_tile,
     tile_options,
 )
-from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -124,7 +124,7 @@ def gemm_forward(
     )  # fmt: skip
     options = tile_options(row, aligned)
     block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    tiles = triton.cdiv(m, block_m) * triton.cdiv(width, block_n)
+    tiles = cdiv(m, block_m) * cdiv(width, block_n)
     splits, split_size = split_reduction(tiles, k, block_k, x.device)
     partials = new_partials(splits, m, n, x.device)
     launch(

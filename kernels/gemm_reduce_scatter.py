@@ -37,7 +37,7 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
-from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.signals import advance, begin, peer_pointer, put, wait
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -176,12 +176,12 @@ def gemm_reduce_scatter_forward(
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
-    chunk = triton.cdiv(x.shape[0], endpoint.world)
+    chunk = cdiv(x.shape[0], endpoint.world)
     rows = min(max(x.shape[0] - endpoint.rank * chunk, 0), chunk)
     _check(operator, x, weight, endpoint, counts, bias, residual, rows)
     out = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
     row = choose("gemm_reduce_scatter_sum", x.device, x.dtype)
-    tiles = triton.cdiv(rows, row.blocks["BLOCK_M"]) * triton.cdiv(out.shape[1], row.blocks["BLOCK_N"])
+    tiles = cdiv(rows, row.blocks["BLOCK_M"]) * cdiv(out.shape[1], row.blocks["BLOCK_N"])
     nbytes = endpoint.world * chunk * out.shape[1] * x.element_size()
     endpoint.grid(operator, nbytes, tiles)  # whether slots and flags are enough
     _launch_product(operator, x, weight, endpoint, counts, chunk)
@@ -216,7 +216,7 @@ def _launch_product(operator: str, x: Tensor, weight: Tensor, endpoint: Endpoint
         M=chunk, N=n, K=k, chunks=endpoint.world, programs=programs, unaligned=int(not aligned),
     )  # fmt: skip
     blocks = dict(row.blocks) | {"TMA": aligned and row.blocks["TMA"]}
-    tiles = endpoint.world * triton.cdiv(chunk, blocks["BLOCK_M"]) * triton.cdiv(n, blocks["BLOCK_N"])
+    tiles = endpoint.world * cdiv(chunk, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"])
     launch(
         gemm_reduce_scatter_forward_kernel,
         (max(1, min(tiles, programs)),),  # without a tile too it signals

@@ -13,7 +13,7 @@ from torch import Tensor
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
-from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 
 _LEAST_BLOCKS = 4  # of the reduction in one part: below, filling and draining the pipeline costs more than it gains
 _MOST_SPLITS = 16  # partial sums are float32: their traffic grows with the number of parts
@@ -24,12 +24,12 @@ def split_reduction(tiles: int, size: int, block: int, device: torch.device) -> 
 
     Every part has at least one element; one part where there are tiles enough for every multiprocessor.
     """
-    blocks = triton.cdiv(size, block)
+    blocks = cdiv(size, block)
     wanted = min(multiprocessors(device) // max(tiles, 1), blocks // _LEAST_BLOCKS, _MOST_SPLITS)
     if wanted <= 1:
         return 1, max(size, 1)
-    each = triton.cdiv(blocks, wanted)
-    return triton.cdiv(blocks, each), each * block
+    each = cdiv(blocks, wanted)
+    return cdiv(blocks, each), each * block
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def sum_partials(
     row = choose("gemm_sum_partials", out.device, torch.float32, N=n)
     launch(
         sum_partials_kernel,
-        (triton.cdiv(m, row.blocks["BLOCK_M"]) * triton.cdiv(n, row.blocks["BLOCK_N"]),),
+        (cdiv(m, row.blocks["BLOCK_M"]) * cdiv(n, row.blocks["BLOCK_N"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         partials_ptr=partials,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 
@@ -132,7 +132,7 @@ def norm_forward(
     row = choose("layer_norm", device, x.dtype, C=c)
     launch(
         norm_forward_kernel,
-        (triton.cdiv(m, row.blocks["BLOCK_M"]),),
+        (cdiv(m, row.blocks["BLOCK_M"]),),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=x,

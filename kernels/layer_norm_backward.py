@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch, multiprocessors
+from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
 from tpfuse.kernels.tiles import rounded
 
@@ -172,9 +172,9 @@ def norm_backward(
     grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
     grad_summed = None if grad_summed is None else unit_columns(grad_summed)
     row = choose("layer_norm", device, x.dtype, C=c)
-    columns = triton.cdiv(c, row.blocks["BLOCK_C"])
-    tiles = triton.cdiv(m, row.blocks["BLOCK_M"])
-    programs = min(tiles, triton.cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
+    columns = cdiv(c, row.blocks["BLOCK_C"])
+    tiles = cdiv(m, row.blocks["BLOCK_M"])
+    programs = min(tiles, cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
     common = {
         "num_warps": row.num_warps,
         "num_stages": row.num_stages,
@@ -217,7 +217,7 @@ def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     row = choose("layer_norm_sum_parts", parts.device, parts.dtype)
     launch(
         norm_sum_parts_kernel,
-        (triton.cdiv(c, row.blocks["BLOCK_C"]), which),
+        (cdiv(c, row.blocks["BLOCK_C"]), which),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         parts_ptr=parts,

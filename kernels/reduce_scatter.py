@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 
 
@@ -55,7 +55,7 @@ def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     row = choose("reduce_scatter", x.device, configured(x.dtype))
     launch(
         reduce_scatter_forward_kernel,
-        endpoint.grid("reduce_scatter", x.nbytes, triton.cdiv(n, row.blocks["BLOCK"])),
+        endpoint.grid("reduce_scatter", x.nbytes, cdiv(n, row.blocks["BLOCK"])),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         x_ptr=x,

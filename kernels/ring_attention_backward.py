@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from tpfuse.kernels.attention_backward_delta import PADDING, attention_backward_delta
@@ -22,7 +21,7 @@ from tpfuse.kernels.attention_scores import aligned
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
 from tpfuse.kernels.ring_attention_dkdv import ring_attention_dkdv_kernel
 from tpfuse.kernels.ring_attention_dq import ring_attention_dq_kernel
@@ -215,7 +214,7 @@ def _launch_dq(
     # fmt: on
     batch, heads, tokens, size = q.shape
     row = _row("dq", arguments)
-    programs = tiles = batch * heads * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_M"])
+    programs = tiles = batch * heads * runs.count * cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs) | {"queries_start": 0, "queries_words": 0}
     slices = {"SLICE_D": min(row.blocks["SLICE_D"], arguments["BLOCK_D"])}
     if exchange is not None:
@@ -266,7 +265,7 @@ def _launch_dkdv(
                                dropout_p, counters, dropout_key)
     # fmt: on
     row = _row("dkdv", arguments)
-    tiles = block.shape[1] * block.shape[2] * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_N"])
+    tiles = block.shape[1] * block.shape[2] * runs.count * cdiv(runs.size, row.blocks["BLOCK_N"])
     here = {"slots_ptr": None, "state_ptr": None, "slot_bytes": 0, "block_words": 0, "queries_start": 0}
     # In one launch, or where their sums do not fit the registers one after the other.
     for wanted in ("DK DV",) if row.blocks["TOGETHER"] else ("DV", "DK"):

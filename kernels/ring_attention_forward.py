@@ -26,7 +26,7 @@ from tpfuse.kernels.attention_scores import aligned, multiple_of_8
 from tpfuse.kernels.block_exchange import BlockExchange, await_block, bring_blocks, brought_block
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.dropout import hashed_rows
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
 from tpfuse.kernels.ring_attention_sight import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import SequenceRuns, run_start
@@ -276,7 +276,7 @@ def ring_attention_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(dropout_p > 0.0), "EXCHANGE": int(exchange is not None)}
     row = choose(operator, q.device, q.dtype, **sizes)
-    programs = tiles = batch * heads * runs.count * triton.cdiv(runs.size, row.blocks["BLOCK_M"])
+    programs = tiles = batch * heads * runs.count * cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs)
     if exchange is not None:
         words = blocks.view(-1).view(torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
 
@@ -207,9 +207,9 @@ def _launch(
     launch(
         rope_kernel,
         (
-            triton.cdiv(b * t, block_m),
-            triton.cdiv(heads, group) + triton.cdiv(heads_k, group),
-            triton.cdiv(r, block_r),
+            cdiv(b * t, block_m),
+            cdiv(heads, group) + cdiv(heads_k, group),
+            cdiv(r, block_r),
         ),
         num_warps=row.num_warps,
         num_stages=row.num_stages,

@@ -21,7 +21,7 @@ from torch import Tensor
 from tpfuse.kernels.checks import FLOATS, check_contiguous, check_device, check_integers, check_shape
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 
 _MOST = 2**30  # elements of a shard: kernels count what is in it in 32 bits, which takes fewer registers
@@ -105,7 +105,7 @@ def shard_sum(
     row = choose("shard_sum", gradients.device, gradients.dtype)
     launch(
         shard_sum_kernel,
-        endpoint.grid("shard_sum", 0, triton.cdiv(m, row.blocks["BLOCK"])),
+        endpoint.grid("shard_sum", 0, cdiv(m, row.blocks["BLOCK"])),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         gradients_ptr=gradients,

@@ -24,7 +24,7 @@ from torch import Tensor
 from tpfuse.kernels.adamw import check_shard, rates, updated
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.shard_sum import check_flat, shard_pointer, sum_over_ranks
 from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.tiles import rounded
@@ -143,7 +143,7 @@ def sharded_adamw_(
     row = choose("sharded_adamw", values.device, values.dtype)
     launch(
         sharded_adamw_kernel,
-        endpoint.grid("sharded_adamw", 0, triton.cdiv(m, row.blocks["BLOCK"]), rounds=2),
+        endpoint.grid("sharded_adamw", 0, cdiv(m, row.blocks["BLOCK"]), rounds=2),
         num_warps=row.num_warps,
         num_stages=row.num_stages,
         values_ptr=values,

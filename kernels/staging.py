@@ -44,7 +44,7 @@ from tpfuse.kernels import endpoint as ends
 from tpfuse.kernels.checks import check_device, check_integers
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, as_words, slot
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, arrive, barrier, begin, peer_pointer, put, wait
 
 
@@ -194,7 +194,7 @@ def finish(endpoint: Endpoint) -> None:
 def _programs(operator: str, x: Tensor, endpoint: Endpoint) -> int:
     """How many programs stage x, the same on every rank; one where there is nothing to stage, for its signal."""
     blocks = choose("stage", endpoint.slots.device, torch.int64).blocks
-    tiles = triton.cdiv(x.nbytes, 8 * blocks["BLOCK"])
+    tiles = cdiv(x.nbytes, 8 * blocks["BLOCK"])
     return int(endpoint.grid(operator, x.nbytes, max(1, min(tiles, blocks["PROGRAMS"])))[0])
 
 
