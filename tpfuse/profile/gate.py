@@ -144,7 +144,7 @@ Compiled by Triton {version} without a GPU; `make compiled` writes this file and
 of a thread, shared memory is a program's, in bytes; programs: how many fit on a multiprocessor at once. Kernels of
 float16 differ from those of bfloat16 in conversions alone, so that they are compiled for sm_90 only. Issue: issue slots
 for each cycle of the tensor cores in the main loop around wgmma; then that loop's barriers, the wgmma groups that a
-step leaves running, and the instructions of each tile beside the loop where the loop of tiles was found (sm_90 alone).
+step leaves running, and the instructions of each tile beside the loop (sm_90 alone).
 """
 
 COLUMNS = (
@@ -203,7 +203,7 @@ def _cells(result: Compilation) -> list[object]:
 def _loop_cells(result: Compilation) -> tuple[object, ...]:
     if not result.issue_share:
         return ("",) * 4
-    return result.issue_share, result.barriers, result.pending, result.tile_instructions or ""
+    return result.issue_share, result.barriers, result.pending, result.tile_instructions
 
 
 def version_of(table: str) -> str:

@@ -25,8 +25,7 @@ _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x")
 class ProductLoop:
     """A loop around wgmma. tile_instructions: those of the loop of tiles around it that are not its own.
 
-    They are 0 where no loop around it was found: reconvergence barriers (BSYNC) are taken to go on to the next
-    instruction, which breaks some loops apart.
+    They are 0 where there is no loop around it.
     """
 
     instructions: int
@@ -97,7 +96,7 @@ def _blocks(sass: str) -> list[_Block]:
             if branches and (target := _TARGET.search(operands)):
                 targets.append((len(blocks) - 1, target[1]))
             if branches or name in ("EXIT", "BRX"):
-                if predicate:
+                if predicate or (branches and not operands.startswith("`(")):  # as BRA.DIV, if threads differ
                     blocks[-1].after.add(len(blocks))
                 blocks.append(_Block())
     for number, label in targets:
