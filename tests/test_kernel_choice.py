@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 
@@ -38,3 +40,8 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_computes_is_told_by_device() -> None:
     assert [implementation(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]
+
+
+def test_cublas_has_a_workspace_of_a_fixed_size() -> None:
+    """Without one torch's deterministic mode refuses products on GPUs. `import tpfuse` sees to it."""
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpfuse.kernels.launch import Launch
-from tpfuse.profile.recorded import Job, source_of
+from tpfuse.profile.recorded import Job, _pairs, source_of
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -99,3 +99,12 @@ def test_descriptors() -> None:
 def test_the_constants_that_a_table_shows_are_declared_ones_and_missing_pointers() -> None:
     job = Job("x", "sm_90", "bfloat16", source(stride=1), 4, 2)
     assert job.constants == {"y_ptr": None, "BLOCK": 128}
+
+
+def test_families_share_one_float16() -> None:
+    both, families = ("bfloat16", "float16", "float32"), ("sm_80", "sm_90")
+    assert set(_pairs(families, both)) == {(family, dtype) for family in families for dtype in both} - {
+        ("sm_80", "float16")
+    }
+    assert set(_pairs(("sm_80",), both)) == {("sm_80", dtype) for dtype in both}
+    assert set(_pairs(families, ("float16",))) == {(family, "float16") for family in families}
