@@ -20,6 +20,7 @@ SASS = """
         /*0060*/              @!P2 BRA `(.L_x_1) ;
         /*0070*/                   STG.E.128 desc[UR6][R2.64], R4 ;
         /*0078*/                   BRA.DIV UR5, `(.L_x_6) ;
+        /*007c*/                   FADD R1, R1, R1 ;
 .L_x_7:
         /*0080*/               @P1 BRA `(.L_x_0) ;
 .L_x_2:
@@ -39,7 +40,7 @@ SASS = """
 
 def test_innermost_loops_with_products() -> None:
     tiled, alone = sorted(product_loops(SASS), key=lambda loop: loop.issue_share)
-    assert tiled == ProductLoop(instructions=9, tensor_cycles=192.0, barriers=1, tile_instructions=6)
+    assert tiled == ProductLoop(instructions=9, tensor_cycles=192.0, barriers=1, tile_instructions=7)
     assert alone == ProductLoop(instructions=3, tensor_cycles=32.0, barriers=0, tile_instructions=0)
     assert main_loop(SASS) == tiled
 
