@@ -80,7 +80,7 @@ def sum_partials(
 ) -> None:
     """out = act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
 
-    partials: [splits, M, N] float32, contiguous; out: [M, N], any strides; residual may be out itself.
+    partials: [splits, M, N] float32, contiguous; out: [M, N], any strides.
     """
     m, n = out.shape
     assert partials.shape[1:] == (m, 2 * n if activation in GATED else n)

@@ -191,11 +191,7 @@ def _cells(result: Compilation) -> list[object]:
         result.error or f"{result.registers}{' (spills)' * bool(result.spilled)}",
         result.shared,
         result.programs,
-        *(
-            [result.issue_share, result.barriers, result.pending, result.tile_instructions]
-            if result.issue_share
-            else [""] * 4
-        ),
+        *_loop_cells(result),
         " ".join(_features(result)),
     ]
 
