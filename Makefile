@@ -72,7 +72,7 @@ compiled: install
 	mkdir -p build
 	$(BIN)/python -m tpfuse.profile.compilation --markdown > build/compiled.md
 	mv build/compiled.md benchmarks/results/compiled.md
-	$(BIN)/python -m tpfuse.profile.waves > build/waves.md
+	$(BIN)/python -m benchmarks.waves > build/waves.md
 	mv build/waves.md benchmarks/results/waves.md
 
 build/triton-%: | install

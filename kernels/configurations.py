@@ -10,7 +10,6 @@ loop is the quickest, where a narrower one keeps more multiprocessors busy.
 
 import contextlib
 import functools
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tpfuse.kernels.launch import family
+from tpfuse.kernels.launch import cdiv, family
 
 TABLE = Path(__file__).with_name("configurations.toml")
 
@@ -53,9 +52,9 @@ class Configuration:
     def idle(self, sizes: Mapping[str, int]) -> float:
         """Percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave unused."""
         block_m, block_n = int(self.blocks["BLOCK_M"]), int(self.blocks["BLOCK_N"])
-        tiles = sizes.get("chunks", 1) * math.ceil(sizes["M"] / block_m) * math.ceil(sizes["N"] / block_n)
+        tiles = sizes.get("chunks", 1) * cdiv(sizes["M"], block_m) * cdiv(sizes["N"], block_n)
         done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)
-        waves = math.ceil(tiles / sizes["programs"])
+        waves = cdiv(tiles, sizes["programs"])
         return 100 * (1 - done / max(waves * sizes["programs"], 1))
 
 

@@ -373,7 +373,7 @@ def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
 
 
 def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
-    """As the driver answers for GPUs on PCIe."""
+    """The driver's answer for GPUs on PCIe."""
     assert (attribute, source.value, target.value) == (3, 1, 0)
     found._obj.value = 0
     return 0

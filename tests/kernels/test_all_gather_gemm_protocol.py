@@ -95,7 +95,7 @@ class Group:
         assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
 
     def finish(self, epoch: int) -> None:
-        """Of chunks that no product reads."""
+        """Ends an epoch whose chunks no product reads."""
         xs, _, chunks = self.inputs(epoch)
         current(staging).finish(self.end)
         for source in range(1, self.world):

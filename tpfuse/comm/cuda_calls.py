@@ -142,6 +142,13 @@ class CudaCalls:
             ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+def urgent_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the highest priority."""
+    streams: Any = torch.cuda.Stream
+    stream: torch.cuda.Stream = streams(device, priority=streams.priority_range()[1])
+    return stream
+
+
 def _native_atomics(source: int, target: int) -> bool:
     """Whether atomic operations of one GPU hold in the memory of another; True where the driver does not say."""
     numbers = [ctypes.c_int(source), ctypes.c_int(target)]
@@ -166,8 +173,7 @@ class Alarm:
     def __init__(self, word: Tensor) -> None:
         self._word = word
         self._one = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        streams: Any = torch.cuda.Stream
-        self._stream = streams(word.device, priority=streams.priority_range()[1])
+        self._stream = urgent_stream(word.device)
 
     def ring(self) -> None:
         """Does not wait until it is written."""

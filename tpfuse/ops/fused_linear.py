@@ -11,12 +11,12 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tpfuse.comm.channel import slot_size
+from tpfuse.comm.cuda_calls import urgent_stream
 from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
@@ -268,14 +268,14 @@ def _with_rows(x: Tensor, count: int) -> Tensor:
 
 
 def _engine_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of the highest priority: the launches between copies want a multiprocessor for a moment while a product, and
-    perhaps NCCL's programs, fill all others, and the product waits for what they deliver. Warns where CUDA is told to
-    run copies and programs one after another."""
+    """A stream of the highest priority: the launches between copies want a multiprocessor for a moment while a product,
+    and perhaps NCCL's programs, fill all others, and the product waits for what they deliver.
+
+    Warns where CUDA is told to run copies and programs one after another.
+    """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap with products", stacklevel=2)
-    streams: Any = torch.cuda.Stream
-    stream: torch.cuda.Stream = streams(device, priority=streams.priority_range()[1])
-    return stream
+    return urgent_stream(device)
 
 
 def _shaped(x: Tensor | None, rows: tuple[int, ...]) -> Tensor | None:

@@ -1,8 +1,7 @@
 """Tensor-parallel products for torch.compile: operators of torch.library, each a node of the graph.
 
 The compiler sees shapes alone. What runs is what `parallel_linear` chooses then, found by the group's name. Tensors
-without values, on the meta device or
-under FakeTensorMode, go the same way: nothing runs, and the result has the shape.
+without values, on the meta device or under FakeTensorMode, go the same way: nothing runs, and the result has the shape.
 """
 
 from collections.abc import Sequence

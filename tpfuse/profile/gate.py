@@ -4,7 +4,7 @@ A kernel that spills, does without tensor cores or loads few bytes at a time is 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import triton
 
@@ -96,12 +96,16 @@ def issues_too_much(result: Compilation) -> bool:
 
 def issue_exception(result: Compilation) -> str | None:
     """The entry of ISSUE_EXCEPTIONS that a result falls under."""
-    return next((pattern for pattern in ISSUE_EXCEPTIONS if re.search(pattern, named(result))), None)
+    return _listed(ISSUE_EXCEPTIONS, result)
+
+
+def _listed(patterns: Iterable[str], result: Compilation) -> str | None:
+    return next((pattern for pattern in patterns if re.search(pattern, named(result))), None)
 
 
 def exception(result: Compilation) -> str | None:
     """The entry of EXCEPTIONS that a result falls under."""
-    return next((pattern for pattern in EXCEPTIONS if re.search(pattern, named(result))), None)
+    return _listed(EXCEPTIONS, result)
 
 
 def narrow(result: Compilation) -> float:

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from pathlib import Path
 
+from benchmarks.waves import shares, table
 from tpfuse.kernels.configurations import Configuration
-from tpfuse.profile.waves import shares, table
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "waves.md"
 
