@@ -2,12 +2,13 @@
 
 | name       | what it is                                                         | where it is possible              |
 |------------|--------------------------------------------------------------------|-----------------------------------|
-| auto       | the best of these for the tensor and its group                     | everywhere                        |
+| auto       | the fastest of these for the tensor, as far as it was measured     | everywhere                        |
 | fused      | Triton kernels on symmetric memory that compute while data arrives | CUDA; CPU with TRITON_INTERPRET=1 |
 | direct     | torch's products on memory that the ranks share: nothing is copied | CPU ranks of one host             |
 | collective | torch.distributed (NCCL, Gloo) before or behind a product          | everywhere                        |
 
-What was chosen and cannot be is replaced by the next below, with one warning. `tpfuse.explain(model)` says what is
+On CPU ranks `auto` is direct; on GPUs it is collective, and for tensor-parallel products what a measurement on this
+machine finds to be faster (`tpfuse.measuring`). What was chosen and cannot be is replaced by the next below, with one warning. `tpfuse.explain(model)` says what is
 taken, and why. `tpfuse train --parallel.impl` sets it; in your own program call `set_implementation`, on every rank.
 """
 

@@ -47,7 +47,7 @@ ROWS = [  # device, dtype, implementation, kernels; what is taken, and why
     ("cpu", F32, "direct", "triton", "direct", "chosen"),
     ("cpu", F32, "collective", "auto", "collective", "chosen"),
     ("cpu", F32, "collective", "triton", "collective", "chosen"),
-    ("cuda", F32, "auto", "auto", "collective", "the size from which fused wins is not measured yet"),
+    ("cuda", F32, "auto", "auto", "collective", "nothing is measured yet"),
     ("cuda", F32, "auto", "triton", "fused", "chosen by kernels triton"),
     ("cuda", F32, "fused", "auto", "fused", "chosen"),
     ("cuda", F64, "fused", "auto", "collective", "there are no kernels for float64"),

@@ -2,14 +2,17 @@
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import tpfuse
+from tpfuse.comm.measurement import measuring
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
@@ -54,6 +57,23 @@ def test_every_layer_with_its_reason(name: Implementation, dtype: torch.dtype, e
     assert down == LayerPlan("down", "RowParallelLinear", (8, 12), (8, 6), "linear_reduce_scatter", *expected)
     assert (head.operator, out.operator) == ("gemm", "linear_all_reduce")
     assert summary(other) == f"4 {expected[0]} ({expected[1]})"
+
+
+def _measured_plans(file: str) -> list[LayerPlan]:
+    """With one layer of two measured, forward and backward."""
+    mesh = tensor_mesh()
+    up, down = ColumnParallelLinear(8, 12, sequence_parallel=True, device_mesh=mesh), RowParallelLinear(12, 8)
+    with measuring(20, file=Path(file)):
+        up(torch.ones(1, 2, 8, requires_grad=True)).sum().backward()
+    return plans(nn.ModuleDict({"up": up, "down": down}))
+
+
+def test_times_of_all_candidates_are_shown(tmp_path: Path) -> None:
+    (up, _), other = pool(2).run(_measured_plans, str(tmp_path / "decisions.json"))
+    assert other[0] == up
+    times = r"(direct|collective) [\d.e-]+ ms, (direct|collective) [\d.e-]+ ms"
+    found = re.fullmatch(rf"measured forward of 2x1x8: {times}; backward of 2x1x8: {times}", up.reason)
+    assert found and up.implementation == found[1] != found[2] and found[3] != found[4]
 
 
 def test_one_rank_has_nobody_to_talk_to(capsys: pytest.CaptureFixture[str]) -> None:

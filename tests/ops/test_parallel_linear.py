@@ -8,6 +8,8 @@ import itertools
 import random
 import time
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.connect import connect
+from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
@@ -40,16 +43,68 @@ K, N = 5, 3
 
 def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
     """By what, under each switch, and whether it is the same when it is asked for again."""
-    x, found = torch.ones(2, K, dtype=dtype), []
+    x, group, found = torch.ones(2, K, dtype=dtype), dist.new_group(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("auto", *IMPLEMENTATIONS):
             with implementation(name):  # type: ignore[arg-type]
-                one = parallel_linear(x, dist.group.WORLD)
-                found.append((type(one), parallel_linear(x, dist.group.WORLD) is one))
+                one = parallel_linear(x, group)
+                found.append((type(one), parallel_linear(x, group) is one))
         with kernels("triton"):
-            found.append((type(parallel_linear(x, dist.group.WORLD)), True))
+            found.append((type(parallel_linear(x, group)), True))
     return found
+
+
+METHODS = ("all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatter_backward", "all_reduce")
+
+
+def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
+    """One of two implementations is slowed down.
+
+    Returns what is decided in a `measuring` block, what computes after it, whether results and gradients are those of
+    the other implementation alone, and how many cases there are.
+    """
+    group = dist.new_group()
+    rows = len(slow)  # cases of their own: decisions hold for the job, which has both parameters of the test
+    shapes = ((rows, K), (N, K), (K, N))
+    x, weight, back = (normal(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes))
+    calls: list[str] = []
+
+    def step() -> list[Tensor]:
+        x.grad = weight.grad = back.grad = None
+        hidden = all_gather_linear(x, weight, None, group, activation="gelu_tanh")
+        out = linear_reduce_scatter(hidden, back, None, group) + linear_all_reduce(hidden, back, None, group)[:rows]
+        out.square().sum().backward()
+        assert x.grad is not None and weight.grad is not None and back.grad is not None
+        return [out.detach(), x.grad, weight.grad, back.grad]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (DirectLinear, CollectiveLinear):
+            for name in METHODS:
+                method, seconds = getattr(kind, name), 0.02 if kind.__name__.lower().startswith(slow) else 0.0
+
+                def recorded(*args: Any, method: Any = method, seconds: float = seconds, **options: Any) -> Any:
+                    calls.append(method.__qualname__)
+                    time.sleep(seconds)
+                    return method(*args, **options)
+
+                patch.setattr(kind, name, recorded)
+        with measuring(20, file=Path(file)) as found:
+            step()
+        calls.clear()
+        results = step()
+        computed = list(calls)
+    with implementation("collective" if slow == "direct" else "direct"):
+        same = all(torch.equal(one, other) for one, other in zip(results, step(), strict=True))
+    taken = sorted({decision.taken for decision in found.decisions.values()})
+    return taken, sorted({call.partition(".")[0] for call in computed}), same, len(found.decisions)
+
+
+@pytest.mark.parametrize(("slow", "taken"), [("direct", "collective"), ("collective", "direct")])
+def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: Path, slow: str, taken: str) -> None:
+    kind = CollectiveLinear if taken == "collective" else DirectLinear
+    found = pool(2).run(_measured, slow, str(tmp_path / "decisions.json"))
+    assert found == [([taken], [kind.__name__], True, 5)] * 2
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])

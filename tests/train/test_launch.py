@@ -128,6 +128,40 @@ def test_context_parallel_ranks_of_torchrun_train_as_one_rank(
     assert '"cp": 2' in (tmp_path / "b" / "step-12" / "manifest.json").read_text()
 
 
+def _decisions(step: Path) -> dict[str, str]:
+    """What a checkpoint says is taken for each case."""
+    cases = json.loads((step / "manifest.json").read_text())["state"]["decisions"]["cases"]
+    return {case: decision["taken"] for case, decision in cases.items()}
+
+
+@pytest.mark.processes
+def test_a_run_that_goes_on_takes_what_it_measured_in_its_first_step(
+    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run, kept = tmp_path / "run", tmp_path / "cache" / "tpfuse" / "decisions.json"
+    flags = ("--parallel.tp", "2", "--parallel.measure-seconds", "20", "--out", str(run))
+    status, out, err = start(*flags, "--train.steps", "5").end()
+    assert (status, err) == (0, "")
+    assert (found := re.search(r"^products ((\d+) \w+(, (\d+) \w+)?); measured in (\d+\.\d) s$", out, re.MULTILINE))
+    decisions = _decisions(run / "step-5")
+    assert int(found[2]) + int(found[4] or 0) == len(decisions) == 8  # four products of a layer, forward and backward
+    document = json.loads(kept.read_text())
+    (cases,) = document.values()
+    assert {case: decision["taken"] for case, decision in cases.items()} == decisions
+    for decision in cases.values():  # as a run on another day might decide
+        (decision["taken"],) = decision["milliseconds"].keys() - {decision["taken"]}
+    kept.write_text(json.dumps(document))
+    status, out, err = start(*flags, "--train.steps", "7", "--resume").end()
+    assert (status, err) == (0, "")
+    assert f"products {found[1]}; measured in 0.0 s\n" in out
+    assert _decisions(run / "step-7") == decisions
+    other = tmp_path / "other"
+    status, out, err = start(*flags[:-1], str(other), "--train.steps", "5").end()
+    assert (status, err) == (0, "")
+    assert all(taken != decisions[case] for case, taken in _decisions(other / "step-5").items())
+
+
 @pytest.mark.parametrize(
     ("number", "to_all"), [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.processes)]
 )

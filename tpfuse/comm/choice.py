@@ -23,12 +23,14 @@ class Choice:
     """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`).
 
     fallback: it stands in the place of one that was asked for, or that ranks who can reach each other's memory have.
+    provisional: it is taken where nothing was measured (`tpfuse.comm.measurement`), and `auto` was chosen.
     """
 
     implementation: Literal["fused", "direct", "collective"]
     reason: str
     memory: SymmetricMemory | None
     fallback: bool = False
+    provisional: bool = False
 
 
 _Key = tuple[str, torch.dtype, Implementation, Kernels]
@@ -66,8 +68,9 @@ def _choose(
         return Choice("fused", "chosen" if wanted == "fused" else "chosen by kernels triton", memory)
     if device.type == "cpu":
         reason = "chosen" if wanted == "direct" else "CPU ranks of one host"
-        return Choice("direct", no_kernels or reason, memory, fallback=wanted == "fused")
+        provisional = wanted == "auto" and not wants_kernels
+        return Choice("direct", no_kernels or reason, memory, fallback=wanted == "fused", provisional=provisional)
     if wanted == "direct":
         return Choice("collective", f"direct is for CPU ranks, not for {device.type}", None, fallback=True)
-    reason = no_kernels or "the size from which fused wins is not measured yet"
-    return Choice("collective", reason, None, fallback=wanted == "fused")
+    reason = no_kernels or "nothing is measured yet"
+    return Choice("collective", reason, None, fallback=wanted == "fused", provisional=not no_kernels)

@@ -12,6 +12,7 @@ from tpfuse.comm.choice import choose
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.ops.parallel_linear import measured_products
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,27 @@ def plans(model: nn.Module) -> list[LayerPlan]:
         elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             implementation, reason = "local", "one rank"
             if layer.group is not None:
-                choice = choose(layer.weight.device, layer.weight.dtype, layer.group)
-                implementation, reason = choice.implementation, choice.reason
+                implementation, reason = _linear_plan(layer, layer.group)
             shapes = tuple(layer.weight.shape), tuple(local_tensor(layer.weight).shape)
             found.append(LayerPlan(name, type(layer).__name__, *shapes, layer.operator, implementation, reason))
     return found
+
+
+def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.ProcessGroup) -> tuple[str, str]:
+    """(implementation, reason), where the group has measured the layer's products the times of all candidates.
+
+    The implementation is that of the forward product that was measured first.
+    """
+    weight = local_tensor(layer.weight)
+    choice = choose(weight.device, weight.dtype, group)
+    if choice.provisional:
+        shape = weight.flatten(0, -2).shape
+        found = [(product, decision) for product, decision in measured_products(group).items()
+                 if product.operator == layer.operator and shape in product.weights]  # fmt: skip
+        if found:
+            times = [f"{product.direction} of {'x'.join(map(str, product.x))}: {taken}" for product, taken in found]
+            return found[0][1].taken, f"measured {'; '.join(times)}"
+    return choice.implementation, choice.reason
 
 
 def summary(found: Sequence[LayerPlan]) -> str:

@@ -1,6 +1,6 @@
 """What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from math import isfinite
@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
+from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
-from tpfuse.comm.process_group import is_lost_peer
+from tpfuse.comm.process_group import gather_objects, is_lost_peer
 from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import set_implementation
 from tpfuse.kernel_choice import implementation, set_kernels
@@ -47,6 +49,7 @@ from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
+_MEASURE_SECONDS = 20.0  # on GPUs, by default
 _RECENT = 5  # intervals between rows, which say how much time is left
 
 
@@ -132,6 +135,7 @@ class Training:
         held = held_bytes(device)
         self.trainer = Trainer(run.options, run.config, mesh, device)
         self.held_before = held  # by Python and torch themselves
+        self.decisions: dict[str, Decision] = {}  # by which the products of all ranks are computed
         if run.checkpoint is not None:
             self._resume(run.checkpoint)
         elif run.weights is not None:
@@ -155,6 +159,9 @@ class Training:
 
         self._on_all_ranks(load)
         self.trainer.restore(states[0])
+        match states[0].get("decisions"):
+            case {"machine": str(name), "cases": cases} if name == machine(self.device.type):
+                self.decisions = from_json(cases)
 
     def _on_all_ranks(self, load: Callable[[], None]) -> None:
         """Raises RunError on all ranks where one cannot load."""
@@ -278,7 +285,7 @@ class Training:
                 )
             mark = perf_counter()
         while trainer.step < options.steps:
-            result = trainer.train_step(self.windows, self.stop)
+            result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
             step = trainer.step
             if step == begun + 1 and self.first:
                 say(self._measured())
@@ -304,6 +311,24 @@ class Training:
             if result.stop and not last:
                 return True
         return False
+
+    def _first_step(self) -> StepResult:
+        """A step in which the ranks measure what is the fastest here; a run that goes on takes what it took before."""
+        seconds = self.options.parallel.measure_seconds
+        if seconds is None:
+            seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
+        if self.place.world == 1 or not (seconds or self.decisions):
+            return self.trainer.train_step(self.windows, self.stop)
+        with measuring(seconds, known=self.decisions) as measurement:
+            result = self.trainer.train_step(self.windows, self.stop)
+        assert dist.group.WORLD is not None
+        for found in gather_objects(as_json(measurement.decisions), dist.group.WORLD, op="gathering decisions"):
+            self.decisions |= from_json(found)
+        if self.first and self.decisions:
+            counts = Counter(decision.taken for decision in self.decisions.values())
+            taken = ", ".join(f"{count} {name}" for name, count in counts.items())
+            say(f"products {taken}; measured in {measurement.spent:.1f} s")
+        return result
 
     def _row(
         self, result: StepResult, interval: tuple[int, float], mean_loss: float, evaluated: bool, seconds: float
@@ -348,6 +373,7 @@ class Training:
         state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
         state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
         state["config"] = _plain(asdict(self.options))
+        state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
         saved = checkpoint.save(
             self.run.folder,
             trainer.step,

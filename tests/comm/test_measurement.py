@@ -1,0 +1,235 @@
+"""Ranks measure together which candidate is the fastest, and decide alike."""
+
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import decisions, measurement
+from tpfuse.comm.connect import connect
+from tpfuse.comm.decisions import Decision, add_decisions, machine, read_decisions
+from tpfuse.comm.errors import Disagreement
+from tpfuse.comm.measurement import decide, measuring
+from tpfuse.comm.settings import set_settings, settings
+from tpfuse.testing.ranks import RankError, pool
+
+CPU = torch.device("cpu")
+
+
+def _sleeping(seconds: float, runs: list[str], name: str) -> Callable[[], None]:
+    def run() -> None:
+        runs.append(name)
+        time.sleep(seconds)
+
+    return run
+
+
+def _decided(
+    case: str,
+    seconds: dict[str, list[float]],
+    file: str,
+    known: dict[str, Decision] | None = None,
+    budget: float = 20.0,
+) -> tuple[Decision, list[str]]:
+    """seconds: of each candidate, on each rank. Returns the decision, and which candidates this rank ran."""
+    group = dist.new_group()
+    runs: list[str] = []
+    candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
+    with measuring(budget, known=known, file=Path(file)) as found:
+        taken = decide(group, CPU, case, candidates, "first", _nothing)
+        assert decide(group, CPU, case, candidates, "first", _nothing) is taken, "a case was decided twice"
+    assert found.decisions == {case: taken}
+    return taken, runs
+
+
+def _nothing() -> None:
+    pass
+
+
+def _case(tmp_path: Path) -> str:
+    """A case that no other test has: decisions hold for the job, and tests share the processes of ranks."""
+    return f"a product of {tmp_path}"
+
+
+def test_the_candidate_is_taken_whose_slowest_rank_is_the_fastest(tmp_path: Path) -> None:
+    file, case = tmp_path / "folder" / "decisions.json", _case(tmp_path)
+    seconds = {"first": [0.001, 0.030], "second": [0.012, 0.012]}  # rank 0 alone would take the first one
+    (found, runs), (other, _) = pool(2).run(_decided, case, seconds, str(file))
+    assert found == other and found.taken == "second"
+    assert found.milliseconds["first"] >= 30 and found.milliseconds["second"] >= 12
+    assert runs == ["first", "second"] * (1 + measurement.ROUNDS)  # in turn, so that a disturbance meets both
+    assert read_decisions(file, machine("cpu")) == {case: found}
+
+
+def test_the_next_run_takes_it_from_the_file_without_a_measurement(tmp_path: Path) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    kept = Decision("second", {"first": 2.0, "second": 1.0})
+    add_decisions(file, machine("cpu"), {"another case": kept, case: kept})
+    seconds = {"first": [0.0, 0.0], "second": [0.01, 0.01]}  # a measurement would decide otherwise
+    assert pool(2).run(_decided, case, seconds, str(file)) == [(kept, [])] * 2
+    assert pool(2).run(_decided, case + "2", seconds, str(file))[0][0].taken == "first"
+    assert set(read_decisions(file, machine("cpu"))) == {"another case", case, case + "2"}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[1]", b'{"%s": 3}', b'{"%s": {"case": {"taken": 1}}}'])
+def test_a_damaged_file_is_measured_anew_and_replaced(tmp_path: Path, damage: bytes) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    file.write_bytes(damage.replace(b"%s", machine("cpu").encode()))
+    found, runs = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
+    assert found.taken == "first" and runs
+    assert read_decisions(file, machine("cpu")) == {case: found}
+
+
+def test_a_kept_candidate_that_there_is_no_more_is_measured_anew(tmp_path: Path) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    add_decisions(file, machine("cpu"), {case: Decision("third", {"third": 1.0})})
+    found, _ = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
+    assert found.taken == "first"
+
+
+def test_a_run_that_goes_on_decides_as_before_whatever_the_file_says(tmp_path: Path) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    add_decisions(file, machine("cpu"), {case: Decision("first", {"first": 1.0, "second": 2.0})})
+    seconds = {"first": [0.0, 0.0], "second": [0.0, 0.0]}
+    for before in (Decision("second", {"first": 2.0, "second": 1.0}), Decision("second")):
+        assert pool(2).run(_decided, case, seconds, str(file), {case: before}) == [(before, [])] * 2
+
+
+def test_without_time_left_the_usual_one_is_taken_and_nothing_is_kept(tmp_path: Path) -> None:
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    seconds = {"first": [0.01, 0.01], "second": [0.0, 0.0]}
+    assert pool(2).run(_decided, case, seconds, str(file), None, 0.0) == [(Decision("first"), [])] * 2
+    assert not file.exists()
+
+
+def test_a_file_that_cannot_be_written_is_no_error() -> None:
+    seconds = {"first": [0.01], "second": [0.0]}
+    found, _ = pool(1).run(_decided, "without a file", seconds, "/proc/no/decisions.json")[0]
+    assert found.taken == "second"
+
+
+def _compared(case: str, times: dict[str, float], usual: str) -> str:
+    """What is decided by these milliseconds."""
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch, measuring(20, file=Path("/proc/no")):
+        patch.setattr(measurement, "_milliseconds", lambda run, device: times[run()])
+        candidates = {name: partial(str, name) for name in times}
+        return decide(group, CPU, case, candidates, usual, _nothing).taken
+
+
+def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_margin() -> None:
+    close, closer = {"first": 1.0, "second": 0.979}, {"first": 1.0, "second": 0.981}
+    assert pool(1).run(_compared, "close", close, "first") == ["second"]
+    assert pool(1).run(_compared, "closer", closer, "first") == ["first"]
+    assert pool(1).run(_compared, "closer, and usual", closer, "second") == ["second"]
+
+
+def _in_two_groups(case: str, file: str) -> str:
+    """Two groups of one rank each with the same case, of which each would decide for another candidate."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
+    candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
+    with measuring(20, file=Path(f"{file} {rank}")):
+        return decide(groups[rank], CPU, case, candidates, "first", _nothing).taken
+
+
+def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
+    one, other = pool(2).run(_in_two_groups, _case(tmp_path), str(tmp_path / "decisions.json"))
+    assert one == other
+
+
+def _disagreeing(known: bool, file: str) -> str:
+    group = dist.new_group()
+    rank = group.rank()
+    case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
+    candidates = {"a": _nothing, "b": _nothing}
+    with measuring(20, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
+        decide(group, CPU, case, candidates, "a", _nothing)
+    return str(error.value)
+
+
+def test_ranks_that_disagree_end_with_both_sides_named(tmp_path: Path) -> None:
+    file = str(tmp_path / "decisions.json")
+    texts = pool(2).run(_disagreeing, False, file)
+    assert texts == ["rank 0 measures 'case 0', rank 1 'case 1'"] * 2
+    texts = pool(2).run(_disagreeing, True, file)
+    assert texts == ["rank 0 measures 'one case with a', rank 1 'one case with b'"] * 2
+
+
+def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], list[str]]:
+    """Candidate "b" raises on some ranks, behind a barrier, which the others wait for after it."""
+    before = settings().timeout
+    set_settings(timeout=3.0)
+    group = dist.new_group()
+    memory = connect(group, CPU)
+    set_settings(timeout=before)
+    recovered = []
+
+    def b() -> None:
+        memory.barrier("before")
+        if group.rank() in ranks:
+            raise ValueError("b cannot be computed")
+        memory.barrier("after")
+
+    def recover() -> None:
+        memory.reset()
+        recovered.append("reset")
+
+    with measuring(20, file=Path(file)), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        candidates = {"a": memory.barrier, "b": b}
+        taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual, recover).taken
+    memory.barrier("the memory is of use")
+    return taken, recovered, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_a_candidate_that_raises_is_left_out_and_said(tmp_path: Path, ranks: list[int]) -> None:
+    file = str(tmp_path / "decisions.json")
+    (taken, recovered, texts), (other, _, none) = pool(2).run(_raising, ranks, "a", file)
+    assert (taken, other, recovered, none) == ("a", "a", ["reset"], [])
+    assert len(texts) == 1 and "b is not taken: " in texts[0] and "b cannot be computed" in texts[0]
+
+
+def test_what_the_usual_candidate_raises_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ValueError: b cannot be computed"):
+        pool(2).run(_raising, [0, 1], "b", str(tmp_path / "decisions.json"))
+
+
+def test_a_block_does_not_hold_another_one() -> None:
+    with pytest.raises(ValueError, match=r"measuring: -1 seconds: expected 0 or more"), measuring(-1):
+        pass
+    with measuring(1), pytest.raises(RuntimeError, match="is measuring already"), measuring(1):
+        pass
+    assert not measurement.is_measuring()
+
+
+def test_decisions_of_another_machine_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "decisions.json"
+    ours, theirs = {"case": Decision("a", {"a": 1.0})}, {"case": Decision("b", {"b": 1.0})}
+    add_decisions(file, "theirs", theirs)
+    add_decisions(file, "ours", ours)
+    assert read_decisions(file, "ours") == ours and read_decisions(file, "theirs") == theirs
+    assert read_decisions(file, "another") == {}
+    assert str(Decision("a", {"b": 2.0, "a": 1.0, "c": 1.5})) == "a 1 ms, c 1.5 ms, b 2 ms"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_machine_changes_with_versions_and_the_table_of_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions.machine.cache_clear()
+    before = machine("cpu")
+    assert f"torch {torch.__version__}" in before
+    table = tmp_path / "configurations.toml"
+    table.write_text("")
+    decisions.machine.cache_clear()
+    monkeypatch.setattr(decisions, "TABLE", table)
+    assert machine("cpu") != before
+    decisions.machine.cache_clear()

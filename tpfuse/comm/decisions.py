@@ -1,0 +1,151 @@
+"""Decisions: which implementation the ranks of a machine take for a case, and the file that keeps them for later runs.
+
+A case is an operation with its shapes, dtype, activation and number of ranks, as text. What was decided holds for one
+machine: `machine` describes it, and a decision of another machine, of other versions or of another table of tile sizes
+is not read.
+"""
+
+import ctypes
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tpfuse
+from tpfuse.kernels.configurations import TABLE
+
+_PERFORMANCE_RANK = 1  # of CUdevice_P2PAttribute
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is taken for a case.
+
+    milliseconds: of each candidate a call takes, the median of the slowest rank; empty where nobody measured, because
+    the time for measuring was over.
+    """
+
+    taken: str
+    milliseconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """The candidates with their times, the one that is taken first."""
+        if not self.milliseconds:
+            return f"{self.taken}, not measured"
+        others = sorted((time, name) for name, time in self.milliseconds.items() if name != self.taken)
+        times = [(self.milliseconds[self.taken], self.taken), *others]
+        return ", ".join(f"{name} {time:.3g} ms" for time, name in times)
+
+
+Decisions = Mapping[str, Decision]
+"""By case."""
+
+
+def default_file() -> Path:
+    """Where decisions are kept for later runs: `tpfuse/decisions.json` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse" / "decisions.json"
+
+
+@cache
+def machine(device_type: str) -> str:
+    """What this machine is, for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
+    table = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:8]
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {tpfuse.__version__}, tiles {table}"
+    if device_type == "cuda":
+        count = torch.cuda.device_count()
+        names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
+        return f"{count} x {', '.join(names)}, links {_links(count)}, driver {_driver()}, {versions}"
+    return f"{os.cpu_count()} cores of {_processor()}, {versions}"
+
+
+def _links(count: int) -> str:
+    """The classes of links between the first `count` GPUs, as the driver ranks their speed: "0" is the fastest."""
+    classes = set()
+    with suppress(OSError, AttributeError):
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
+        for one, other in itertools.permutations(range(count), 2):
+            found = ctypes.c_int(-1)
+            ask(ctypes.byref(found), _PERFORMANCE_RANK, one, other)
+            classes.add(str(found.value))
+    return "/".join(sorted(classes)) or "none"
+
+
+def _driver() -> str:
+    """The version of CUDA that the driver serves, "?" where it does not say."""
+    version = ctypes.c_int(0)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return str(version.value or "?")
+
+
+def _processor() -> str:
+    """The name of the CPU's model."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def as_json(decisions: Decisions) -> dict[str, Any]:
+    """What `from_json` reads."""
+    return {case: {"taken": d.taken, "milliseconds": dict(d.milliseconds)} for case, d in decisions.items()}
+
+
+def from_json(cases: Any) -> dict[str, Decision]:
+    """The decisions that JSON holds; what is none is left out."""
+    found = {case: _decision(entry) for case, entry in cases.items()} if isinstance(cases, dict) else {}
+    return {case: decision for case, decision in found.items() if decision is not None}
+
+
+def read_decisions(file: Path, machine_name: str) -> dict[str, Decision]:
+    """The decisions of a machine that a file holds; none where it is damaged or is not there."""
+    return from_json(_document(file).get(machine_name))
+
+
+def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
+    """Adds decisions to those in the file, in one rename. Raises OSError where the file cannot be written.
+
+    Of two processes that add at the same time, the later one may lose what the earlier one added: it is then measured
+    again.
+    """
+    document = _document(file)
+    document[machine_name] = as_json(from_json(document.get(machine_name)) | dict(decisions))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as written:
+        json.dump(document, written, indent=1)
+    Path(written.name).replace(file)
+
+
+def _document(file: Path) -> dict[str, Any]:
+    """By machine; empty where there is no file, or a damaged one."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _decision(entry: Any) -> Decision | None:
+    """The decision that JSON holds; None for anything else."""
+    match entry:
+        case {"taken": str(taken), "milliseconds": dict(times)}:
+            real = all(isinstance(name, str) and _is_time(time) for name, time in times.items())
+            return Decision(taken, times) if real and (taken in times or not times) else None
+    return None
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0

@@ -1,0 +1,225 @@
+"""Measurement: the ranks of a group find out together which implementation of an operation is the fastest here.
+
+    with measuring(seconds=20) as measurement:
+        train_step()                        # forward and backward, on every rank
+    measurement.decisions                   # what was taken for each case, with the times of all candidates
+
+Within the block, an operation that comes with shapes that the group has no decision for is timed: every rank runs every
+candidate on the operation's own tensors, in the same order, and a candidate's time is the median of the rank that is
+the slowest. The candidate that is taken without a measurement keeps its place unless another one is more than
+`MARGIN` faster. Where several groups of the job have the same case, they take what the first of them decided.
+A decision holds until the group ends, inside and outside of the block; outside nothing is ever timed, so that
+nothing happens under a capture, in evaluation or in generation that did not happen before.
+
+Group rank 0 looks for a decision among those that the block is given (`known`: a run that goes on decides as before)
+and in `tpfuse.comm.decisions`' file, where it also keeps what was measured.
+"""
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.decisions import Decision, Decisions, add_decisions, default_file, machine, read_decisions
+from tpfuse.comm.errors import Disagreement, PeerTimeout, named
+from tpfuse.comm.meeting import say
+from tpfuse.comm.settings import settings
+
+MARGIN = 0.02  # by which another candidate must be faster than the usual one: less is noise
+ROUNDS = 5  # of which each times every candidate once, so that a disturbance does not meet one candidate alone
+CALLS = 10  # in a row, that a GPU is timed for: one is shorter than the time a launch takes
+
+Candidates = Mapping[str, Callable[[], object]]
+"""By name: what computes the operation, to be run on every rank."""
+
+
+@dataclass
+class Measurement:
+    """What a `measuring` block knows and finds on this rank.
+
+    seconds: after which no further case is timed; known: decisions to take over; file: where decisions are kept for
+    later runs, None for nowhere; decisions: what this rank's groups decided; spent: seconds that timing took.
+    """
+
+    seconds: float
+    known: Decisions = field(default_factory=dict)
+    file: Path | None = None
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    spent: float = 0.0
+
+
+_current: Measurement | None = None  # of the process, not of a thread: backward runs in threads of autograd
+_decided: WeakKeyDictionary[dist.ProcessGroup, dict[str, Decision]] = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def measuring(
+    seconds: float = 20.0, *, known: Decisions | None = None, file: Path | None = None
+) -> Iterator[Measurement]:
+    """Operations whose implementation is `auto` are timed in this block, for at most about `seconds`.
+
+    Every rank enters it around the same operations. file: by default that of `default_file`. Raises ValueError for
+    seconds below 0, RuntimeError within another such block.
+    """
+    global _current
+    if not seconds >= 0:
+        raise ValueError(f"measuring: {seconds} seconds: expected 0 or more")
+    if _current is not None:
+        raise RuntimeError("measuring: this process is measuring already")
+    _current = Measurement(seconds, dict(known or {}), default_file() if file is None else file)
+    try:
+        yield _current
+    finally:
+        _current = None
+
+
+def is_measuring() -> bool:
+    """Whether cases without a decision are timed now: not while a stream is captured, which must not wait."""
+    return _current is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def decisions(group: dist.ProcessGroup) -> Decisions:
+    """What the group has decided."""
+    return _decided.get(group, {})
+
+
+def decide(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    case: str,
+    candidates: Candidates,
+    usual: str,
+    recover: Callable[[], None],
+) -> Decision:
+    """The group's decision for a case, measured where it has none; only where `is_measuring`. Collective.
+
+    usual: the candidate that is taken without a measurement; recover: makes the group's memory usable again where a
+    candidate failed, on every rank. Raises Disagreement where ranks came with different cases, PeerTimeout where one
+    does not come, and what the usual candidate raises; another candidate that raises is left out, with a warning.
+    """
+    of_group = _decided.setdefault(group, {})
+    found = of_group.get(case)
+    if found is not None:
+        return found
+    current = _current
+    assert current is not None
+    found = current.known.get(case)
+    _agree(group, case, found)
+    if found is None or found.taken not in candidates:
+        started = time.monotonic()
+        found = _kept(group, device, case, candidates, usual, current)
+        if found is None:
+            found = _timed(group, device, case, candidates, usual, recover)
+            if group.rank() == 0 and current.file is not None:
+                with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
+                    add_decisions(current.file, machine(device.type), {case: found})
+        found = _first_of_job(group, case, found)
+        current.spent += time.monotonic() - started
+    of_group[case] = current.decisions[case] = found
+    return found
+
+
+def _say(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
+    """A candidate may have failed on another rank alone: then this rank has waited for it, and comes so much later."""
+    return say(group, value, f"measuring {case}", 3 * settings().timeout)
+
+
+def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
+    """Raises Disagreement where ranks come with different cases, or decisions of earlier runs."""
+    mine = case if known is None else f"{case} with {known.taken}"
+    said, ranks = _say(group, mine, case), dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks, said, strict=True):
+        if other != said[0]:
+            raise Disagreement(f"{named(ranks[0])} measures {said[0]!r}, {named(rank)} {other!r}")
+
+
+def _kept(
+    group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str, current: Measurement
+) -> Decision | None:
+    """What group rank 0 reads in the file, else the usual candidate where the time is over, else None."""
+    told: Any = None
+    if group.rank() == 0:
+        decision = None if current.file is None else read_decisions(current.file, machine(device.type)).get(case)
+        if decision is None or decision.taken not in candidates:
+            decision = Decision(usual) if current.spent >= current.seconds else None
+        told = None if decision is None else [decision.taken, dict(decision.milliseconds)]
+    told = _say(group, told, case)[0]
+    return None if told is None else Decision(told[0], told[1])
+
+
+def _timed(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    case: str,
+    candidates: Candidates,
+    usual: str,
+    recover: Callable[[], None],
+) -> Decision:
+    """The decision that the times of all ranks make, the same on each of them."""
+    able = {}
+    for name, run in candidates.items():
+        error = _failure(run, device)  # which also compiles what is to be compiled
+        said = _say(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
+        failures = sorted((waited, text) for waited, text in said if text)  # first what others then waited for
+        if not failures:
+            able[name] = run
+            continue
+        if name == usual:
+            raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
+        recover()
+        if group.rank() == 0:
+            warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
+    samples: dict[str, list[float]] = {name: [] for name in able}
+    for _ in range(ROUNDS):
+        for name, run in able.items():
+            samples[name].append(_milliseconds(run, device))
+    said = _say(group, {name: median(times) for name, times in samples.items()}, case)
+    slowest = {name: max(times[name] for times in said) for name in able}
+    best = min(slowest, key=lambda name: slowest[name])
+    return Decision(best if slowest[best] < (1 - MARGIN) * slowest[usual] else usual, slowest)
+
+
+def _failure(run: Callable[[], object], device: torch.device) -> Exception | None:
+    """What a candidate raises."""
+    try:
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return error
+    return None
+
+
+def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one call. On a GPU the host runs ahead of it, as in training: what is timed are the calls in a row."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return (time.perf_counter() - started) * 1e3
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record(torch.cuda.current_stream(device))
+    for _ in range(CALLS):
+        run()
+    end.record(torch.cuda.current_stream(device))
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / CALLS
+
+
+def _first_of_job(group: dist.ProcessGroup, case: str, found: Decision) -> Decision:
+    """The decision of the group of the job that measured the case first, this one's where that is it."""
+    told: Any = None
+    if group.rank() == 0:
+        store = dist.distributed_c10d._get_default_store()
+        mine = json.dumps([found.taken, dict(found.milliseconds)])
+        told = json.loads(store.compare_set(f"tpfuse decision: {case}", "", mine))
+    taken, milliseconds = _say(group, told, case)[0]
+    return Decision(taken, milliseconds)
