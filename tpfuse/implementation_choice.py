@@ -8,8 +8,9 @@
 | collective | torch.distributed (NCCL, Gloo) before or behind a product          | everywhere                        |
 
 On CPU ranks `auto` is direct; on GPUs it is collective, and for tensor-parallel products what a measurement on this
-machine finds to be faster (`tpfuse.measuring`). What was chosen and cannot be is replaced by the next below, with one warning. `tpfuse.explain(model)` says what is
-taken, and why. `tpfuse train --parallel.impl` sets it; in your own program call `set_implementation`, on every rank.
+machine finds to be faster (`tpfuse.measuring`). What was chosen and cannot be is replaced by the next below, with one
+warning. `tpfuse.explain(model)` says what is taken, and why. `tpfuse train --parallel.impl` sets it; in your own
+program call `set_implementation`, on every rank.
 """
 
 import contextlib

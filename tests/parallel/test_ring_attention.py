@@ -11,18 +11,23 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.comm.measurement import measuring
 from tpfuse.comm.sequence import BALANCES, Balance, SequenceLayout
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
+from tpfuse.parallel import ring_attention as ring_module
+from tpfuse.parallel.context import Context
 from tpfuse.parallel.ring_attention import choose_schedule, ring_attention
 from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
@@ -551,6 +556,56 @@ def _chosen(name: Implementation) -> list[str]:
 )
 def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
     assert pool(2).run(_chosen, name) == [expected] * 2
+
+
+class _Apart(_Way):
+    """In a group of its own, whose decisions no other test meets."""
+
+    group = functools.cached_property(lambda _: dist.new_group())  # type: ignore[assignment]
+
+
+def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[str], set[str], str]:
+    """All candidates but one are slowed down in the forward pass.
+
+    Returns what is wrong, the candidates that computed after the `measuring` block, what is decided, and what a context
+    says of it.
+    """
+    way, computed = _Apart("auto"), []
+    length = 20 + 2 * len(wanted) + compiled  # cases of their own: decisions hold for the job
+    sequence = _Sequence(length, heads=2, kv_heads=2, dtype=F32)
+    truth, attend, said = _new_truth(sequence, 1), ring_module._attend, []
+    call = torch.compile(ring_attention, backend="aot_eager") if compiled else ring_attention
+
+    def slowed(q: Tensor, k: Tensor, v: Tensor, place: Any, *args: Any, **options: Any) -> Any:
+        computed.append(f"{place.schedule} {chosen_implementation()}")
+        time.sleep(0 if computed[-1].replace("auto", "direct") == wanted else 0.02)
+        return attend(q, k, v, place, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "_attend", slowed)
+        with measuring(20, file=Path(file)) as found:
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+        computed.clear()
+        said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+    taken = {decision.taken for decision in found.decisions.values()}
+    context = Context(DeviceMesh.from_group(way.group, "cpu"))
+    return said, computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "compiled"),
+    [
+        ("ring direct", False),
+        ("all_gather collective", False),
+        *exhaustive(("ulysses direct", False), ("ulysses collective", True), ("all_gather direct", True)),
+    ],
+)
+def test_the_schedule_that_is_measured_to_be_the_fastest_is_taken(tmp_path: Path, wanted: str, compiled: bool) -> None:
+    schedule, kind = wanted.split()
+    for said, computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
+        assert (said, taken) == ([], {wanted})
+        assert [name.replace("auto", "direct") for name in computed] == [wanted]
+        assert plan.startswith(f"('{kind}', '{schedule}, zigzag: measured {wanted} "), plan
 
 
 def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.choice import choose
+from tpfuse.comm.measurement import decisions
 from tpfuse.comm.sequence import BALANCES, SequenceLayout
 from tpfuse.comm.sequence import Balance as Balance
 from tpfuse.ops.attention import attention
@@ -117,6 +118,10 @@ class Context:
             return None
         choice = choose(like.device, like.dtype, self.groups[0])
         local = SequenceLayout(length, self.size, self.balance).local_length
+        for case, decision in decisions(self.groups[0]).items() if choice.provisional else ():
+            if case.startswith("ring_attention ") and f"x{heads}x{local}x{head_size} " in case:
+                schedule, implementation = decision.taken.split()
+                return implementation, f"{schedule}, {self.balance}: measured {decision}"
         schedule, reason = self.schedule, "chosen"
         if schedule == "auto":
             schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)

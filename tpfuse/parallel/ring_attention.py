@@ -12,20 +12,27 @@ both together: arXiv:2405.07719. All give the same numbers but for the order of 
 """
 
 import functools
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 from torch.library import custom_op
 
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.layout import is_traced
+from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.comm.sequence import Balance, SequenceLayout
+from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
 from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.head_exchange import Places, places_of, to_heads, to_tokens
@@ -125,8 +132,13 @@ def ring_attention(
         names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
         out, lse = _forward(q, k, v, *tensors, **names, **options)
     else:
-        place, call = _planned(q, k, group, *tensors, **options)
-        out, lse = _attend(q, k, v, place, call, with_lse=return_lse)
+        training = torch.is_grad_enabled() and q.requires_grad
+        by = _decided(q, k, v, group, tensors, options, measure=training)
+        place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
+        if by.implementation is None:
+            out, lse = _attend(q, k, v, place, call, with_lse=return_lse)
+        else:
+            out, lse = _AttendBy.apply(q, k, v, place, call, by.implementation)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -225,6 +237,107 @@ def choose_schedule(
     if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
         return "all_gather", f"{world} ranks cannot divide {shape[1]} heads"
     return "ring", f"{world} ranks cannot divide {shape[1]} heads, and keys and values are too large to be gathered"
+
+
+@dataclass(frozen=True)
+class _By:
+    """How attention is computed. implementation: None for what `tpfuse.comm.choice` says."""
+
+    schedule: Schedule
+    implementation: Implementation | None = None
+
+
+def _decided(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: dict[str, Any],
+    *,
+    measure: bool,
+) -> _By:
+    """The schedule, and the implementation where the group has decided for another one than the usual.
+
+    measure: whether a case that the group has not decided is measured, forward and backward together, where cases are
+    (`tpfuse.comm.measurement`). Raises ValueError for a layout, heads or documents that do not fit.
+    """
+    asked: Schedule = options["schedule"]
+    ring = group[0] if isinstance(group, tuple) else group
+    choice = choose(q.device, q.dtype, ring)
+    known, measure = decisions(ring), measure and is_measuring()
+    if not choice.provisional or not (known or measure):
+        return _By(asked)
+    case = attention_case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
+    found = known.get(case)
+    if found is None and measure:
+        shape = q.shape[0], q.shape[1], q.shape[2], q.shape[3]
+        usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if asked == "auto" else asked
+        others: list[Schedule] = []
+        if asked == "auto" and not isinstance(group, tuple):
+            others = ["ring", "all_gather"]
+            if _divides(group.size(), q.shape[1], k.shape[1]):
+                others.append("ulysses")
+        schedules = [usual, *(name for name in others if name != usual)]
+        other: Implementation = "collective" if q.device.type == "cpu" else "fused"
+        kinds: tuple[Implementation, ...] = choice.implementation, other
+
+        def run(schedule: Schedule, kind: Implementation) -> None:
+            with implementation(kind), torch.no_grad():
+                place, call = _planned(q, k, group, *tensors, **options | {"schedule": schedule})
+                out, lse = _attend(q, k, v, place, call, with_lse=True)
+                _attend_backward(out, q, k, v, out, lse, place, call)
+
+        candidates = {
+            f"{schedule} {kind}": functools.partial(run, schedule, kind) for kind in kinds for schedule in schedules
+        }
+        recover = functools.partial(_reset, ring, q.device)
+        found = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}", recover)
+    if found is None:
+        return _By(asked)
+    schedule, kind = found.taken.split()
+    usual_kind = kind == choice.implementation
+    return _By(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
+
+
+def attention_case(
+    q: Sequence[int], k: Sequence[int], dtype: torch.dtype, group: Group, documents: bool, options: Mapping[str, Any]
+) -> str:
+    """A call of `ring_attention` as the decisions of its group name it. q, k: shapes on a rank."""
+    shapes = " and ".join("x".join(map(str, shape)) for shape in (q, k))
+    names = ("causal", "schedule", "balance", "window")
+    described = " ".join(f"{name} {options[name]}" for name in names if options[name] is not None)
+    more = " documents" * documents + " dropout" * (options["dropout_p"] > 0)
+    worlds = " x ".join(str(each.size()) for each in (group if isinstance(group, tuple) else (group,)))
+    return f"ring_attention {shapes} {described}{more} {dtype} on {worlds} ranks"
+
+
+def _reset(group: dist.ProcessGroup, device: torch.device) -> None:
+    with suppress(Unavailable):
+        connect(group, device).reset()
+
+
+class _AttendBy(Function):
+    """`_attend` by another implementation than the usual one, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, kind: Implementation
+    ) -> tuple[Tensor, Tensor]:
+        with implementation(kind):
+            out, lse = _attend(q, k, v, place, call, with_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.place, ctx.call, ctx.kind = place, call, kind
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        with implementation(ctx.kind):
+            q, k, v, out, lse = ctx.saved_tensors
+            gradients = _attend_backward(grad_out, q, k, v, out, lse, ctx.place, ctx.call)
+        return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
@@ -352,14 +465,13 @@ def _forward(
     dropout_width: int | None,
 ) -> tuple[Tensor, Tensor]:
     """A node of torch.compile's graph: (out, lse). `auto` chooses when it runs. ring, ulysses: names of groups."""
-    # fmt: off
-    place, call = _planned(
-        q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, causal=causal, schedule=cast(Schedule, schedule),
-        balance=cast(Balance, balance), length=length, window=window, scale=scale, dropout_p=dropout_p,
-        dropout_width=dropout_width,
-    )
-    # fmt: on
-    out, lse = _attend(q, k, v, place, call, with_lse=True)
+    options = {
+        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
+        "dropout_p": dropout_p, "dropout_width": dropout_width,
+    }  # fmt: skip
+    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    with implementation(kind):
+        out, lse = _attend(q, k, v, place, call, with_lse=True)
     return _heads_inside(out), lse.contiguous()
 
 
@@ -391,14 +503,13 @@ def _gradients(
     dropout_p: float,
     dropout_width: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # fmt: off
-    place, call = _planned(
-        q, k, _named(ring, ulysses), cu_seqlens, head_rows, key, causal=causal, schedule=cast(Schedule, schedule),
-        balance=cast(Balance, balance), length=length, window=window, scale=scale, dropout_p=dropout_p,
-        dropout_width=dropout_width,
-    )
-    # fmt: on
-    dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, place, call))
+    options = {
+        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
+        "dropout_p": dropout_p, "dropout_width": dropout_width,
+    }  # fmt: skip
+    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    with implementation(kind):
+        dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, place, call))
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
         dv = dv.clone()  # results of an operator share no memory
     return dq, dk, dv
@@ -409,6 +520,20 @@ def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: dict[str, Any],
+) -> tuple["_Place", RingCall, Implementation]:
+    """Where this rank is, what is asked for, and which implementation computes it, when a node of a graph runs."""
+    by = _decided(q, k, v, group, tensors, options, measure=True)
+    place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
+    return place, call, by.implementation or chosen_implementation()
 
 
 def _named(ring: str, ulysses: str | None) -> Group:
