@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_takes_what_it_measured_in_its_first_step(
     flags = ("--parallel.tp", "2", "--parallel.measure-seconds", "20", "--out", str(run))
     status, out, err = start(*flags, "--train.steps", "5").end()
     assert (status, err) == (0, "")
-    assert (found := re.search(r"^products ((\d+) \w+(, (\d+) \w+)?); measured in (\d+\.\d) s$", out, re.MULTILINE))
+    assert (found := re.search(r"^auto     ((\d+) \w+(, (\d+) \w+)?); measured in (\d+\.\d) s$", out, re.MULTILINE))
     decisions = _decisions(run / "step-5")
     assert int(found[2]) + int(found[4] or 0) == len(decisions) == 8  # four products of a layer, forward and backward
     document = json.loads(kept.read_text())
@@ -154,7 +154,7 @@ def test_a_run_that_goes_on_takes_what_it_measured_in_its_first_step(
     kept.write_text(json.dumps(document))
     status, out, err = start(*flags, "--train.steps", "7", "--resume").end()
     assert (status, err) == (0, "")
-    assert f"products {found[1]}; measured in 0.0 s\n" in out
+    assert f"auto     {found[1]}; measured in 0.0 s\n" in out
     assert _decisions(run / "step-7") == decisions
     other = tmp_path / "other"
     status, out, err = start(*flags[:-1], str(other), "--train.steps", "5").end()

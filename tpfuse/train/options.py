@@ -149,9 +149,9 @@ class ParallelOptions:
     impl: Implementation = "auto"
     """How tensor-parallel GEMMs and ZeRO communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
     collective (NCCL, Gloo), or auto, which chooses one of them."""
-    measure_seconds: float | None = None
+    measure_seconds: float = -1.0
     """Seconds that the first step may take to measure, for impl auto, which implementation of each product is the
-    fastest on this machine. 0: measure nothing. Default: 20 on GPUs; 0 on CPU, where direct is the fastest."""
+    fastest on this machine. 0: measure nothing. -1: 20 on GPUs, 0 on CPU, where direct is the fastest."""
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ class Training:
     def _first_step(self) -> StepResult:
         """A step in which the ranks measure what is the fastest here; a run that goes on takes what it took before."""
         seconds = self.options.parallel.measure_seconds
-        if seconds is None:
+        if seconds < 0:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
         if self.place.world == 1 or not (seconds or self.decisions):
             return self.trainer.train_step(self.windows, self.stop)
@@ -327,7 +327,7 @@ class Training:
         if self.first and self.decisions:
             counts = Counter(decision.taken for decision in self.decisions.values())
             taken = ", ".join(f"{count} {name}" for name, count in counts.items())
-            say(f"products {taken}; measured in {measurement.spent:.1f} s")
+            say(f"auto     {taken}; measured in {measurement.spent:.1f} s")
         return result
 
     def _row(

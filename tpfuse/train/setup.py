@@ -80,7 +80,7 @@ def check_numbers(options: TrainCommand) -> None:
         "train.save-every": (train.save_every, 0), "train.keep": (train.keep, 0),
         "train.log-every": (train.log_every, 1), "comm.timeout": (options.comm.timeout, 1),
         "optim.clip": (optim.clip, 0), "optim.weight-decay": (optim.weight_decay, 0), "optim.lr": (optim.lr, 0),
-        "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (options.parallel.measure_seconds or 0, 0),
+        "optim.min-lr": (optim.min_lr, 0), "parallel.measure-seconds": (options.parallel.measure_seconds, -1),
     }  # fmt: skip
     for name, (value, least) in at_least.items():
         if not least <= value < inf:
