@@ -76,10 +76,23 @@ def test_the_next_run_takes_it_from_the_file_without_a_measurement(tmp_path: Pat
     assert set(read_decisions(file, machine("cpu"))) == {"another case", case, case + "2"}
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"\xff\xfe", b"[1]", b'{"%s": 3}', b'{"%s": {"case": {"taken": 1}}}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[1]",
+        b'{"MACHINE": 3}',
+        b'{"MACHINE": {"CASE": {"taken": 1}}}',
+        b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"first": 1}}}}',
+        b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"second": -1}}}}',
+        b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"second": NaN}}}}',
+    ],
+)
 def test_a_damaged_file_is_measured_anew_and_replaced(tmp_path: Path, damage: bytes) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
-    file.write_bytes(damage.replace(b"%s", machine("cpu").encode()))
+    file.write_bytes(damage.replace(b"MACHINE", machine("cpu").encode()).replace(b"CASE", case.encode()))
     found, runs = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
     assert found.taken == "first" and runs
     assert read_decisions(file, machine("cpu")) == {case: found}
@@ -114,10 +127,17 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
 
 
 def _compared(case: str, times: dict[str, float], usual: str) -> str:
-    """What is decided by these milliseconds."""
+    """What is decided by these milliseconds, which each candidate is off by once, downwards or upwards."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch, measuring(20, file=Path("/proc/no")):
-        patch.setattr(measurement, "_milliseconds", lambda run, device: times[run()])
+        seen: dict[str, int] = dict.fromkeys(times, 0)
+
+        def milliseconds(run: Callable[[], str], device: torch.device) -> float:
+            name = run()
+            seen[name] += 1
+            return times[name] * ({"first": 0.1, "second": 10.0}[name] if seen[name] == 3 else 1.0)
+
+        patch.setattr(measurement, "_milliseconds", milliseconds)
         candidates = {name: partial(str, name) for name in times}
         return decide(group, CPU, case, candidates, usual, _nothing).taken
 
