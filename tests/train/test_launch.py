@@ -36,7 +36,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
+            process_group=0,  # not a session: the scheduler shares processors among sessions, not processes
         )
 
     def wait_for(self, word: str) -> None:
