@@ -676,6 +676,18 @@ def test_the_probe_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> N
     assert rate > 0 and source == "measured, 512x512 products"
 
 
+def test_deterministic_algorithms_on_demand(flags: list[str], tmp_path: Path) -> None:
+    short = ["train", *flags, "--train.steps", "1", "--train.eval-every", "0"]
+    torch.use_deterministic_algorithms(False)
+    try:
+        assert run([*short, "--out", str(tmp_path / "a")]) == 0
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert run([*short, "--out", str(tmp_path / "b"), "--train.deterministic"]) == 0
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
 def test_a_second_signal_ends_a_single_rank_at_once() -> None:
     stop = StopRequest(insistent=True)
     os.kill(os.getpid(), signal.SIGTERM)

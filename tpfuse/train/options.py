@@ -75,6 +75,9 @@ class TrainOptions:
     autocast: Autocast = "none"
     """Half type in which matrix products and attention compute (torch.autocast) while parameters, norms, residual
     paths and losses stay in float32. none: everything computes in --train.dtype."""
+    deterministic: bool = False
+    """Whether the same run gives the same bits every time on GPUs too, as it does on CPU. Attention is then Triton's,
+    because the gradients of cuDNN's are not the same every time."""
     compile: bool = False
     """Whether training steps run by torch.compile, which takes about a minute at the start. Evaluations do not."""
     recompute: Recompute = "none"

@@ -61,6 +61,8 @@ def train_rank(place: Place, run: Run) -> int:
     stop = StopRequest(insistent=place.world == 1)
     set_kernels(run.options.kernels)
     set_implementation(run.options.parallel.impl)
+    if run.options.train.deterministic:
+        torch.use_deterministic_algorithms(True)
     comm, debug = run.options.comm, run.options.debug
     set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
     device = device_of(place)
