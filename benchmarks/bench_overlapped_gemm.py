@@ -10,7 +10,7 @@ Cost of the protocol, beside the plain gemm kernel (`kernels/gemm.py`) on the sa
                          product has written, which a reduce-scatter by itself would as well: "gemm, then sum" beside it
 
 from host memory: the other ranks' chunks come over the real link that one GPU has. A copy engine brings each from
-pinned memory, and then it is delivered, while the product runs; beside it the copies alone, the product alone, and one
+pinned memory, and then the product, which runs, is told; beside it the copies alone, the product alone, and one
 after the other. The last chunk cannot be multiplied before it is there, and the first only once the product has
 come to it: of `world` chunks, the best that can be is max(copy + product / world, product). So what is asked for is
 drawn from shapes where the longer of both is the longer by far (the link's width decides which); the one in between,
@@ -37,7 +37,6 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.kernels.staging import deliver
 from tpfuse.testing.compare import Yardstick
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
@@ -189,14 +188,15 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
     side = torch.cuda.Stream(stage.device) if on_gpu else None
     order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
 
-    def start_copies(delivered: bool) -> None:
+    def start_copies(told: bool) -> None:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(stage.device))
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
+            stamp = group.next_epoch()
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
-                if delivered:  # not where no product takes it: the next one would find it there
-                    deliver(group.words, group.endpoint, i)
+                if told:  # not where no product takes it: the next one would find it there
+                    group.words[i : i + 1].copy_(stamp)
 
     def end_copies() -> None:
         if side is not None:
@@ -206,7 +206,7 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
         return gemm_forward(gathered.view(shape.M, shape.K), weight)[0]
 
     def copies(_: object) -> None:
-        start_copies(delivered=False)
+        start_copies(told=False)
         end_copies()
 
     def sequential(_: object) -> Tensor:
@@ -214,7 +214,7 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
         return plain(None)
 
     def fused(_: object = None) -> Tensor:
-        start_copies(delivered=True)
+        start_copies(told=True)
         out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.words, group.endpoint, copied=True)
         end_copies()
         return out

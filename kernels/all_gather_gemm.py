@@ -15,7 +15,7 @@ multiply or to gather. `gathered` and `ready` are of this rank alone, one launch
 ready says the epoch in which its share has come, and only ever gets later ones; so launches with different numbers of
 copiers share them. An aborted launch leaves words of ready behind, which are zeroed with the signals.
 
-With `copied` a copy engine brings the chunks, and all programs multiply: `kernels/staging.py` has that protocol.
+With `copied` copy engines bring the chunks, and all programs multiply: `kernels/engine_gather.py` has that protocol.
 
 x and what copiers have written are read by ordinary loads, which a signal orders, the weight by TMA where it can be. A
 reduction is never split and runs in the order of k, so that results are those of `gemm` with the same tiles.
@@ -31,12 +31,11 @@ from torch import Tensor
 from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_shape
 from tpfuse.kernels.configurations import Configuration, choose
-from tpfuse.kernels.endpoint import Endpoint, slot
+from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
-from tpfuse.kernels.staging import check_ready
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -138,7 +137,7 @@ def all_gather_gemm_forward_kernel(
     preactivation_ptr,  # [WORLD M, N] bf16, [WORLD M, 2 N] gated, written; or None
     out_ptr,  # [WORLD M, N] bf16, written
     gathered_ptr,  # [WORLD, M, K] bf16, written by copiers, or before, and read
-    ready_ptr,  # [WORLD, COPIERS] int32, of a copy engine [WORLD]
+    ready_ptr,  # [WORLD, COPIERS] int32, of copy engines [WORLD]
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
@@ -152,7 +151,7 @@ def all_gather_gemm_forward_kernel(
     slot_bytes,
     rank,
     WORLD: tl.constexpr,
-    COPIERS: tl.constexpr,  # 0: a copy engine
+    COPIERS: tl.constexpr,  # 0: copy engines
     KEEP_OWN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     K_ADJACENT: tl.constexpr,
@@ -225,8 +224,8 @@ def all_gather_gemm_forward(
     at least [world], as many on every rank, zeroed with the signals; a launch has no more copiers than it has words for
     each rank (8 are enough). Both are this rank's alone, and nobody else touches ready.
 
-    copied: `staging.stage` has staged x, and `staging.deliver` tells that each other rank's rows are in gathered: no
-    program copies, and one multiprocessor is left free for the launches between the copies.
+    copied: as `engine_gather` has it, copy engines of the other ranks write to gathered and then to ready: no program
+    copies, and one multiprocessor is left free for the launch in front of the copies.
 
     Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
     ValueError for other shapes, dtypes, devices or names of activations, where x is more than a slot holds, where flags

@@ -37,10 +37,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.endpoint import Endpoint, slot
+from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.launch import cdiv
 from tpfuse.kernels.signals import arrive, peer_pointer, put, wait
-from tpfuse.kernels.staging import check_ready
 
 _ALIGNMENT = 16  # words: a multiple that Triton takes note of, so that 16 bytes are moved at once
 

@@ -118,6 +118,15 @@ def check_summed(operator: str, x: Tensor) -> None:
     check_integers(operator, "x", x, SUMMED)
 
 
+def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
+    """Raises ValueError unless these are int32 words, one for each rank at least, on the channel's device."""
+    check_device(operator, "the channel", endpoint.slots, "ready", ready)
+    check_integers(operator, "ready", ready, (torch.int32,))
+    if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
+        given = f"{tuple(ready.shape)} and strides {ready.stride()}"
+        raise ValueError(f"{operator}: ready has shape {given}: expected contiguous, at least ({endpoint.world},)")
+
+
 def configured(dtype: torch.dtype) -> torch.dtype:
     """The dtype whose row of configurations.toml elements of `dtype` are summed by; 64 bits have none of their own."""
     return torch.float32 if dtype.itemsize == 8 else dtype

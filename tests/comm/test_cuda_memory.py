@@ -20,7 +20,7 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
-from tpfuse.comm.symmetric_memory import SymmetricBuffer
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, wrapped
 from tpfuse.testing.cuda_stand_in import StandIn
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.testing.ranks import pool
@@ -80,7 +80,7 @@ def _ring(rounds: int, first: int) -> None:
     memory, calls = _memory()
     x, flags = memory.buffer("x", (4,), torch.int64), memory.signals("flags", 2)
     right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
-    out = torch.zeros(rounds, 4, dtype=torch.int64)
+    out, stamp = torch.zeros(rounds, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for index in range(2):
         memory.put(flags, memory.rank, index, first)
     memory.barrier()
@@ -92,7 +92,8 @@ def _ring(rounds: int, first: int) -> None:
             memory.put(flags, right, 0, epoch)
             memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
             calls.do(partial(out[turn].copy_, x.peers[left]))
-            memory.put(flags, left, 1, epoch)
+            calls.do(partial(stamp.fill_, wrapped(epoch)))
+            memory.put(flags, left, 1, stamp)
     calls.synchronize()
     memory.check()
     assert out.tolist() == [[turn * 10 + left] * 4 for turn in range(rounds)]

@@ -17,6 +17,7 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.comm.settings import set_settings
+from tpfuse.comm.symmetric_memory import wrapped
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
 
 pytestmark = [
@@ -78,6 +79,7 @@ def _ring(first: int) -> None:
     x, flags = memory.buffer("x", (10000,), torch.int64), memory.signals("flags", 2)
     right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
     out = torch.zeros(rounds, 10000, dtype=torch.int64, device=memory.device)
+    stamp = torch.zeros(1, dtype=torch.int32, device=memory.device)
     for index in range(2):
         memory.put(flags, memory.rank, index, first)
     memory.barrier()
@@ -89,7 +91,8 @@ def _ring(first: int) -> None:
             memory.put(flags, right, 0, epoch)
             memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
             out[turn].copy_(x.peers[left])
-            memory.put(flags, left, 1, epoch)
+            stamp.fill_(wrapped(epoch))
+            memory.put(flags, left, 1, stamp)
     torch.cuda.synchronize()
     memory.check()
     expected = torch.arange(rounds, device=memory.device)[:, None] * 10 + left

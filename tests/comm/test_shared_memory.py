@@ -384,6 +384,8 @@ def _local(memory: SymmetricMemory) -> SymmetricBuffer:
     with memory.guard("test"):
         memory.put(flags, 0, 1, 2**31 + 5)
         memory.wait(flags, 0, 1, 2**31 + 5, op="test")
+        memory.put(flags, 0, 0, torch.tensor([7], dtype=torch.int32))
+        memory.wait(flags, 0, 0, 7, op="test")
     with pytest.raises(ValueError, match="signal 2 of rank 0"):
         memory.put(flags, 0, 2, 1)
     with pytest.raises(ValueError, match="signal 0 of rank 1"):

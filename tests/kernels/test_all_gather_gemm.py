@@ -13,11 +13,12 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.engine_gather import open_gather
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
-from tpfuse.kernels.staging import await_source, deliver, stage
+from tpfuse.ops.engine_gather import EngineGather
 from tpfuse.testing.compare import Yardstick
-from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
+from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -37,7 +38,7 @@ class Channel:
     def __init__(self, memory: SimulatedMemory, connect: Connect, words: int | None = None, **options: int) -> None:
         self.memory, self.end = memory, connect(memory, **options)
         self.ready = memory.signals("ready", 8 * memory.world if words is None else words).local
-        self.slots = memory.buffer("slots", (2, self.end.slot_bytes), torch.uint8)
+        self.engines = EngineGather(memory, "engines", 32768)
         self.gathered = torch.empty(0)
 
     def gather(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -46,19 +47,13 @@ class Channel:
         weight, bias = (*args, None)[:2]
         return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, **options)
 
-    def copy(self, x: Tensor, *args: Any, half: int = 0, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """By the host, in the place of a copy engine."""
-        world, rank = self.memory.world, self.memory.rank
-        self.gathered = torch.empty(world, *x.shape, dtype=x.dtype)
-        stage(x, self.end, half)
-        for step in range(1, world):
-            source = (rank + step) % world
-            chunk = self.gathered[source]
-            await_source(chunk, self.end, source)
-            chunk.copy_(self.slots.peers[source][half, : chunk.nbytes].view(x.dtype).view(x.shape))
-            deliver(self.ready, self.end, source)
+    def copy(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """By the host, in the place of copy engines."""
+        self.engines.send(x.contiguous(), told=True, keep=False)
+        self.gathered, ready = self.engines.chunks(x), self.engines.ready
+        end = replace(self.engines.endpoint, programs=self.end.programs)
         weight, bias = (*args, None)[:2]
-        return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, copied=True, **options)
+        return all_gather_gemm_forward(x, weight, bias, self.gathered, ready, end, copied=True, **options)
 
 
 def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,26 +80,12 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
             for rank in range(world):
                 if whole or rank != memory.rank:
                     assert torch.equal(channel.gathered[rank], xs[rank])
-                else:
+                elif way == "gather":
                     assert channel.gathered[rank].isnan().all(), "nobody asked for it"
         if way == "gather":
             assert channel.end.state.tolist() == [len(SHAPES), 0], "every launch is an epoch, also for no elements"
 
     once(program, world)
-
-
-@pytest.mark.parametrize("schedule", [RoundRobin(), *exhaustive(Sequential())], ids=str)
-def test_either_half_in_any_order_and_other_launches_between(connect: Connect, schedule: Schedule) -> None:
-    def program(memory: SimulatedMemory) -> None:
-        channel = Channel(memory, connect)
-        for epoch, half in enumerate((0, 0, 1, 0, None, 1, 1, None, None, 0)):
-            xs = [integers(10 * epoch + rank, 150 // (1 + epoch), 8) for rank in range(2)]
-            weight, x = integers(5, 3, 8), xs[memory.rank]
-            out, _ = channel.gather(x, weight) if half is None else channel.copy(x, weight, half=half)
-            assert torch.equal(out, exact(xs, weight)), epoch
-        assert channel.end.state.tolist() == [10 + 4, 0], "a round before each that wants the other half than its epoch"
-
-    explore(program, 2, schedules=[schedule])
 
 
 @pytest.mark.parametrize(
@@ -320,16 +301,16 @@ def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("changes", "stamp", "message"),
     [
-        (lambda end, ready: stage(ready, end, 2), "stage: half 2: expected 0 or 1"),
-        (lambda end, ready: stage(torch.zeros(65), end, 0), "stage: 260 bytes to stage, a slot holds 256"),
-        (lambda end, ready: stage(ready.to("meta"), end, 0), "stage: x is on meta, the channel on cpu"),
-        (lambda end, ready: await_source(ready, end, 1), "await_source: source 1: expected another rank than 1 of 3"),
-        (lambda end, ready: deliver(ready, end, 3), "deliver: source 3: expected another rank than 1 of 3"),
-        (lambda end, ready: deliver(ready[:2], end, 0), r"deliver: ready has shape \(2,\)"),
+        ({}, torch.zeros(2, dtype=torch.int32), r"open_gather: stamp has shape \(2,\): expected \(1,\)"),
+        ({}, torch.zeros(1), "open_gather: stamp is torch.float32: expected int32"),
+        ({}, torch.zeros(1, dtype=torch.int32, device="meta"), "open_gather: stamp is on meta, the channel on cpu"),
+        ({"flag_count": 5}, torch.zeros(1, dtype=torch.int32), "more flags than there is room for: 6 for one program"),
     ],
 )
-def test_bad_input_of_staging(alone: dict[str, Any], call: Callable[[Endpoint, Tensor], None], message: str) -> None:
+def test_bad_input_of_open_gather(alone: dict[str, Any], changes: dict[str, Any], stamp: Tensor, message: str) -> None:
+    end = replace(alone["endpoint"], flag_count=6)
+    open_gather(end, torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
-        call(alone["endpoint"], alone["ready"])
+        open_gather(replace(end, **changes), stamp)

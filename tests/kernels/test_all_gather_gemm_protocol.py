@@ -1,4 +1,5 @@
-"""all_gather_gemm and the launches around copies under many schedules: no alarm, no line too many, no endless wait."""
+"""all_gather_gemm, with copiers and behind copy engines, under many schedules: no alarm, no line too many, and no wait
+without an end."""
 
 from typing import Any
 
@@ -7,15 +8,15 @@ import torch
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
-from tpfuse.kernels import all_gather_gemm, endpoint, signals, staging
+from tpfuse.kernels import all_gather_gemm, endpoint, engine_gather, signals
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.ops import engine_gather as engines
+from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: one tile of a chunk, several, none
-HALVES = (1, 1, 0, 0)  # of the slot, where copies come by themselves: with an empty round before two of them
-WITHOUT_PRODUCT = (0,)  # of these: the epoch ends behind the copies
+WITHOUT_PRODUCT = (1,)  # of these, where engines copy: the epoch ends behind the copies
 SLOT_BYTES = 512
 PRODUCT = {
     "BLOCK_M": 16,
@@ -26,7 +27,7 @@ PRODUCT = {
     "COPIERS": 2,
     "BLOCK_COPY": 16,
 }
-TILES = {"all_gather_gemm": PRODUCT, "stage": {"BLOCK": 8, "PROGRAMS": 2}}  # two copiers, two that multiply or stage
+TILES = {"all_gather_gemm": PRODUCT}  # two copiers, two that multiply
 
 pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
@@ -36,136 +37,153 @@ def multiply(*args: Any, **options: Any) -> torch.Tensor:
     return out
 
 
-class Group:
-    """What the launches of one rank of a group are given; `rank` of `world`, which may be fewer than the memory's."""
+class Streams:
+    """A group's memory as one stream of a rank sees it: each rank of the explored memory is a stream of its own.
 
-    def __init__(self, memory: SimulatedMemory, rank: int, world: int) -> None:
-        def words(key: str, count: int) -> SymmetricBuffer:
-            return memory.signals(key, count)
+    The first `world` are the streams of products, those behind them the streams of copies.
+    """
 
-        self.rank, self.world = rank, world
-        self.slots = memory.buffer("slots", (2, SLOT_BYTES), torch.uint8)
-        flags, state, ready = words("flags", 4 * world), words("state", 2), words("ready", 2 * world)
-        self.ready = ready.peers[rank]
-        self.gathered = memory.buffer("gathered", (world * SLOT_BYTES // 4,), torch.float32).peers[rank]
-        self.end = Endpoint(
-            rank,
-            world,
-            slots=self.slots.addresses[:world],
-            slot_bytes=SLOT_BYTES,
-            flags=flags.addresses[:world],
-            flag_count=4 * world,
-            state=state.peers[rank],
-            abort=memory.abort,
-            programs=4,
-        )
+    def __init__(self, memory: SimulatedMemory, world: int) -> None:
+        self._memory, self.rank, self.world = memory, memory.rank % world, world
+        self.device, self.put = memory.device, memory.put
 
-    def inputs(self, epoch: int) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Every rank's x, the weight, and where chunks are gathered."""
-        m, k, n = SIZES[epoch]
-        xs = [integers(10 * epoch + rank, m, k) for rank in range(self.world)]
-        return xs, integers(epoch, n, k), self.gathered[: self.world * m * k].view(self.world, m, k)
+    @property
+    def abort(self) -> torch.Tensor:
+        return self._memory.abort
 
-    def gather(self, epoch: int) -> None:
-        """One product, with copiers."""
-        xs, weight, chunks = self.inputs(epoch)
+    def buffer(self, key: str, shape: Any, dtype: torch.dtype) -> SymmetricBuffer:
+        found = self._memory.buffer(key, shape, dtype)
+        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+
+    def signals(self, key: str, count: int) -> SymmetricBuffer:
+        found = self._memory.signals(key, count)
+        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+
+
+def inputs(epoch: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Every rank's x, the weight."""
+    m, k, n = SIZES[epoch]
+    return [integers(10 * epoch + rank, m, k) for rank in range(world)], integers(epoch, n, k)
+
+
+class Copiers:
+    """One rank whose products copy."""
+
+    def __init__(self, memory: SimulatedMemory, connect: Any) -> None:
+        self.rank, self.world = memory.rank, memory.world
+        self.end: Endpoint = connect(memory, SLOT_BYTES, 4 * memory.world, 4)
+        self.ready = memory.signals("ready", 2 * self.world).local
+        self.gathered = memory.buffer("gathered", (self.world * SLOT_BYTES // 4,), torch.float32).local
+
+    def product(self, epoch: int) -> None:
+        xs, weight = inputs(epoch, self.world)
+        chunks = self.gathered[: self.world * xs[0].numel()].view(self.world, *xs[0].shape)
         out = multiply(xs[self.rank], weight, None, chunks, self.ready, self.end, keep_own=True)
         assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
         assert torch.equal(chunks, torch.stack(xs)), f"epoch {epoch + 1}"
 
-    def stage(self, epoch: int) -> None:
-        """In front of one that has none."""
-        current(staging).stage(self.inputs(epoch)[0][self.rank], self.end, HALVES[epoch])
 
-    def copy(self, epoch: int) -> None:
-        """What a copy engine does, and the launches around it."""
-        chunks = self.inputs(epoch)[2]
-        for step in range(1, self.world):
-            source = (self.rank + step) % self.world
-            chunk = chunks[source]
-            current(staging).await_source(chunk, self.end, source)
-            staged = self.slots.peers[source][HALVES[epoch], : chunk.nbytes]
-            chunk.copy_(staged.view(torch.float32).view(chunk.shape))
-            current(staging).deliver(self.ready, self.end, source)
+class Engines:
+    """One stream of a rank for which engines copy. x is in memory that is written anew for each epoch."""
+
+    def __init__(self, memory: SimulatedMemory, world: int) -> None:
+        self.rank, self.world = memory.rank % world, world
+        streams: Any = Streams(memory, world)
+        self.engines = current(engines).EngineGather(streams, "engines", SLOT_BYTES)
+        self._x = streams.buffer("x", (SLOT_BYTES // 4,), torch.float32).local
+
+    def x(self, epoch: int) -> torch.Tensor:
+        m, k, _ = SIZES[epoch]
+        return self._x[: m * k].view(m, k)
+
+    def begin(self, epoch: int) -> None:
+        """What is done on the product's stream before; the rows are the next ones of memory that was freed."""
+        self.x(epoch).copy_(inputs(epoch, self.world)[0][self.rank])
+
+    def send(self, epoch: int) -> None:
+        """On the stream of copies."""
+        self.engines.send(self.x(epoch), told=epoch not in WITHOUT_PRODUCT, keep=True)
 
     def product(self, epoch: int) -> None:
-        """Of chunks that are delivered."""
-        xs, weight, chunks = self.inputs(epoch)
-        out = multiply(xs[self.rank], weight, None, chunks, self.ready, self.end, copied=True)
-        assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
+        """Of chunks that are told of, beside the copies."""
+        if epoch not in WITHOUT_PRODUCT:
+            xs, weight = inputs(epoch, self.world)
+            x, chunks, end = self.x(epoch), self.engines.chunks(xs[0]), self.engines.endpoint
+            out = multiply(x, weight, None, chunks, self.engines.ready, end, copied=True)
+            assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
 
-    def finish(self, epoch: int) -> None:
-        """Ends an epoch whose chunks no product reads."""
-        xs, _, chunks = self.inputs(epoch)
-        current(staging).finish(self.end)
-        for source in range(1, self.world):
-            other = (self.rank + source) % self.world
-            assert torch.equal(chunks[other], xs[other]), f"epoch {epoch + 1}"
-
-
-def gathering(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Every size, with copiers."""
-    group = Group(memory, memory.rank, memory.world)
-    for epoch in range(epochs):
-        group.gather(epoch)
+    def end(self, epoch: int) -> None:
+        """What is done behind the copies."""
+        xs = inputs(epoch, self.world)[0]
+        assert torch.equal(self.engines.chunks(xs[0]), torch.stack(xs)), f"epoch {epoch + 1}"
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
     """Every size, with copies on a stream of their own: half of the ranks are the other ones' second streams."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
-    group, events = Group(memory, rank, world), memory.signals("events", 1)
+    stream, events = Engines(memory, world), memory.signals("events", 1)
     for epoch in range(epochs):
         if copies:
-            memory.wait(events, memory.rank, 0, epoch + 1, peer=rank, op="P has staged")
-            group.copy(epoch)
+            memory.wait(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
+            stream.send(epoch)
             memory.put(events, rank, 0, epoch + 1)
         else:
-            group.stage(epoch)
+            stream.begin(epoch)
             memory.put(events, rank + world, 0, epoch + 1)
-            if epoch not in WITHOUT_PRODUCT:
-                group.product(epoch)
+            stream.product(epoch)
             memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
-            if epoch in WITHOUT_PRODUCT:
-                group.finish(epoch)
+            stream.end(epoch)
 
 
-def late(memory: SimulatedMemory) -> None:
-    """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways in turn."""
-    group = Group(memory, memory.rank, memory.world)
-    for copied in (False, True, False):
-        if copied:
-            group.stage(0)
-            group.copy(0)
-            group.product(0)
-        else:
-            group.gather(0)
-        before = group.end.state[0].item()
+def late(memory: SimulatedMemory, connect: Any) -> None:
+    """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways in turn.
+
+    The barriers in front: what is copied after an abort may overwrite what a peer still reads.
+    """
+    copiers, copied = Copiers(memory, connect), Engines(memory, memory.world)
+    for way in (copiers, copied, copiers):
+        if way is copied:
+            copied.begin(0)
+            copied.send(0)
+        way.product(0)
+        memory.barrier()
+        end, ready = (copied.engines.endpoint, copied.engines.ready) if way is copied else (copiers.end, copiers.ready)
+        before = end.state[0].item()
         with pytest.raises(PeerTimeout), memory.guard("all_gather_gemm"):
             if memory.rank == 0:
                 memory.barrier("elsewhere")
             for _ in range(2):
-                xs, weight, chunks = group.inputs(3)
-                if copied:
-                    group.stage(3)
-                    group.copy(3)
-                multiply(xs[memory.rank], weight, None, chunks, group.ready, group.end, copied=copied)
-                assert group.end.state[0] == before, "the epoch is not over"
-                assert not (group.ready > before).any(), "nothing of it is delivered"
+                xs, weight = inputs(3, memory.world)
+                if way is copied:
+                    copied.engines.send(xs[memory.rank], told=True, keep=True)
+                chunks = copied.engines.chunks(xs[0])
+                multiply(xs[memory.rank], weight, None, chunks, ready, end, copied=way is copied)
+                assert end.state[0] == before, "the epoch is not over"
+                assert not (ready > before).any(), "nothing of it is ready"
+                told = [words[memory.rank].item() for words in copied.engines._words.peers]
+                assert not any(word > before for word in told), "nobody is told of it"
         memory.reset()
         memory.barrier()
-        assert group.end.state.tolist() == [0, 0]
+        assert end.state.tolist() == [0, 0]
 
 
 class GatherSuite(ProtocolSuite):
     """What the suites of both ways have in common."""
 
-    modules = (signals, endpoint, staging, all_gather_gemm)
+    connect: Any
+    fixtures = ("connect",)
+    modules = (signals, endpoint, engine_gather, all_gather_gemm, engines)
     seeds = 20
 
     def late_program(self, memory: SimulatedMemory) -> None:
         """Both ways in turn, on every rank."""
-        late(memory)
+        late(memory, self.connect)
+
+    def copiers_program(self, memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
+        rank = Copiers(memory, self.connect)
+        for epoch in range(epochs):
+            rank.product(epoch)
 
 
 class TestGathering(GatherSuite):
@@ -228,43 +246,70 @@ class TestGathering(GatherSuite):
             replace(all_gather_gemm.all_gather_gemm_forward_kernel, "chunks == WORLD", by="chunks > 0"),
         ),
         Fault(
-            "delivered after an abort",
+            "the new epoch after an abort",
             replace(
-                staging.deliver_kernel,
-                "if running:\n    put(ready_ptr + source, epoch)",
-                by="if epoch != 0:\n    put(ready_ptr + source, epoch)",
+                engine_gather.open_gather_kernel,
+                "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
+                by="barrier(flags_ptr, abort_ptr, epoch, rank, WORLD)\ntl.store(stamp_ptr, epoch)",
             ),
         ),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        gathering(memory)
+        self.copiers_program(memory)
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        gathering(memory, 3)
+        self.copiers_program(memory, 3)
+
+
+SEND = engines.EngineGather.send
+COPY = "places[peer].copy_(x)"
+TELL = "if told:\n    memory.put(self._words, peer, rank, self._stamp)"
 
 
 class TestTwoStreams(GatherSuite):
-    """Copies by a stream of their own, between launches that stage, wait and deliver."""
+    """Copies by a stream of their own, behind and before launches that wait for the same stream of all ranks."""
 
-    needed = (staging,)
+    needed = (engine_gather, engines)
     test_waits_end = None  # type: ignore[assignment]  # that of TestGathering goes both ways
     worlds = ((4, 2), (4, 1), (6, 2))
     faults = (
-        Fault("the other half", replace(staging.stage_kernel, "(epoch & 1) == half", by="(epoch & 1) != half")),
-        Fault("no round for either half", replace(staging.stage_kernel, "(epoch & 1) == half", by="(epoch & 1) < 2")),
+        Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
+        Fault("nobody is told", replace(SEND, TELL, by="pass")),
+        Fault("told for another rank", replace(SEND, "rank", by="peer", call="put")),
+        Fault("another rank is told", replace(SEND, "peer", by="(peer + 1) % world", call="put")),
+        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="put")),
+        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="put")),
+        Fault("copied to another place", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
+        Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
+        Fault("the own chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
+        Fault("copied before all have come", replace(SEND, "open_gather(self.endpoint, self._stamp)", by="pass")),
         Fault(
-            "staged where the readers are",
-            replace(staging.stage_kernel, "epoch + 1", by="epoch", call="_stage_share"),
+            "closed before all have copied", replace(SEND, "if not told:\n    close_gather(self.endpoint)", by="pass")
         ),
         Fault(
-            "one program stages all",
-            replace(staging.await_source_kernel, "program < programs", by="program < 1", call="wait"),
+            "one barrier for both ends",
+            replace(engine_gather.close_gather_kernel, "1", by="0", call="barrier"),
         ),
-        Fault("delivered for the next launch", replace(staging.deliver_kernel, "epoch", by="epoch + 1", call="put")),
         Fault(
-            "another one is delivered",
-            replace(staging.deliver_kernel, "ready_ptr + source", by="ready_ptr", call="put"),
+            "closed twice",
+            replace(SEND, "if not told:\n    close_gather(self.endpoint)", by="close_gather(self.endpoint)"),
+        ),
+        Fault(
+            "one source is not waited for",
+            replace(signals.barrier, "ranks < WORLD", by="ranks < WORLD - 1", call="wait"),
+        ),
+        Fault(
+            "stamped before the wait",
+            replace(
+                engine_gather.open_gather_kernel,
+                "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
+                by="tl.store(stamp_ptr, epoch)",
+            ),
+        ),
+        Fault(
+            "the product takes any epoch",
+            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "epoch", by="epoch - 1", call="wait"),
         ),
     )
 
@@ -273,3 +318,25 @@ class TestTwoStreams(GatherSuite):
 
     def short_program(self, memory: SimulatedMemory) -> None:
         two_streams(memory, 3)
+
+
+def _without(what: str) -> Any:
+    """`two_streams` with an edge between the streams of a rank left out."""
+
+    def program(memory: SimulatedMemory) -> None:
+        def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:
+            if op != what:
+                real_wait(flags, *arguments, op=op, **options)
+
+        real_wait = memory.wait
+        memory.wait = wait  # type: ignore[method-assign]
+        two_streams(memory)
+
+    return program
+
+
+@pytest.mark.parametrize("what", ["P has come here", "C has copied"])
+def test_both_streams_wait_for_each_other(what: str) -> None:
+    """Copies that begin before the rows are there, or end behind the operation, are found."""
+    with pytest.raises(ExploreError):
+        explore(_without(what), 4, resident=2)

@@ -16,8 +16,7 @@ import pytest
 SCRIPT = """
 import json, sys
 import torch
-from tpfuse.kernels import launch, staging
-from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels import launch
 from tpfuse.profile import cases
 from tpfuse.profile.cases import collectives
 from tpfuse.profile.compilation import compiled
@@ -31,11 +30,6 @@ with launch.recording("sm_90") as recording:
         cases.load(operator).launches(torch.bfloat16)
     for world, n in ((1, 1), (2, 1003), (3, 64)):
         collectives.launches(torch.float32, world, n)
-    words, table = (torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.int32, torch.int64))
-    endpoint = Endpoint(0, 2, table, 1024, table, 64, words, words[:1], 8)
-    staging.await_source(words, endpoint, 1)
-    staging.deliver(words, endpoint, 1)
-    staging.finish(endpoint)
 found = {}
 for x in recording.launches:
     if signals(x.kernel):
@@ -110,10 +104,8 @@ SIGNALS = {
     "gemm_reduce_scatter_sum_kernel": (0, 1, 1, 2),
     "all_gather_gemm_forward_kernel": (2, 2, 1, 3),
     "all_gather_gemm_forward_kernel COPIERS=0": (0, 1, 1, 2),
-    "stage_kernel": (3, 1, 1, 2),
-    "await_source_kernel": (0, 1, 0, 2),
-    "deliver_kernel": (1, 0, 0, 1),
-    "finish_kernel": (0, 0, 1, 1),
+    "open_gather_kernel": (1, 1, 0, 2),
+    "close_gather_kernel": (1, 1, 1, 2),
     "ring_attention_forward_kernel": (2, 2, 1, 3),
     "ring_attention_forward_kernel RING=True": (3, 2, 1, 3),
     "ring_attention_forward_kernel COPIERS=0": (0, 0, 0, 0),

@@ -1,17 +1,23 @@
 """Shards that copy engines bring: the numbers of those that the product's own programs load, to the bit."""
 
-from dataclasses import replace
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpfuse.comm.connect import connect
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.kernels import staging
-from tpfuse.ops import fused_linear
+from tpfuse.kernels import all_gather_gemm, gemm_reduce_scatter
+from tpfuse.kernels import engine_gather as kernel_engine_gather
+from tpfuse.kernels.launch import launch
+from tpfuse.ops import engine_gather, fused_linear
+from tpfuse.ops.engine_gather import EngineGather
 from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
@@ -48,10 +54,11 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
 def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
     """Returns how often engines were sent."""
     programs, engines, sent = FusedLinear(_memory()), FusedLinear(_memory(), engine_bytes=1), []
+    send = EngineGather.send
     for rows in sizes:
         expected = _everything(programs, dtype, rows)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused_linear, "stage", lambda *arguments: (sent.append(1), staging.stage(*arguments)))
+            patch.setattr(EngineGather, "send", lambda *args, **how: (sent.append(1), send(*args, **how)))
             found = _everything(engines, dtype, rows)
         for other, wanted in zip(found, expected, strict=True):
             assert torch.equal(other, wanted)
@@ -60,15 +67,15 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize("world", exhaustive(1, 2, 3))
 def test_copy_engines_bring_the_same_numbers(world: int) -> None:
-    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [14 if world > 1 else 0] * world
+    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [12 if world > 1 else 0] * world
 
 
 def test_copy_engines_bring_half_types() -> None:
-    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [7, 7]
+    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [6, 6]
 
 
 def _taking_turns() -> None:
-    """Shards around the limit: halves of the slots are used in any order, by programs and by engines."""
+    """Shards around the limit: by programs and by engines in any order."""
     products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
     rank, world = products.memory.rank, products.memory.world
     weight = integers(1, 10, 24)
@@ -93,12 +100,12 @@ def test_no_alarm_under_the_explorer() -> None:
             whole = integers(step, memory.world, rows, 8)
             ((out, _),) = products.all_gather(whole[memory.rank], [weight], [None], None, False)
             assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
-            gather = products._begin("all_gather", whole[memory.rank], keep=True)
-            assert torch.equal(products._finish(gather), whole.flatten(0, 1))
+            with products._gathering(whole[memory.rank], keep=True, multiplied=False) as gather:
+                assert torch.equal(products._finish(gather), whole.flatten(0, 1))
 
     explore(program, 2, resident=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_linear, "await_source", lambda *_: None)
+        patch.setattr(engine_gather, "open_gather", lambda end, stamp: stamp.copy_(end.state[:1] + 1))
         with pytest.raises(RaceError, match="nothing orders"):
             explore(program, 2, resident=3)
 
@@ -127,22 +134,88 @@ def test_products_that_slots_cannot_hold_are_cut_in_rows() -> None:
     assert pool(2).run(_more_than_a_slot, 2**30) == [3] * 2
 
 
-def _failing_between(rows: int) -> list[str]:
-    """What the current stream waits for where the product beside the copies fails."""
-    products, waited = FusedLinear(_memory(), engine_bytes=1), []
-    x, left, weight = torch.zeros(rows, 8), torch.zeros(rows * dist.get_world_size(), 5), torch.zeros(6, 8)
-    stream = SimpleNamespace(wait_stream=waited.append)
-    with pytest.MonkeyPatch.context() as patch:
-        real = products._begin
-        patch.setattr(products, "_begin", lambda *args, **options: replace(real(*args, **options), engine="engine"))
-        patch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        with pytest.raises(ValueError, match="weight has shape"):
-            products.all_gather_backward([left], x, [weight], [True], True)
-    return waited
+class Stream:
+    """In a GPU's place: what waits for it, and for what it waits, in order."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said = name, said
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._said.append(f"{self.name} waits for {other.name}")
+
+
+@contextlib.contextmanager
+def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
+    """The products are as on a GPU: engines have a stream; `said` gets what driver calls there are."""
+    engine, current = Stream("engines", said), Stream("current", said)
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        before = len(said)
+        launch(kernel, *arguments, **options)
+        said[before:] = [kernel.fn.__name__]  # and not what the interpreter copies
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default:
+                said.append("copy")
+            return func(*args, **(kwargs or {}))
+
+    def put(*arguments: Any) -> None:
+        said.append("word")
+        real_put(*arguments)
+
+    real_put = products.memory.put
+    with pytest.MonkeyPatch.context() as patch, Copies():
+        patch.setattr(products.memory, "device", SimpleNamespace(type="cuda"))
+        patch.setattr(products.memory, "put", put)
+        patch.setattr(fused_linear, "_engine_stream", lambda device: engine)
+        patch.setattr(torch.cuda, "current_stream", lambda device: current)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        for module in (kernel_engine_gather, all_gather_gemm, gemm_reduce_scatter):
+            patch.setattr(module, "launch", launched)
+        yield
+
+
+def _driver_calls(step: str) -> list[str]:
+    """Of one operator whose shards engines bring, behind others that have made its buffers."""
+    products, said = FusedLinear(_memory(), engine_bytes=1), []
+    world = products.memory.world
+    x, weight, grad = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(4 * world, 6)
+
+    def run() -> None:
+        if step == "backward":
+            products.all_gather_backward([grad], x, [weight], [True], True)
+        elif step == "backward that fails":
+            with pytest.raises(ValueError, match="weight has shape"):
+                products.all_gather_backward([grad], x, [weight[1:]], [True], True)
+        else:
+            products.all_gather(x, [weight] * int(step), [None] * int(step), None, False)
+
+    products.all_gather(x, [weight], [None], None, False)
+    products.all_gather_backward([grad], x, [weight], [True], True)
+    with _streams(products, said):
+        run()
+    return said
+
+
+BEFORE, AFTER = "engines waits for current", "current waits for engines"
+PRODUCT = "all_gather_gemm_forward_kernel"
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+def test_driver_calls_of_a_gather(world: int) -> None:
+    """For n ranks 2 n - 1 between the two edges of the streams, at tp 8: 15. Without a product that waits n + 2: 10."""
+    told = ["open_gather_kernel"] + ["copy", "word"] * (world - 1)
+    assert pool(world).run(_driver_calls, "1") == [[BEFORE, *told, PRODUCT, AFTER]] * world
+    assert pool(world).run(_driver_calls, "2")[0][: len(told) + 4] == [BEFORE, *told, "copy", PRODUCT, AFTER]
+    kept = ["open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel"]
+    scattered = ["gemm_reduce_scatter_forward_kernel", "gemm_reduce_scatter_sum_kernel"]
+    assert pool(world).run(_driver_calls, "backward") == [[BEFORE, *kept, *scattered, AFTER]] * world
 
 
 def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:
-    assert pool(2).run(_failing_between, 3) == [["engine"]] * 2
+    for said in pool(2).run(_driver_calls, "backward that fails"):
+        assert said[0] == BEFORE and said[-1] == AFTER and PRODUCT not in said
 
 
 def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:

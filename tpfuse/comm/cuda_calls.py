@@ -100,6 +100,13 @@ class CudaCalls:
         """
         _torch().stream_write_value32(words.view(torch.uint32), index, value % 2**32)
 
+    def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
+        """As `set_word`, with what `value` [1] is then. A copy engine does it where the words are of another GPU.
+
+        It may be captured in a graph. NCCL's collectives by copy engines signal so (src/ce_coll.cc, ncclPrepUCSync).
+        """
+        words[index : index + 1].copy_(value, non_blocking=True)
+
     def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
         """On the current stream: until the word [1] is at least `value`, or `abort` is not 0."""
         signal_wait(word, value, abort)

@@ -102,10 +102,13 @@ class CudaMemory(BoardMemory):
         self._calls.synchronize()
         del self._kept[buffer.key]
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """On the current stream, after everything before it there, copies included."""
         flags.check_signal(owner, index)
-        self._calls.set_word(flags.peers[owner], index, value)
+        if isinstance(value, Tensor):
+            self._calls.copy_word(flags.peers[owner], index, value)
+        else:
+            self._calls.set_word(flags.peers[owner], index, value)
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str

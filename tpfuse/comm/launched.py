@@ -32,11 +32,14 @@ def most_programs(memory: SymmetricMemory) -> int:
 
 
 def open_channel(
-    memory: SymmetricMemory, name: str, slot_bytes: int, programs: int
+    memory: SymmetricMemory, name: str, slot_bytes: int, programs: int, parts: int = 2
 ) -> tuple[SymmetricBuffer, Endpoint]:
-    """(the slots, uint8 [2, slot_bytes] on each rank; this rank's end of the channel `name`). Collective."""
+    """(the slots, uint8 [parts, slot_bytes] on each rank; this rank's end of the channel `name`). Collective.
+
+    parts: 2, the halves that kernels use in turn, unless no kernel uses the slots.
+    """
     count = 2 * programs * memory.world
-    slots = memory.buffer(f"{name}: slots", (2, slot_bytes), torch.uint8)
+    slots = memory.buffer(f"{name}: slots", (parts, slot_bytes), torch.uint8)
     flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
     endpoint = Endpoint(
         memory.rank,

@@ -77,8 +77,8 @@ class SharedMemory(BoardMemory):
             word = self._words[flags, owner, index] = view, np.array([view.ctypes.data], np.uint64)
         return word
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        store_release(self._word(flags, owner, index)[1], np.array([wrapped(value)], np.int32))
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        store_release(self._word(flags, owner, index)[1], np.array([wrapped(int(value))], np.int32))
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
@@ -136,9 +136,9 @@ class LocalMemory(SymmetricMemory):
     def _release(self, buffer: SymmetricBuffer) -> None:
         pass
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         flags.check_signal(owner, index)
-        flags.peers[owner][index] = wrapped(value)
+        flags.peers[owner][index] = value if isinstance(value, Tensor) else wrapped(value)
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str

@@ -134,8 +134,11 @@ class SymmetricMemory(ABC):
     def _release(self, buffer: SymmetricBuffer) -> None: ...
 
     @abstractmethod
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release)."""
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release).
+
+        A tensor, int32 [1] on the device, is read where the current stream comes to it.
+        """
 
     @abstractmethod
     def wait(

@@ -3,7 +3,9 @@
 An all-gather is part of the product behind it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter of the product
 before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. Small shards are loaded from the
 peers by programs of the product itself; large ones are brought by copy engines on a stream of their own, chunk by chunk
-(`tpfuse.kernels.staging`), in backward while the other product of the layer runs. On CPUs all of it is interpreted.
+(`tpfuse.ops.engine_gather`), in backward while the other product of the layer runs. On CPUs all of it is interpreted.
+
+Each operator is one guard of the memory, which holds all that reads what is gathered: the next gather writes there.
 """
 
 import contextlib
@@ -21,9 +23,10 @@ from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.kernels.staging import await_source, deliver, finish, stage
+from tpfuse.ops.engine_gather import EngineGather
 from tpfuse.ops.gemm import flat, product, weight_gradient
 
 MOST_BYTES = 2**30  # of a slot: kernels count what is in it in 32 bits
@@ -36,29 +39,22 @@ class _Channel:
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         """Collective."""
         programs = multiprocessors(memory.device)
-        slots, self.endpoint = open_channel(memory, name, nbytes, programs)
-        self.slots, self._half, self._generation = slots.peers, 1, memory.generation
+        _, self.endpoint = open_channel(memory, name, nbytes, programs)
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
-
-    def next_half(self, generation: int) -> int:
-        """0, 1, 0, … on all ranks alike; anew after a reset, before which some may have come farther than others."""
-        if generation != self._generation:
-            self._half, self._generation = 1, generation
-        self._half = 1 - self._half
-        return self._half
 
 
 @dataclass
 class _Gather:
     """All ranks' rows [world, n, K] on their way; whole at the end of the product with them if `keep`.
 
-    copied: by a copy engine, on `engine`, a stream of its own (None on CPUs); else by the product.
+    words, endpoint: for that product. copied: by copy engines, on `engine`, a stream of its own until the current one
+    has waited for it (None on CPUs); else by the product.
     """
 
-    op: str
     rows: Tensor
     gathered: Tensor
-    channel: _Channel
+    words: Tensor
+    endpoint: Endpoint
     keep: bool
     copied: bool
     engine: torch.cuda.Stream | None = None
@@ -73,6 +69,7 @@ class FusedLinear:
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
+        self._engine_gathers: dict[int, EngineGather] = {}
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
@@ -81,14 +78,12 @@ class FusedLinear:
 
         The first product gathers; the others multiply what it has left.
         """
-        rows = flat(x)
-        several = len(weights) > 1
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
-        gather = self._begin(op, rows, keep=several)
-        found = [self._product(gather, weights[0], biases[0], activation, keep)]
-        for weight, bias in zip(weights[1:], biases[1:], strict=True):
-            whole = gather.gathered.flatten(0, 1)
-            found.append(product(whole, weight, bias, activation, keep))
+        several = len(weights) > 1
+        with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
+            found = [self._product(gather, weights[0], biases[0], activation, keep)]
+            for weight, bias in zip(weights[1:], biases[1:], strict=True):
+                found.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
         return [tuple(_shaped(y, shape) for y in pair) for pair in found]  # type: ignore[misc]
 
@@ -97,27 +92,29 @@ class FusedLinear:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """(dX, dWs). The gradients of x from several weights are one product, of all lefts and weights concatenated."""
         rows = [flat(left) for left in lefts]
-        gathers = any(needs)
-        op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"
-        gather = self._begin(op, flat(x), keep=True) if gathers else None
-        grad_x = None
-        if needs_x:
-            with self._copies_end(gather):
-                several = len(rows) > 1
-                left, weight = (torch.cat(rows, 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
-                grad_x = self._product_scattering(op, left, weight.t()).view(x.shape)
-        if gather is None:
-            return grad_x, [None] * len(weights)
-        gathered = self._finish(gather)
-        return grad_x, [
-            weight_gradient(left, gathered) if needed else None for left, needed in zip(rows, needs, strict=True)
-        ]
+        op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {any(needs)}"
+        with self.memory.guard(op, kernel=True):
+            if not any(needs):
+                return self._input_gradient(rows, x, weights) if needs_x else None, [None] * len(weights)
+            with self._gathering(flat(x), keep=True, multiplied=False) as gather:
+                grad_x = self._input_gradient(rows, x, weights) if needs_x else None
+                gathered = self._finish(gather)
+                return grad_x, [
+                    weight_gradient(left, gathered) if needed else None
+                    for left, needed in zip(rows, needs, strict=True)
+                ]
+
+    def _input_gradient(self, rows: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        several = len(rows) > 1
+        left, weight = (torch.cat(tuple(rows), 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
+        return self._product_scattering(left, weight.t()).view(x.shape)
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual."""
         op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
-        out = self._product_scattering(op, flat(x), weight, bias=bias, residual=added)
+        with self.memory.guard(op, kernel=True):
+            out = self._product_scattering(flat(x), weight, bias=bias, residual=added)
         return out.view(len(x) // self.memory.world, *x.shape[1:-1], len(weight))
 
     def reduce_scatter_backward(
@@ -126,53 +123,56 @@ class FusedLinear:
         """(dX, dW, db), all from one all-gather of grad: the product that gathers it leaves it behind."""
         needs_x, needs_weight, needs_bias = needs
         op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
-        gather = self._begin(op, flat(grad), keep=needs_weight or needs_bias)
-        grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
-        gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
-        grad_weight = weight_gradient(gathered, x) if needs_weight else None
-        return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
+        keep = needs_weight or needs_bias
+        with self.memory.guard(op, kernel=True), self._gathering(flat(grad), keep=keep, multiplied=needs_x) as gather:
+            grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
+            gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
+            grad_weight = weight_gradient(gathered, x) if needs_weight else None
+            return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows, and gathers the others'."""
+        """all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows, and gathers the others'.
+
+        There is nothing to be done beside that gather, so programs do it, all of them.
+        """
         rows, (rank, world) = flat(x), (self.memory.rank, self.memory.world)
         most = -(-len(rows) // world)
         own = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
         added = None if residual is None else flat(residual)[own]
         op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
-        sums = self._product_scattering(op, rows, weight, bias=bias, residual=added)
-        padded = sums.new_zeros(most, sums.shape[1])
-        padded[: len(sums)] = sums
-        return self._finish(self._begin(op, padded, keep=True))[: len(rows)].view(*x.shape[:-1], len(weight))
-
-    def _begin(self, op: str, rows: Tensor, *, keep: bool) -> _Gather:
-        """Sends copy engines for the others' rows, where they bring them; `_product` or `_finish` must follow."""
-        world, nbytes = self.memory.world, rows.nbytes
-        gathered = rows.new_empty(world, *rows.shape)
-        copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
         with self.memory.guard(op, kernel=True):
-            channel = self._channel("all_gather_linear", nbytes)
-            gather = _Gather(op, rows, gathered, channel, keep, copied)
-            if copied:
-                self._send_engines(gather)
-        return gather
+            sums = _with_rows(self._product_scattering(rows, weight, bias=bias, residual=added), most)
+            gathered = sums.new_empty(world * most, sums.shape[1])
+            channel = self._channel("all_gather_linear", sums.nbytes)
+            all_gather_forward(sums.view(-1), gathered.view(world, -1), channel.endpoint)
+        return gathered[: len(rows)].view(*x.shape[:-1], len(weight))
 
-    def _send_engines(self, gather: _Gather) -> None:
-        channel, gathered, own = gather.channel, gather.gathered, self.memory.rank
-        half = channel.next_half(self.memory.generation)
-        stage(gather.rows, channel.endpoint, half)
-        with self._copy_stream(gather):
-            for step in range(1, self.memory.world):
-                source = (own + step) % self.memory.world
-                await_source(gathered[source], channel.endpoint, source)
-                staged = channel.slots[source][half, : gather.rows.nbytes]
-                gathered[source].copy_(staged.view(gathered.dtype).view(gather.rows.shape))
-                deliver(channel.words, channel.endpoint, source)
-            if gather.keep:
-                gathered[own].copy_(gather.rows)
+    @contextlib.contextmanager
+    def _gathering(self, x: Tensor, *, keep: bool, multiplied: bool) -> Iterator[_Gather]:
+        """Sends copy engines with the rows x [n, K], if they are to; `_product` (multiplied) or `_finish` must follow.
+
+        The end of the block, also where it raises, is behind the copies on the current stream: x may be freed there.
+        """
+        rows = x.detach().contiguous()  # what it is copied to is kept, and must not remember
+        world, nbytes = self.memory.world, rows.nbytes
+        copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
+        if not copied:
+            channel = self._channel("all_gather_linear", nbytes)
+            gathered = rows.new_empty(world, *rows.shape)
+            yield _Gather(rows, gathered, channel.words, channel.endpoint, keep, copied)
+            return
+        engines = self._engine_gather(nbytes)
+        gather = _Gather(rows, engines.chunks(rows), engines.ready, engines.endpoint, keep, copied)
+        try:
+            with self._copy_stream(gather):
+                engines.send(rows, told=multiplied, keep=keep)
+            yield gather
+        finally:
+            self._await_copies(gather)
 
     @contextlib.contextmanager
     def _copy_stream(self, gather: _Gather) -> Iterator[None]:
-        """On GPUs a stream that begins behind the current one; `_await_engine` makes the current one wait for it."""
+        """On GPUs a stream that begins behind the current one; `_await_copies` makes the current one wait for it."""
         if self.memory.device.type != "cuda":
             yield
             return
@@ -180,6 +180,12 @@ class FusedLinear:
         gather.engine.wait_stream(torch.cuda.current_stream(self.memory.device))
         with torch.cuda.stream(gather.engine):
             yield
+
+    def _await_copies(self, gather: _Gather) -> None:
+        """On the current stream, once."""
+        if gather.engine is not None:
+            torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
+            gather.engine = None
 
     def _product(
         self,
@@ -190,49 +196,30 @@ class FusedLinear:
         keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """(act(all ranks' rows Wᵀ + bias), its pre-activation)."""
-        with self.memory.guard(gather.op, kernel=True):
-            found = all_gather_gemm_forward(
-                gather.rows, weight, bias, gather.gathered, gather.channel.words, gather.channel.endpoint,
-                activation=activation, keep_preactivation=keep,
-                keep_own=gather.keep and not gather.copied, copied=gather.copied,
-            )  # fmt: skip
-            self._await_engine(gather)
+        found = all_gather_gemm_forward(
+            gather.rows, weight, bias, gather.gathered, gather.words, gather.endpoint,
+            activation=activation, keep_preactivation=keep,
+            keep_own=gather.keep and not gather.copied, copied=gather.copied,
+        )  # fmt: skip
+        self._await_copies(gather)
         return found
 
     def _finish(self, gather: _Gather) -> Tensor:
         """All ranks' rows, [world * n, K], where no product is to gather them."""
-        endpoint, gathered = gather.channel.endpoint, gather.gathered
-        with self.memory.guard(gather.op, kernel=True):
-            if gather.copied:
-                self._await_engine(gather)
-                finish(endpoint)
-            else:
-                all_gather_forward(gather.rows.contiguous().view(-1), gathered.flatten(1), endpoint)
-        return gathered.flatten(0, 1)
-
-    @contextlib.contextmanager
-    def _copies_end(self, gather: _Gather | None) -> Iterator[None]:
-        """Where the block raises, what follows on the stream waits for the copies: their target is freed."""
-        try:
-            yield
-        except BaseException:
-            if gather is not None:
-                self._await_engine(gather)
-            raise
-
-    def _await_engine(self, gather: _Gather) -> None:
-        """Also behind what was aborted: copies may still write memory that is freed then."""
-        if gather.engine is not None:
-            torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
+        if gather.copied:
+            self._await_copies(gather)
+        else:
+            all_gather_forward(gather.rows.view(-1), gather.gathered.flatten(1), gather.endpoint)
+        return gather.gathered.flatten(0, 1)
 
     def _product_scattering(
-        self, op: str, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+        self, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
         """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in pieces."""
         world, chunk = self.memory.world, -(-len(rows) // self.memory.world)
         most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
         if chunk <= most:
-            return self._piece_scattering(op, rows, weight, bias, residual)
+            return self._piece_scattering(rows, weight, bias, residual)
         own = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
         whole = _with_rows(rows, world * chunk).view(world, chunk, rows.shape[1])
         added = None if residual is None else _with_rows(residual, chunk)
@@ -240,25 +227,28 @@ class FusedLinear:
         for start in range(0, chunk, most):
             part = slice(start, min(start + most, chunk))
             terms = None if added is None else added[part]
-            pieces.append(self._piece_scattering(op, whole[:, part].flatten(0, 1), weight, bias, terms))
+            pieces.append(self._piece_scattering(whole[:, part].flatten(0, 1), weight, bias, terms))
         return torch.cat(pieces)[:own]
 
-    def _piece_scattering(
-        self, op: str, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+    def _piece_scattering(self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
-        with self.memory.guard(op, kernel=True):
-            channel = self._channel("linear_reduce_scatter", nbytes)
-            return gemm_reduce_scatter_forward(
-                rows, weight, channel.endpoint, channel.words, bias=bias, residual=residual
-            )
+        channel = self._channel("linear_reduce_scatter", nbytes)
+        return gemm_reduce_scatter_forward(rows, weight, channel.endpoint, channel.words, bias=bias, residual=residual)
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         size = slot_size(nbytes)
         found = self._channels.get((name, size))
         if found is None:
             found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)
+        return found
+
+    def _engine_gather(self, nbytes: int) -> EngineGather:
+        size = slot_size(nbytes)
+        found = self._engine_gathers.get(size)
+        if found is None:
+            name = f"all_gather_linear by engines, {size} bytes"
+            found = self._engine_gathers[size] = EngineGather(self.memory, name, size)
         return found
 
 
@@ -268,8 +258,8 @@ def _with_rows(x: Tensor, count: int) -> Tensor:
 
 
 def _engine_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of the highest priority: the launches between copies want a multiprocessor for a moment while a product,
-    and perhaps NCCL's programs, fill all others, and the product waits for what they deliver.
+    """A stream of the highest priority: the launch in front of the copies wants a multiprocessor for a moment while a
+    product, and perhaps NCCL's programs, fill all others, and the product waits for what comes behind it.
 
     Warns where CUDA is told to run copies and programs one after another.
     """

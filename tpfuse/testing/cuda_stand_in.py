@@ -144,6 +144,9 @@ class StandIn(CudaCalls):
         words.view(torch.uint32)  # as the real one wants
         self.do(partial(words[index].fill_, wrapped(value)))
 
+    def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
+        self.do(lambda: super(StandIn, self).copy_word(words, index, value))
+
     def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
         def spin() -> None:
             while wrapped(int(word) - value) < 0 and not int(abort):

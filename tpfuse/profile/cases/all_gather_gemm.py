@@ -10,7 +10,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.staging import stage
+from tpfuse.kernels.engine_gather import close_gather, open_gather
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.profile.case import Case
@@ -25,14 +25,14 @@ def _alone(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The product of a group of one rank, several times over; at the end what was gathered."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
-    flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8))
+    flags, state, abort, ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8, 1))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
     endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
     gathered = torch.empty(1, *x.shape, dtype=x.dtype, device=x.device)
     options |= {"copied": True} if copied else {"keep_own": True}
     for _ in range(_EPOCHS):
         if copied:
-            stage(x, endpoint, 0)
+            open_gather(endpoint, stamp)
             gathered[0].copy_(x)
         out, preactivation = all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
     return out, preactivation, gathered[0]
@@ -101,11 +101,12 @@ def launches(dtype: torch.dtype) -> None:
 
     def run(world: int, m: int, weight: Tensor, bias: Tensor | None = None, **options: Any) -> None:
         slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
-        state, abort, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 8 * world))
-        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, 8 * world, state, abort, programs=108)
+        state, stamp, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 8 * world))
+        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, 8 * world, state, stamp, programs=108)
         x, gathered = empty(m, weight.shape[1]), empty(world, m, weight.shape[1])
         if options.get("copied"):
-            stage(x, endpoint, 0)
+            open_gather(endpoint, stamp)
+            close_gather(endpoint)
         all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
 
     m, n, k = 1024, 4096, 8192

@@ -59,8 +59,8 @@ class SimulatedMemory(SymmetricMemory):
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays: who still reads it is told
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        self._run.memory.host_word("put", self._word(flags, owner, index), index, value)
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        self._run.memory.host_word("put", self._word(flags, owner, index), index, int(value))
 
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
