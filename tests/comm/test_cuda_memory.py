@@ -326,6 +326,8 @@ def _refused(kind: str) -> str:
         calls.reason = "torch 2.1 has no symmetric memory"
     elif kind == "one":
         calls.device, calls.name, calls.allowed = torch.device("cuda:0"), "the only one", False
+    elif kind == "mps":
+        calls.device, calls.name, calls.mps = torch.device("cuda:0"), "the only one", True
     elif kind == "numbers":
         calls.device, calls.allowed = torch.device("cuda:0"), False
     elif kind == "blind" and rank == 2:
@@ -343,6 +345,7 @@ def _refused(kind: str) -> str:
         ("missing", "rank 1: torch 2.1 has no symmetric memory"),
         ("blind", "there is no peer access between the GPUs of rank 2 (cuda:2) and rank 0 (cuda:0)"),
         ("one", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses that without "),
+        ("mps", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU under MPS, which the kernels of one fill "),
         ("numbers", "rank 0 (cuda:0) and rank 1 (cuda:0) have different GPUs of one number: torch refuses that "),
     ],
 )
@@ -380,6 +383,13 @@ def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
     return 0
 
 
+def _run_mps(found: Any, attribute: int, device: Any) -> int:
+    """The driver's answer for the GPU of this rank."""
+    assert (attribute, device.value) == (133, 1)
+    found._obj.value = 1
+    return 0
+
+
 def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CudaCalls(torch.device("cuda:1"))
     asked: list[tuple[int, int]] = []
@@ -403,6 +413,9 @@ def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.obstacle("gpu 0") == "there are no native atomic operations"
     driver.cuDeviceGetP2PAttribute = lambda *_: 1  # an error: as without a driver that knows
     assert calls.obstacle("gpu 0") == ""
+    assert not calls.shared_by_mps(), "a driver that does not know"
+    driver.cuDeviceGetAttribute = _run_mps
+    assert calls.shared_by_mps()
     for value, allowed in (("1", True), ("0", False)):
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", value)
         assert calls.overlapping_allowed() == allowed

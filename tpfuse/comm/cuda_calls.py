@@ -19,6 +19,7 @@ from tpfuse.kernels.signal_wait import signal_wait
 
 _THREAD_LOCAL = 1  # of CUstreamCaptureMode
 _NATIVE_ATOMICS = 3  # of CUdevice_P2PAttribute
+_MPS_ENABLED = 133  # of CUdevice_attribute
 
 
 class Handle(Protocol):
@@ -72,6 +73,10 @@ class CudaCalls:
     def overlapping_allowed(self) -> bool:
         """Whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
         return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") == "1"
+
+    def shared_by_mps(self) -> bool:
+        """Whether kernels of several processes run on the GPU at once; without MPS they take turns."""
+        return _mps_enabled(self.device.index)
 
     def allocate(self, size: int, group_name: str) -> Tensor:
         """uint8 [size] in an allocation of its own. Not symm_mem.empty, whose pool may give ranks different offsets."""
@@ -166,6 +171,16 @@ def _native_atomics(source: int, target: int) -> bool:
             return True
         if driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *numbers):
             return True
+    return found.value != 0
+
+
+def _mps_enabled(number: int) -> bool:
+    """Whether contexts on this GPU are MPS's; False where the driver does not say."""
+    device, found = ctypes.c_int(number), ctypes.c_int(0)
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if not driver.cuDeviceGet(ctypes.byref(device), device):
+            driver.cuDeviceGetAttribute(ctypes.byref(found), _MPS_ENABLED, device)
     return found.value != 0
 
 

@@ -70,6 +70,8 @@ class CudaMemory(BoardMemory):
         if name == str(self.device) and not self._calls.overlapping_allowed():
             same = "are on one GPU" if other == gpu else "have different GPUs of one number"
             return f"{pair} {same}: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+        if other == gpu and self._calls.shared_by_mps():
+            return f"{pair} are on one GPU under MPS, which the kernels of one fill while they wait for the other's"
         reason = self._calls.obstacle(other) if other != gpu else ""
         return f"{reason} between the GPUs of {pair}" if reason else ""
 

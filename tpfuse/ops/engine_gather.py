@@ -27,7 +27,7 @@ class EngineGather:
         self._memory = memory
         self._slots, self.endpoint = open_channel(memory, name, nbytes, programs, parts=memory.world)
         self._words = memory.signals(f"{name}: ready, stamp", memory.world + 1)
-        self.ready, self._stamp = self._words.local.split([memory.world, 1])
+        self.ready, self._stamp = self._words.local[:-1], self._words.local[-1:]
         self._views: dict[tuple[torch.dtype, torch.Size], tuple[Tensor, list[Tensor]]] = {}
 
     def chunks(self, x: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ class StandIn(CudaCalls):
     """See `CudaCalls`. use(name) changes the current stream, do(work) gives it something to do.
 
     gpu, blind: the name of the rank's GPU and of one that it does not reach. What tests set: reason (why there is no
-    symmetric memory), capture (a graph is captured), fails ("allocate", "rendezvous"); what they look at: events and
-    waits, how many there were, and how often the alarm has rung.
+    symmetric memory), capture (a graph is captured), mps (it runs), fails ("allocate", "rendezvous"); what they look
+    at: events and waits, how many there were, and how often the alarm has rung.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, gpu: str = "", allowed: bool = True, blind: str = "none") -> None:
@@ -79,6 +79,7 @@ class StandIn(CudaCalls):
         self.streams: dict[str, Stream] = {}
         self.reason = ""
         self.capture = False
+        self.mps = False
         self.events = 0
         self.waits = 0
         self.rung = 0
@@ -108,6 +109,9 @@ class StandIn(CudaCalls):
 
     def overlapping_allowed(self) -> bool:
         return self.allowed
+
+    def shared_by_mps(self) -> bool:
+        return self.mps
 
     def allocate(self, size: int, group_name: str) -> Tensor:
         assert group_name == self.group.group_name
