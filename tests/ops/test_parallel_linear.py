@@ -16,20 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.comm import measurement
 from tpfuse.comm.connect import connect
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
+from tpfuse.ops import fused_linear
 from tpfuse.ops import parallel_linear as parallel_linear_module
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collective_linear import CollectiveLinear
 from tpfuse.ops.direct_linear import DirectLinear
+from tpfuse.ops.engine_gather import EngineGather
 from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.ops.parallel_linear import ParallelLinear, parallel_linear
+from tpfuse.ops.parallel_linear import COPIERS, ENGINES, ParallelLinear, parallel_linear
 from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
@@ -105,6 +108,41 @@ def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: P
     kind = CollectiveLinear if taken == "collective" else DirectLinear
     found = pool(2).run(_measured, slow, str(tmp_path / "decisions.json"))
     assert found == [([taken], [kind.__name__], True, 5)] * 2
+
+
+def _by_engines(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
+    """What is decided where one way of fused products is slowed down, and how many gathers engines then made."""
+    group, sent = dist.new_group(), []
+    x, weight = integers(1, len(wanted) % 7 + 2, K), integers(2, N, K)
+    send, launched = EngineGather.send, fused_linear.all_gather_gemm_forward
+
+    def slow(*args: Any, copied: bool, **options: Any) -> Any:
+        time.sleep(0 if copied == (wanted == ENGINES) else 0.6)
+        return launched(*args, copied=copied, **options)
+
+    def recorded(*args: Any, **options: Any) -> None:
+        sent.append(args)
+        send(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", COPIERS, ENGINES))
+        patch.setattr(DirectLinear, "all_gather", lambda *_: time.sleep(1.2))
+        patch.setattr(fused_linear, "all_gather_gemm_forward", slow)
+        patch.setattr(EngineGather, "send", recorded)
+        patch.setattr(measurement, "ROUNDS", 1)
+        with measuring(20, file=Path(file)) as found, torch.no_grad():
+            measured = all_gather_linear(x, weight, None, group)
+            before = len(sent)
+            again = all_gather_linear(x, weight, None, group)
+    same = torch.equal(measured, again) and torch.equal(again, torch.cat([x] * group.size()) @ weight.t())
+    return [decision.taken for decision in found.decisions.values()], before, len(sent) - before, same
+
+
+@pytest.mark.parametrize("wanted", [COPIERS, ENGINES])
+def test_programs_or_copy_engines_bring_shards_as_measured(tmp_path: Path, wanted: str) -> None:
+    engines = wanted == ENGINES
+    found = pool(2).run(_by_engines, wanted, str(tmp_path / "decisions.json"))
+    assert found == [([wanted], 2 + engines, int(engines), True)] * 2
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])

@@ -71,7 +71,7 @@ def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.Pr
                  if product.operator == layer.operator and shape in product.weights]  # fmt: skip
         if found:
             times = [f"{product.direction} of {'x'.join(map(str, product.x))}: {taken}" for product, taken in found]
-            return found[0][1].taken, f"measured {'; '.join(times)}"
+            return found[0][1].taken.partition(" ")[0], f"measured {'; '.join(times)}"
     return choice.implementation, choice.reason
 
 

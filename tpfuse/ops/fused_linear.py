@@ -9,6 +9,7 @@ Each operator is one guard of the memory, which holds all that reads what is gat
 """
 
 import contextlib
+import copy
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,12 @@ class FusedLinear:
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._engine_gathers: dict[int, EngineGather] = {}
+
+    def copied_by(self, engines: bool) -> "FusedLinear":
+        """The same products, for which copy engines bring all shards, or programs do; they share what they keep."""
+        other = copy.copy(self)
+        other._engine_bytes = 0 if engines else None
+        return other
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool

@@ -65,6 +65,11 @@ class ParallelLinear(Protocol):
         """all_reduce(x Wᵀ) + bias + residual [..., N]."""
 
 
+COPIERS, ENGINES = "fused with copiers", "fused with copy engines"
+CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", COPIERS, ENGINES)}
+"""By type of device, what a measurement compares; the first word is the implementation's name."""
+
+
 @dataclass(frozen=True)
 class Product:
     """A product of which there is a decision.
@@ -93,7 +98,6 @@ class MeasuredLinear:
     ) -> None:
         """usual: the implementation where there is no decision."""
         self._group, self._device, self._dtype, self._usual = group, device, dtype, usual
-        self._names: tuple[Implementation, ...] = usual, "collective" if device.type == "cpu" else "fused"
         self._made: dict[str, ParallelLinear] = {}
         self.decisions: dict[Product, Decision] = {}
 
@@ -134,7 +138,8 @@ class MeasuredLinear:
     def _best(self, product: Product, run: Callable[[ParallelLinear], _T]) -> _T:
         decision = self.decisions.get(product)
         if decision is None and is_measuring():
-            candidates: dict[str, Callable[[], object]] = {name: partial(self._by, name, run) for name in self._names}
+            names = CANDIDATES[self._device.type]
+            candidates: dict[str, Callable[[], object]] = {name: partial(self._by, name, run) for name in names}
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
             decision = decide(self._group, self._device, case, candidates, self._usual, self._recover)
             self.decisions[product] = decision
@@ -144,11 +149,13 @@ class MeasuredLinear:
         """What one implementation computes, whose collectives are its own too."""
         if name == self._usual and name in self._made:
             return run(self._made[name])
-        with implementation(cast(Implementation, name)):
+        with implementation(cast(Implementation, name.partition(" ")[0])):
             products = self._made.get(name)
             if products is None:
-                choice = choose(self._device, self._dtype, self._group)
-                products = self._made[name] = _implementation(choice, self._group)
+                products = _implementation(choose(self._device, self._dtype, self._group), self._group)
+                if isinstance(products, FusedLinear):
+                    products = products.copied_by(engines=name == ENGINES)
+                self._made[name] = products
             return run(products)
 
     def _recover(self) -> None:
