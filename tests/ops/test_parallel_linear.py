@@ -23,7 +23,6 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
-from tpfuse.ops import fused_linear
 from tpfuse.ops import parallel_linear as parallel_linear_module
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collective_linear import CollectiveLinear
@@ -111,14 +110,13 @@ def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: P
 
 
 def _by_engines(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
-    """What is decided where one way of fused products is slowed down, and how many gathers engines then made."""
+    """What is decided where one candidate is timed to be the fastest, and whether the results are right.
+
+    Between them, how many gathers copy engines made until the first result, and for the second one.
+    """
     group, sent = dist.new_group(), []
     x, weight = integers(1, len(wanted) % 7 + 2, K), integers(2, N, K)
-    send, launched = EngineGather.send, fused_linear.all_gather_gemm_forward
-
-    def slow(*args: Any, copied: bool, **options: Any) -> Any:
-        time.sleep(0 if copied == (wanted == ENGINES) else 0.6)
-        return launched(*args, copied=copied, **options)
+    send = EngineGather.send
 
     def recorded(*args: Any, **options: Any) -> None:
         sent.append(args)
@@ -126,10 +124,8 @@ def _by_engines(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", COPIERS, ENGINES))
-        patch.setattr(DirectLinear, "all_gather", lambda *_: time.sleep(1.2))
-        patch.setattr(fused_linear, "all_gather_gemm_forward", slow)
         patch.setattr(EngineGather, "send", recorded)
-        patch.setattr(measurement, "ROUNDS", 1)
+        patch.setattr(measurement, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
         with measuring(20, file=Path(file)) as found, torch.no_grad():
             measured = all_gather_linear(x, weight, None, group)
             before = len(sent)
@@ -142,7 +138,7 @@ def _by_engines(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
 def test_programs_or_copy_engines_bring_shards_as_measured(tmp_path: Path, wanted: str) -> None:
     engines = wanted == ENGINES
     found = pool(2).run(_by_engines, wanted, str(tmp_path / "decisions.json"))
-    assert found == [([wanted], 2 + engines, int(engines), True)] * 2
+    assert found == [([wanted], 1 + engines, int(engines), True)] * 2
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
