@@ -2,6 +2,9 @@
 
     python -m benchmarks.bench_attention --quick
 
+cuDNN is the peer on compute capability 9.0 and 10.0: torch takes it first there, and so does tpfuse where it trains
+with `kernels auto` (`tpfuse.ops.attention.chosen_attention`). What is timed as ours are the Triton kernels.
+
 q, k and v lie in memory as a model's projection leaves them, [B, T, H, D] seen as [B, H, T, D], and so does the
 gradient of the result. The result is compared for one head of keys and values and the queries that use it: all scores
 in float64 would take more memory than there is.
@@ -22,12 +25,11 @@ from tpfuse.kernels import reference
 from tpfuse.ops.attention import attention
 
 BACKENDS = {
-    "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
+    "SDPA flash": SDPBackend.FLASH_ATTENTION,
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-FLASH = "SDPA flash"
 _LONGEST_MATH = 4096  # positions: it holds all scores
 
 

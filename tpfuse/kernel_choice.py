@@ -7,6 +7,8 @@
 | torch  | torch        | torch                                            |
 
 float64 is always torch's, and so are matrix products without an activation or a residual: on GPUs cuBLAS computes them.
+With `auto` a GPU trains by torch's attention, which may be cuDNN's, where nothing of ours is needed
+(`tpfuse.ops.attention.chosen_attention`).
 `tpfuse train --kernels` sets the name; in your own program call `set_kernels`.
 """
 

@@ -1,12 +1,13 @@
 """attention by torch and by the kernels: results, gradients, dropout, documents and refusals."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.kernel_choice import Kernels, chosen_kernels, kernels
 from tpfuse.kernels import reference
 from tpfuse.ops import attention as module
 from tpfuse.ops.attention import attention
@@ -122,6 +123,93 @@ def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options
     yardstick.check("out", out)
     for name, leaf in leaves.items():
         yardstick.check(name, leaf.grad)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Attention chooses on the CPU as it does on a GPU, and deterministic algorithms are not asked for."""
+    monkeypatch.setattr(module, "use_triton", lambda x: x.dtype != torch.float64 and chosen_kernels() != "torch")
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+def _training(**changes: Any) -> tuple[dict[str, Tensor], Options]:
+    """Causal heads that need gradients, as a model's projection leaves them, with changed options or inputs."""
+    inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in _inputs(torch.half, 20, 20).items()}
+    inputs |= {name: changes.pop(name) for name in "qkv" if name in changes}
+    return {name: x.requires_grad_() for name, x in inputs.items()}, changes
+
+
+def _computed_by(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Tensor], options: Options) -> str:
+    """What a call comes to: "sdpa", "triton", or "definition"."""
+    called = []
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: called.append(name) or function(*args, **options)
+
+    sdpa = recorded("sdpa", torch.nn.functional.scaled_dot_product_attention)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+        patch.setattr(module, "_forward", recorded("triton", module._forward))
+        attention(**inputs, **options)
+    return called[0] if called else "definition"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("changes", [{}, {"causal": False, "scale": 0.2}, {"q": normal(1, 2, 4, 1, 16).half()}])
+def test_auto_trains_by_scaled_dot_product_attention(monkeypatch: pytest.MonkeyPatch, changes: Options) -> None:
+    inputs, options = _training(**changes)
+    assert _computed_by(monkeypatch, inputs, options) == "sdpa"
+    with kernels("triton"):
+        assert _computed_by(monkeypatch, inputs, options) == "triton"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window": 5},
+        {"return_lse": True},
+        {"q_offset": 2},
+        {"dropout_p": 0.1, "key": KEY, "head_rows": HEAD_ROWS},
+        {"q": normal(1, 1, 4, 20, 16).half(), "k": normal(2, 1, 2, 20, 16).half(), "v": normal(3, 1, 2, 20, 16).half()}
+        | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 7, 20], dtype=torch.int32)),
+        {name: normal(seed, 2, 2, 20, 16) for seed, name in enumerate("qkv")},  # float32
+        {name: normal(seed, 1, 1, 20, 136).half() for seed, name in enumerate("qkv")},
+        {"v": normal(3, 2, 2, 16, 20).half().transpose(2, 3)},
+    ],
+)
+def test_auto_computes_what_torch_has_not(monkeypatch: pytest.MonkeyPatch, changes: Options) -> None:
+    assert _computed_by(monkeypatch, *_training(**changes)) == "triton"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_auto_computes_what_torch_does_not_do_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, options = _training()
+    with torch.no_grad():  # lengths change from call to call
+        assert _computed_by(monkeypatch, inputs, options) == "triton"
+    assert _computed_by(monkeypatch, {name: x.detach() for name, x in inputs.items()}, options) == "triton"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert _computed_by(monkeypatch, inputs, options) == "triton"
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_choice_is_the_same_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, _ = _training()
+    torch._dynamo.reset()
+    graphs: list[str] = []
+
+    def shown(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(lambda **inputs: attention(**inputs), fullgraph=True, backend=shown)
+    compiled(**inputs)
+    torch.use_deterministic_algorithms(True)
+    compiled(**inputs)
+    assert ["scaled_dot_product_attention" in code for code in graphs] == [True, False]
+    assert ["tpfuse.attention_forward" in code for code in graphs] == [False, True]
 
 
 ENDS_Q, ENDS_K = [0, 20, 20, 35], [0, 30, 40, 70]

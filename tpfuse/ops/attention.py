@@ -1,9 +1,10 @@
 """attention: softmax(q kᵀ scale) v over the keys that each query sees, and the log-sum-exp of its scores.
 
-On CUDA flash attention by Triton kernels (`tpfuse.kernels.attention_forward`, `attention_backward`); with the torch
-path scaled_dot_product_attention where it can express what is asked for, and otherwise its definition, which holds all
-probabilities. Dropout is one of those: torch's masks come from a generator and depend on how heads and batch are laid
-out, ours are a function of the global position (see `tpfuse.ops.dropout`), on both paths the same.
+On CUDA flash attention by Triton kernels (`tpfuse.kernels.attention_forward`, `attention_backward`), or torch's own
+where `chosen_attention` says so; with the torch path scaled_dot_product_attention where it can express what is asked
+for, and otherwise its definition, which holds all probabilities. Dropout is one of those: torch's masks come from a
+generator and depend on how heads and batch are laid out, ours are a function of the global position (see
+`tpfuse.ops.dropout`), on both paths the same.
 
 The log-sum-exp is differentiable too: results for several sets of keys can be merged with it.
 """
@@ -15,13 +16,13 @@ from torch import Tensor
 from torch.library import custom_op
 
 from tpfuse.comm.layout import check_local
-from tpfuse.kernel_choice import use_triton
+from tpfuse.kernel_choice import chosen_kernels, use_triton
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_scores import check_scores
 from tpfuse.kernels.checks import check_device, check_integers, check_shape
 from tpfuse.ops.autograd import autocast
-from tpfuse.ops.dense_attention import dense_attention
+from tpfuse.ops.dense_attention import dense_attention, expressible
 from tpfuse.ops.values import check_cumulative
 
 
@@ -117,13 +118,52 @@ def attention(
         "dropout_p": dropout_p,
         "dropout_width": tk if dropout_width is None else dropout_width,
     }
-    if not use_triton(q):
-        out, lse = dense_attention(*tensors, return_lse=return_lse, **options)
+    # fmt: off
+    plain = expressible(
+        q, k, causal=causal, window=window, q_offset=q_offset, k_offset=k_offset, dropout_p=dropout_p,
+        documents=cu_seqlens_q is not None, return_lse=return_lse,
+    )
+    # fmt: on
+    if chosen_attention(q, k, v, plain)[0] == "torch":
+        out, lse = dense_attention(*tensors, return_lse=return_lse, plain=plain, **options)
     else:
         longest_q = tq if max_seqlen_q is None else max_seqlen_q
         longest_k = tk if max_seqlen_k is None else max_seqlen_k
         out, lse = _forward(*tensors, max_seqlen_q=longest_q, max_seqlen_k=longest_k, **options)
     return (out, lse) if return_lse else out
+
+
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Literal["triton", "torch"], str]:
+    """What computes attention of these tensors, and why, in words.
+
+    plain: whether what is asked for is `tpfuse.ops.dense_attention.expressible`. With `kernels auto` a GPU then trains
+    by scaled_dot_product_attention: torch puts cuDNN first on compute capability 9.0 and 10.0, where its version has no
+    known fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash attention 2. Nothing of
+    this is measured here yet; published is that cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100
+    (huggingface/transformers #48163), that Triton's forward pass reaches 0.8 of cuDNN's rate there
+    (meta-pytorch/tritonbench #141), and that flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
+    (arXiv:2307.08691).
+
+    The kernels compute all the same where torch's are worse: their gradients are not the same in every run, and torch
+    refuses cuDNN where deterministic algorithms are asked for; cuDNN's gradients want heads of at most 128 in multiples
+    of 8; and cuDNN makes a plan for each new shape, which takes up to half a second (modelscope/FunASR #3704). The same
+    shapes come back in training, but not in sampling.
+    """
+    if not use_triton(q):
+        return "torch", "float64" if q.dtype == torch.float64 else f"kernels {chosen_kernels()} on {q.device.type}"
+    if chosen_kernels() == "triton":
+        return "triton", "kernels triton"
+    if not plain:
+        return "triton", "scaled_dot_product_attention has no such mask, dropout or log-sum-exp"
+    if q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 128:
+        return "triton", f"cuDNN takes half types and multiples of 8 up to 128, not {q.dtype} and heads of {q.shape[3]}"
+    if any(x.stride(3) != 1 for x in (q, k, v)):
+        return "triton", "scaled_dot_product_attention holds all scores where the elements of a head are not adjacent"
+    if torch.are_deterministic_algorithms_enabled():
+        return "triton", "deterministic algorithms are asked for, and cuDNN's gradients are not"
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+        return "triton", "no gradient is wanted, and cuDNN would make a plan for each length"
+    return "torch", "scaled_dot_product_attention: cuDNN on compute capability 9.0 and 10.0"
 
 
 def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

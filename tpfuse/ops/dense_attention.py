@@ -11,6 +11,32 @@ from torch import Tensor
 from tpfuse.ops.dropout import keep_mask
 
 
+def expressible(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    q_offset: int,
+    k_offset: int,
+    dropout_p: float,
+    documents: bool,
+    return_lse: bool,
+) -> bool:
+    """Whether scaled_dot_product_attention can do what is asked for: a full mask or a square causal one, no more.
+
+    It gives no log-sum-exp, and its dropout has other masks than ours.
+    """
+    if dropout_p or return_lse or documents or window is not None or not q.numel() or not k.numel():
+        return False
+    return _sees_all(k, causal, q_offset, k_offset) or (q.shape[2] == k.shape[2] and q_offset == k_offset)
+
+
+def _sees_all(k: Tensor, causal: bool, q_offset: int, k_offset: int) -> bool:
+    """Whether every query sees every key."""
+    return not causal or q_offset >= k_offset + k.shape[2] - 1
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -28,16 +54,18 @@ def dense_attention(
     dropout_p: float,
     dropout_width: int,
     return_lse: bool,
+    plain: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty unless asked for."""
+    """(out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty unless asked for.
+
+    plain: whether what is asked for is `expressible`.
+    """
     tq, tk = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
-    if not (dropout_p or return_lse or window is not None or cu_seqlens_q is not None) and q.numel() and k.numel():
-        all_seen = not causal or q_offset >= k_offset + tk - 1
-        if all_seen or (tq == tk and q_offset == k_offset):
-            is_causal = not all_seen
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-            return out, out.new_empty(0)
+    if plain:
+        is_causal = not _sees_all(k, causal, q_offset, k_offset)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+        return out, out.new_empty(0)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.transpose(-2, -1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
