@@ -75,6 +75,23 @@ def test_what_goes_wrong_is_reported_and_the_next_run_works() -> None:
             os.kill(process, 0)
 
 
+def _deterministic() -> tuple[bool, bool, str]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns, os.environ["CUBLAS_WORKSPACE_CONFIG"]
+
+
+def test_ranks_have_the_deterministic_mode_of_the_moment() -> None:
+    """And a workspace of a fixed size, without which cuBLAS raises in that mode."""
+    assert pool(1).run(_deterministic) == [(True, False, ":4096:8")]
+    ranks = RankPool(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert ranks.run(_deterministic) == [(True, True, ":4096:8")]
+    finally:
+        torch.use_deterministic_algorithms(True)
+        ranks.close()
+
+
 def _word() -> str | None:
     return os.environ.get("TPFUSE_WORD")
 

@@ -4,12 +4,14 @@ From one seed and the same batches all of them, and one rank alone, compute the 
 they are from float64 says whether it is rounding: weights may be twice as far as those of one rank with torch's kernels
 in float32, plus rounding of their own (in the 2-norm of all but the biases of the keys, whose gradients softmax makes 0
 and AdamW then as large as any other).
+
+Options are imported where they are used: they need tyro, which comparisons of kernels do without.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -22,13 +24,14 @@ from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.layers.explain import plans
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.ranks import RankError, RankPool
-from tpfuse.train.batches import Windows
-from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions
-from tpfuse.train.trainer import Trainer
+from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
+
+if TYPE_CHECKING:
+    from tpfuse.train.options import TrainCommand
 
 STEPS, SEQUENCES, RANKS = 2, 1, 2
 SIZES = GPTConfig(vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4)  # of models/tiny.toml
+_ALONE = "one rank, torch"
 _Trained = tuple[list[float], dict[str, Tensor], float, str]
 
 
@@ -54,7 +57,13 @@ class TrainingRun:
         return not self.failure and self.distance <= self.allowed
 
 
-def _options(dtype: str) -> TrainCommand:
+def _failed(name: str, error: RankError) -> TrainingRun:
+    return TrainingRun(name, failure=str(error).strip().splitlines()[-1][:300])
+
+
+def _options(dtype: str) -> "TrainCommand":
+    from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions
+
     train = TrainOptions(steps=STEPS, batch=SEQUENCES, seed=1)
     return TrainCommand(train=replace(train, dtype=dtype), parallel=ParallelOptions(tp=RANKS, dp=1))  # type: ignore[arg-type]
 
@@ -67,6 +76,9 @@ def _text() -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
 
 def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained:
     """Losses, weights, seconds of a step, and the implementation that was really taken."""
+    from tpfuse.train.batches import Windows
+    from tpfuse.train.trainer import Trainer
+
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count()) if _gpu() else torch.device("cpu")
     if _gpu():
         torch.cuda.set_device(device)
@@ -105,22 +117,25 @@ def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -
     """One rank with torch's kernels, then RANKS ranks with each of the implementations.
 
     On the GPUs of this machine (several ranks may share one), on its CPU where there is none: then this process must
-    interpret kernels.
+    interpret kernels. Where the one rank fails there is nothing to compare the others with, and its run alone says so.
     """
-    alone, ranks = RankPool(1, timeout=300.0), RankPool(RANKS, timeout=300.0)
+    kind = GpuRankPool if _gpu() else RankPool
+    alone, ranks = kind(1, timeout=300.0), kind(RANKS, timeout=300.0)
     try:
-        truth: _Trained = alone.run(_train, "auto", "torch", "float64", 1)[0]
-        plain: _Trained = alone.run(_train, "auto", "torch", "float32", 1)[0]
+        try:
+            truth: _Trained = alone.run(_train, "auto", "torch", "float64", 1)[0]
+            plain: _Trained = alone.run(_train, "auto", "torch", "float32", 1)[0]
+        except RankError as error:
+            return [_failed(_ALONE, error)]
         largest, distance = _distances(plain[1], truth[1])
         scale = torch.cat([weight.flatten() for weight in truth[1].values()]).norm().item()
         allowed = 2 * distance + torch.finfo(torch.float32).eps * scale
-        found = [TrainingRun("one rank, torch", tuple(plain[0]), largest, distance, allowed, plain[2])]
+        found = [TrainingRun(_ALONE, tuple(plain[0]), largest, distance, allowed, plain[2])]
         for name in names:
             try:
                 losses, weights, seconds, taken = ranks.run(_train, name, "auto", "float32", RANKS)[0]
             except RankError as error:
-                line = str(error).strip().splitlines()[-1]
-                found.append(TrainingRun(name, failure=line[:300]))
+                found.append(_failed(name, error))
                 continue
             shown = name if taken == name else f"{name} (is {taken} here)"
             found.append(TrainingRun(shown, tuple(losses), *_distances(weights, truth[1]), allowed, seconds))

@@ -167,7 +167,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
 
     One of them may be "training", two steps of the tiny GPT with each implementation of tensor parallelism.
 
-    Raises UserError for an operator that is not known, RunError where the comparison or the compiler cannot start.
+    Raises UserError for an operator that is not known, RunError where the comparison cannot start.
     """
     operators = chosen(operators)
     to_compile = [name for name in operators if name != TRAINING] if compile_too else []
@@ -179,8 +179,9 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
         comparisons, training = compare_all(operators)
         try:
             compiled = [] if compiling is None else compiling.result().compilations
-        except RuntimeError as error:
-            raise RunError(str(error)) from None
+        except RuntimeError as error:  # what was compared is shown all the same
+            reason = " ".join(str(error).split())
+            compiled = [Compilation(", ".join(to_compile), family, "", "", {}, 0, 0, error=reason)]
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
     return Verification(probe(), device, family, comparisons, training, compiled)
 

@@ -4,7 +4,7 @@
 default group, and returns what each returned. Ranks find the function by its file and name, so it must be at
 the top level of a module; arguments and results are pickled. A rank that raises, dies or is late makes `run`
 raise RankError with every rank's traceback, and the pool is started anew at the next use. The ranks take over
-whether deterministic algorithms are on.
+whether deterministic algorithms are on, and whether torch only warns of others.
 """
 
 import atexit
@@ -57,11 +57,17 @@ def _find(file: str, name: str) -> Callable[..., Any]:
     return _functions[file, name]
 
 
-def serve(rank: int, world: int, meeting: str, timeout: float, deterministic: bool, connection: Connection) -> None:
-    """What a rank does until its pool goes away. meeting: where the ranks meet, a URL as torch.distributed has them."""
+def serve(
+    rank: int, world: int, meeting: str, timeout: float, deterministic: tuple[bool, bool], connection: Connection
+) -> None:
+    """What a rank does until its pool goes away.
+
+    meeting: where the ranks meet, a URL as torch.distributed has them. deterministic: whether algorithms must be, and
+    whether torch only warns of those that are not.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(deterministic)
+    torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     dist.init_process_group(
         "gloo",
         init_method=meeting,
@@ -166,7 +172,10 @@ class RankPool:
         context = self._context()
         self._folder = tempfile.mkdtemp(prefix="tpfuse-ranks-")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             meeting = f"file://{self._folder}/store"
