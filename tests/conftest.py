@@ -14,8 +14,8 @@ import torch
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
-# Before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and not every Triton
-# has one with every numpy: TRITON_INTERPRET=0 pytest -m gpu.
+# Before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and not every
+# Triton has one with every numpy: TRITON_INTERPRET=0 pytest -m gpu.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)

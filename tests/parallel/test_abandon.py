@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
@@ -122,4 +123,6 @@ def _trained(stage: int, where: Where, micro_batch: int, everybody: bool) -> lis
 def test_training_goes_on(
     implementation: Implementation, stage: int, where: Where, micro_batch: int, everybody: bool
 ) -> None:
+    if stage == 3 and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("stage 3 can abandon a step from torch 2.13 on")
     pool(2).run(_go_on, implementation, stage, where, micro_batch, everybody)

@@ -1,5 +1,6 @@
 """What cannot be is said in one line, by every rank for itself; ranks that are killed in a ring are named."""
 
+import contextlib
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from tpfuse.comm import process_group
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.implementation_choice import Implementation, implementation
@@ -119,10 +121,14 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
 
 
 def _refused(name: Implementation) -> list[str]:
-    """What is said to rank 0, which asks alone in a group that has never communicated; then to all, who go on."""
+    """What is said to rank 0, which asks alone in a group that has never communicated; then to all, who go on.
+
+    name "auto": while cases are measured.
+    """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     world, said = dist.new_group(), []
-    with implementation(name):
+    measured = measuring(20, file=Path("/proc/none")) if name == "auto" else contextlib.nullcontext()
+    with implementation(name), measured:
         for inputs, options, _ in BAD:
             alone = _complaint(inputs, options, world, pair) if dist.get_rank() == 0 else None
             dist.barrier()
@@ -148,7 +154,7 @@ def _works(n: int, group: Any, schedule: Any = "auto") -> None:
     torch.testing.assert_close(out, torch.ones_like(out))
 
 
-@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused")])
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused", "auto")])
 def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> None:
     for said in pool(4).run(_refused, name):
         assert said == [expected for _, _, expected in BAD]

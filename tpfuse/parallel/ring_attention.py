@@ -264,9 +264,13 @@ def _decided(
     """
     asked: Schedule = options["schedule"]
     ring = group[0] if isinstance(group, tuple) else group
-    choice = choose(q.device, q.dtype, ring)
     known, measure = decisions(ring), measure and is_measuring()
-    if not choice.provisional or not (known or measure):
+    if not known and not measure:
+        return _By(asked)
+    possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"  # where asked for nothing but the best
+    _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
+    choice = choose(q.device, q.dtype, ring)
+    if not choice.provisional:
         return _By(asked)
     case = attention_case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
     found = known.get(case)
