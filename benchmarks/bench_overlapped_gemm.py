@@ -76,7 +76,7 @@ class Group:
         self.endpoint = Endpoint(
             _RANK, world, slots, half, flags, self._flags.shape[1], self.state, abort, programs=programs
         )
-        self.words = torch.zeros(programs * world, dtype=torch.int32, device=device)  # ready, or counts
+        self.ready = torch.zeros(world, dtype=torch.int32, device=device)
         self.others = torch.arange(world, device=device) != _RANK
 
     def next_epoch(self) -> Tensor:
@@ -85,7 +85,7 @@ class Group:
 
     def signalled(self) -> None:
         """The others' words among this rank's flags say that they have done the next epoch's work."""
-        own = self._flags[_RANK, : len(self.others)]
+        own = self._flags[_RANK].view(-1, len(self.others))
         own.copy_(torch.where(self.others, self.next_epoch(), own))
 
     def stored(self, n: int) -> Tensor:
@@ -130,11 +130,11 @@ def _gathering(shape: Shape, stage: Stage) -> _Built:
     group = Group(shape.world, x.nbytes, stage.device)
 
     def present() -> None:
-        group.words[: shape.world] = group.next_epoch()
+        group.ready[:] = group.next_epoch()
 
     def fused(_: object = None) -> Tensor:
         return all_gather_gemm_forward(
-            x, weight, bias, gathered, group.words, group.endpoint, activation=shape.activation, copied=True
+            x, weight, bias, gathered, group.ready, group.endpoint, activation=shape.activation, copied=True
         )[0]
 
     def check() -> dict[str, str]:
@@ -157,7 +157,7 @@ def _scattering(shape: Shape, stage: Stage) -> _Built:
     group = Group(shape.world, 2 * shape.M * shape.N, stage.device)
 
     def fused(_: object = None) -> Tensor:
-        return gemm_reduce_scatter_forward(x, weight, group.endpoint, group.words)
+        return gemm_reduce_scatter_forward(x, weight, group.endpoint)
 
     def check() -> dict[str, str]:
         """The others' partial sums are zeros, so that the sum is this rank's own."""
@@ -196,7 +196,7 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
                 if told:  # not where no product takes it: the next one would find it there
-                    group.words[i : i + 1].copy_(stamp)
+                    group.ready[i : i + 1].copy_(stamp)
 
     def end_copies() -> None:
         if side is not None:
@@ -215,7 +215,7 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
 
     def fused(_: object = None) -> Tensor:
         start_copies(told=True)
-        out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.words, group.endpoint, copied=True)
+        out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.ready, group.endpoint, copied=True)
         end_copies()
         return out
 

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfuse.kernels import gemm_reduce_scatter
+from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import launch, recording
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
@@ -33,14 +34,12 @@ def channel(memory: SimulatedMemory, connect: Connect, **options: Any) -> Run:
     """run(x, weight, …) on a new channel, whose slots hold NaN before anybody writes there."""
     endpoint = connect(memory, slot_bytes=2**17, **options)
     memory.buffer("slots", (2, 2**17), torch.uint8).local.fill_(255)
-    counts = memory.signals("counts", memory.world).local
     memory.barrier()
 
     def run(x: Tensor, weight: Tensor, **terms: Any) -> Tensor:
         epoch = int(endpoint.state[0])
-        out = gemm_reduce_scatter_forward(x, weight, endpoint, counts, **terms)
+        out = gemm_reduce_scatter_forward(x, weight, endpoint, **terms)
         assert endpoint.state.tolist() == [epoch + 1, 0], "each launch is an epoch, whatever its size"
-        assert not counts.any()
         return out
 
     return run
@@ -195,23 +194,56 @@ def test_tma_whichever_way_a_weight_lies(connect: Connect, dtype: torch.dtype, l
         for n, k, by_rows, by_columns in ((40, 64, True, True), (63, 64, True, False), (40, 63, False, False)):
             x, weight = integers(1, 70, k, dtype=dtype), integers(2, n, k, dtype=dtype)
             assert torch.equal(run(x, weight), product(x, weight))
-            assert (launches[-2]["TMA"], launches[-2]["K_ADJACENT"]) == (by_rows, True)
+            assert (launches[-1]["TMA"], launches[-1]["K_ADJACENT"]) == (by_rows, True)
             assert torch.equal(run(x, weight.t().contiguous().t()), product(x, weight))
-            assert (launches[-2]["TMA"], launches[-2]["K_ADJACENT"]) == (by_columns, False)
+            assert (launches[-1]["TMA"], launches[-1]["K_ADJACENT"]) == (by_columns, False)
 
     once(program, 1)
 
 
 def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
-    """Every program has a tile, and where there is none one program signals and waits."""
+    """Every program has a tile, and where there is none one program signals and waits; no more than there are flags."""
 
     def program(memory: SimulatedMemory) -> None:
-        run = channel(memory, connect, flag_count=1, programs=2)
-        for m, n in ((257, 100), (16, 16), (0, 16), (16, 0)):
+        run = channel(memory, connect, flag_count=4, programs=5)
+        for m, n in ((257, 100), (16, 80), (0, 16), (16, 0)):
             run(torch.zeros(m, 16), torch.zeros(n, 16))
-        assert [seen["grid"] for seen in launches] == [(3,), (2,)] + 6 * [(1,)]
+        assert [seen["grid"] for seen in launches] == [(4,), (2,), (1,), (1,)]
 
     once(program, 1)
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_ranks_have_the_same_tiles_however_their_tensors_lie(bits: int) -> None:
+    """Also by a table whose row for what is not aligned has another tile; K may differ too."""
+    rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("gemm_reduce_scatter", "sm_90")]
+    odd = next(row for row in rows if row.bits == bits and not row.at_most)
+    dtype = BF16 if bits == 16 else F32
+    with recording("sm_90") as recorded, override(replace(odd, blocks=odd.blocks | {"BLOCK_M": 32, "GROUP_M": 3})):
+        table, words = (torch.empty(2, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
+        end = Endpoint(0, 2, table, 2**30, table, 1024, words, words[:1], programs=132)
+        for m in (64, 2048, 8192):
+            for k in (512, 511):
+                x, weight = (torch.empty(rows, k, dtype=dtype, device="meta") for rows in (m, 1280))
+                gemm_reduce_scatter_forward(x, weight, end)
+    names = ("BLOCK_M", "BLOCK_N", "GROUP_M")
+    found = [(seen.grid, *(seen.arguments[name] for name in names)) for seen in recorded.launches]
+    assert found[::2] == found[1::2] and [seen.arguments["TMA"] for seen in recorded.launches] == [True, False] * 3
+
+
+def test_ranks_of_different_k(connect: Connect) -> None:
+    """One of them is aligned."""
+    xs, ws = (
+        [integers(rank, 70, 63 + rank) for rank in range(2)],
+        [integers(5 + rank, 36, 63 + rank) for rank in range(2)],
+    )
+    expected = product(xs[0], ws[0]) + product(xs[1], ws[1])
+
+    def program(memory: SimulatedMemory) -> None:
+        out = channel(memory, connect)(xs[memory.rank], ws[memory.rank])
+        assert torch.equal(out, expected[rows_of(memory.rank, 70, 2)])
+
+    once(program, 2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, as it should
@@ -242,10 +274,8 @@ def alone() -> Endpoint:
     return Endpoint(1, 3, table, 256, table, 3, words, words[:1], programs=2)
 
 
-def test_nothing_is_counted_behind_an_abort(alone: Endpoint) -> None:
-    counts = torch.zeros(3, dtype=torch.int32)
-    gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), alone, counts)
-    assert not counts.any()
+def test_nothing_is_done_behind_an_abort(alone: Endpoint) -> None:
+    gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), alone)
     assert alone.state.tolist() == [1, 1], "as it was"
 
 
@@ -259,10 +289,7 @@ def test_nothing_is_counted_behind_an_abort(alone: Endpoint) -> None:
         ({"residual": torch.zeros(4, 5)}, r"residual has shape \(4, 5\): expected \(2, 5\)"),
         ({"bias": torch.zeros(5).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
         ({"x": torch.zeros(4, 3).double()}, r"x is torch.float64: expected float32, float16 or bfloat16"),
-        ({"counts": torch.zeros(2, dtype=torch.int32)}, r"counts has shape \(2,\) .*: expected .*, at least \(3,\)"),
-        ({"counts": torch.zeros(6, dtype=torch.int32)[::2]}, r"counts has .*\(2,\): expected contiguous"),
-        ({"counts": torch.zeros(3)}, r"counts is torch.float32: expected int32"),
-        ({"counts": torch.zeros(3, dtype=torch.int32, device="meta")}, r"counts is on meta, the channel on cpu"),
+        ({"x": torch.zeros(4, 3, device="meta")}, r"weight is on cpu, x on meta: expected one device"),
         (
             {"x": torch.zeros(13, 3)},
             r"300 bytes to stage, a slot holds 256: pass it in pieces",
@@ -270,13 +297,11 @@ def test_nothing_is_counted_behind_an_abort(alone: Endpoint) -> None:
     ],
 )
 def test_bad_input_is_named(alone: Endpoint, changes: dict[str, Any], message: str) -> None:
-    good = {"x": torch.zeros(4, 3), "weight": torch.zeros(5, 3), "counts": torch.zeros(3, dtype=torch.int32)}
+    good = {"x": torch.zeros(4, 3), "weight": torch.zeros(5, 3)}
     with pytest.raises(ValueError, match=f"gemm_reduce_scatter: {message}"):
         gemm_reduce_scatter_forward(endpoint=alone, **good | changes)
 
 
 def test_too_few_flags(alone: Endpoint) -> None:
     with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
-        gemm_reduce_scatter_forward(
-            torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2), torch.zeros(3, dtype=torch.int32)
-        )
+        gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2))

@@ -15,13 +15,12 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 Connect = Callable[..., Endpoint]
-SIZES = ((40, 20), (3, 5), (0, 7), (20, 18))  # M and N: grids of several programs and of one take turns
+SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several programs and of one take turns
 K = 4
 
 
 TILES = {  # of 16 by 16: small tensors have several programs
     "gemm_reduce_scatter": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EPILOGUE_PARTS": 1},
-    "gemm_reduce_scatter_sum": {"BLOCK_M": 8, "BLOCK_N": 16},
     "reduce_scatter": {"BLOCK": 16},
 }
 
@@ -39,11 +38,10 @@ class Launcher:
 
     def __init__(self, memory: SimulatedMemory, connect: Connect) -> None:
         self.endpoint = connect(memory, slot_bytes=4096)
-        self.counts = memory.signals("counts", memory.world).local
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         forward = current(gemm_reduce_scatter).gemm_reduce_scatter_forward
-        out: Tensor = forward(x, weight, self.endpoint, self.counts)
+        out: Tensor = forward(x, weight, self.endpoint)
         return out
 
 
@@ -57,11 +55,11 @@ def products(memory: SimulatedMemory, connect: Connect, sizes: Sequence[tuple[in
         assert torch.equal(out, summed(xs, weight, memory.rank)), f"epoch {epoch + 1}"
 
 
-SIGNAL = "_signal_when_stored(counts_ptr, flags_ptr, (rank + step - 1) % WORLD, epoch, rank)"
-LAST_SIGNAL = "_signal_when_stored(counts_ptr, flags_ptr, rank, epoch, rank)"
+SIGNAL = "_signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)"
+OWN_SIGNAL = "_signal(flags_ptr, rank, epoch, rank, WORLD)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
-SUM_KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_sum_kernel
-WHEN_STORED = gemm_reduce_scatter._signal_when_stored
+TELL = gemm_reduce_scatter._signal
+WORDS = "peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD"
 
 
 class TestGemmReduceScatter(ProtocolSuite):
@@ -73,29 +71,23 @@ class TestGemmReduceScatter(ProtocolSuite):
     faults = (
         Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
-        Fault("the epoch before will do", replace(SUM_KERNEL, "epoch", by="epoch - 1", call="wait")),
+        Fault("the epoch before will do", replace(KERNEL, "epoch", by="epoch - 1", call="wait")),
+        Fault("the owner's word", replace(TELL, f"{WORDS} + rank", by=f"{WORDS} + owner")),
+        Fault("the own words alone", replace(TELL, "owner", by="rank", call="peer_pointer")),
+        Fault("one program signals for all", replace(TELL, "tl.program_id(0) * WORLD", by="0 * WORLD")),
         Fault(
-            "any word",
-            replace(
-                WHEN_STORED,
-                "peer_pointer(flags_ptr, owner, tl.int32) + rank",
-                by="peer_pointer(flags_ptr, owner, tl.int32) + owner",
-            ),
-        ),
-        Fault("the own words alone", replace(WHEN_STORED, "owner", by="rank", call="peer_pointer")),
-        Fault("the first program signals", replace(WHEN_STORED, "stored == tl.num_programs(0)", by="stored == 1")),
-        Fault(
-            "one count for all owners",
-            replace(WHEN_STORED, "counts_ptr + owner", by="counts_ptr", call="atomic_add"),
+            "another program is waited for",
+            replace(KERNEL, "tl.program_id(0) * WORLD", by="(programs - 1 - tl.program_id(0)) * WORLD"),
         ),
         Fault(
             "signalled before it is stored",
-            replace(KERNEL, SIGNAL, by="pass"),
-            replace(KERNEL, LAST_SIGNAL, by="pass"),
+            replace(KERNEL, f"if step > 1:\n    {SIGNAL}", by="pass"),
+            replace(KERNEL, OWN_SIGNAL, by="pass"),
             replace(
                 KERNEL,
-                "tiles = tiles_m * tiles_n",
-                by="tiles = tiles_m * tiles_n\n_signal_when_stored(counts_ptr, flags_ptr, owner, epoch, rank)",
+                "part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N",
+                by="part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N\n"
+                "_signal(flags_ptr, owner, epoch, rank, WORLD)",
             ),
         ),
         Fault("signalled one owner too early", replace(KERNEL, "(rank + step - 1) % WORLD", by="owner")),
@@ -103,8 +95,22 @@ class TestGemmReduceScatter(ProtocolSuite):
         Fault("another rank's part", replace(KERNEL, "rank * chunk * N", by="owner * chunk * N")),
         Fault("an owner is left out", replace(KERNEL, "WORLD + 1", by="WORLD", call="range")),
         Fault("no signal without rows", replace(KERNEL, SIGNAL, by=f"if rows > 0:\n    {SIGNAL}")),
-        Fault("one source too few", replace(SUM_KERNEL, "sources < WORLD", by="sources < WORLD - 1", call="wait")),
-        Fault("the half of the next epoch", replace(SUM_KERNEL, "epoch", by="epoch + 1", call="slot")),
+        Fault("one source too few", replace(KERNEL, "sources < WORLD", by="sources < WORLD - 1", call="wait")),
+        Fault(
+            "the half of the next epoch",
+            replace(
+                KERNEL,
+                "half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)",
+                by="half_ptr = slot(slots_ptr, rank, epoch + 1, slot_bytes, dtype)",
+            ),
+        ),
+        Fault(
+            "tiles are dealt out in each rank's own order",
+            replace(
+                KERNEL, "_first_tile(owner, most)", by="_first_tile((owner + WORLD - rank) % WORLD, most)", call="range"
+            ),
+        ),
+        Fault("other tiles are summed", replace(KERNEL, "_first_tile(rank, most)", by="_first_tile(0, most)")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
@@ -127,7 +133,6 @@ class TestGemmReduceScatter(ProtocolSuite):
             memory.reset()
             memory.barrier()
             assert run.endpoint.state.tolist() == [0, 0]
-            assert not run.counts.any()
 
 
 @pytest.mark.exhaustive

@@ -208,9 +208,8 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     told = ["open_gather_kernel"] + ["copy", "word"] * (world - 1)
     assert pool(world).run(_driver_calls, "1") == [[BEFORE, *told, PRODUCT, AFTER]] * world
     assert pool(world).run(_driver_calls, "2")[0][: len(told) + 4] == [BEFORE, *told, "copy", PRODUCT, AFTER]
-    kept = ["open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel"]
-    scattered = ["gemm_reduce_scatter_forward_kernel", "gemm_reduce_scatter_sum_kernel"]
-    assert pool(world).run(_driver_calls, "backward") == [[BEFORE, *kept, *scattered, AFTER]] * world
+    kept = ["open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel", "gemm_reduce_scatter_forward_kernel"]
+    assert pool(world).run(_driver_calls, "backward") == [[BEFORE, *kept, AFTER]] * world
 
 
 def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:

@@ -241,7 +241,7 @@ class FusedLinear:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         channel = self._channel("linear_reduce_scatter", nbytes)
-        return gemm_reduce_scatter_forward(rows, weight, channel.endpoint, channel.words, bias=bias, residual=residual)
+        return gemm_reduce_scatter_forward(rows, weight, channel.endpoint, bias=bias, residual=residual)
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         size = slot_size(nbytes)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.profile.case import Case
 from tpfuse.testing.inputs import normal
@@ -20,11 +21,11 @@ _EPOCHS = 3
 def _alone(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """The product of a group of one rank, several times over."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
-    flags, state, abort, counts = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (1, 2, 1, 1))
+    flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 2, 1))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
     endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=3)
     for _ in range(_EPOCHS):
-        out = gemm_reduce_scatter_forward(x, weight, endpoint, counts, **options)
+        out = gemm_reduce_scatter_forward(x, weight, endpoint, **options)
     return out
 
 
@@ -75,9 +76,10 @@ def launches(dtype: torch.dtype) -> None:
 
     def run(world: int, x: Tensor, weight: Tensor, **options: Any) -> None:
         slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
-        state, abort, counts = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1, world))
-        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, world, state, abort, programs=64)
-        gemm_reduce_scatter_forward(x, weight, endpoint, counts, **options)
+        state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
+        programs = multiprocessors(x.device)
+        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, programs * world, state, abort, programs)
+        gemm_reduce_scatter_forward(x, weight, endpoint, **options)
 
     m, n, k = 8192, 4096, 2048
     run(8, empty(m, k), empty(n, k), bias=empty(n), residual=empty(m // 8, n))
@@ -87,3 +89,5 @@ def launches(dtype: torch.dtype) -> None:
     odd = k + 1  # rows that TMA cannot read
     run(3, empty(m, odd), empty(n, odd))
     run(2, empty(m, odd), empty(odd, n).t())
+    run(3, empty(150, odd), empty(n, odd))
+    run(8, empty(m, odd), empty(1280, odd))
