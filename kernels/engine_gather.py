@@ -1,8 +1,8 @@
 """engine_gather: every rank's chunk in the memory of all ranks, written there by copy engines; the launches around it.
 
 A copy engine fills a link without a multiprocessor. Nothing is staged: engines read a rank's x where it is, and write
-it into symmetric memory of its peers (a copy within one GPU is a kernel, for which a product leaves no room). On each
-rank, P being the stream of the product and C the one of the copies:
+it into symmetric memory of its peers. (A copy within one GPU runs on its multiprocessors, says NCCL's src/ce_coll.cc,
+and a product leaves no room for it.) On each rank, P being the stream of the product and C the one of the copies:
 
     C: waits for P
     C: open_gather(endpoint, stamp)          all ranks have come here; the stamp, a word, says which epoch this is
@@ -27,9 +27,9 @@ that it tells of, behind its chunk, and read by the product of that epoch. The s
 read by copies before the next one on the same stream. The state is advanced on P or on C, by a launch that ends when
 all ranks have written, so after they have come to open_gather of e, this one too: its read of the state was before.
 
-Epochs are read where they are used: a copy of the stamp is the same operation in each replay of a graph, and needs no
-multiprocessor as a launch would, nor a number from the host as cuStreamWriteValue32 would, which graphs do not capture.
-NCCL's collectives by copy engines signal so (src/ce_coll.cc): copies on a stream come one after the other.
+A copy of the stamp needs no multiprocessor, as a launch would, nor a number from the host, as cuStreamWriteValue32
+would: it is the same operation in each replay of a graph. Copies on a stream come one after the other, and NCCL's
+collectives by copy engines signal so too (ncclPrepUCSync, src/ce_coll.cc).
 
 Abort. An open_gather whose wait was cut short leaves the stamp as it was: peers are told an old epoch, for which nobody
 waits. The copies of x cannot be held back, and may overwrite chunks that a peer still multiplies. That is no more than

@@ -9,10 +9,11 @@ nor on the owner's rank.
 
 A tile of an owner is the same program's on every rank: tiles are dealt out in the order of owners 0, 1, 2, …, on from
 one to the next, whatever the order in which a rank takes them. So no program has two tiles more than another, and
-program p waits for program p of the others alone: nobody waits for a program behind it in its grid, and there is one
-flag from each program to the same one of each rank, however many tiles. All programs of a grid must run at once, and
-grid and tiles must be those of all ranks: they follow from M, N, the dtype and the channel, not from K or from how a
-rank's tensors are aligned.
+program p waits for program p of the others alone: there is one flag from each program to the same one of each rank,
+however many tiles. Nobody waits for a program behind it in its grid, on its rank or through others, so that a grid need
+not run at once: where other kernels hold multiprocessors its last programs begin when its first have ended. Grid and
+tiles must be those of all ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's
+tensors are aligned.
 
 A program signals an owner when it has stored its tiles of the next owner too: the fence in front of the signal waits
 for stores to a peer, and by then those to the owner have arrived. It signals itself as well, as in `signals.barrier`.

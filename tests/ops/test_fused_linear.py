@@ -156,18 +156,26 @@ def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.copy_.default:
-                said.append("copy")
+            if func in NAMES:
+                said.append(NAMES[func])
             return func(*args, **(kwargs or {}))
 
     def put(*arguments: Any) -> None:
         said.append("word")
         real_put(*arguments)
 
-    real_put = products.memory.put
+    @contextlib.contextmanager
+    def guard(op: str, *, kernel: bool) -> Iterator[None]:
+        said.append("guard")
+        with real_guard(op, kernel=kernel):
+            yield
+        said.append("end")
+
+    real_put, real_guard = products.memory.put, products.memory.guard
     with pytest.MonkeyPatch.context() as patch, Copies():
         patch.setattr(products.memory, "device", SimpleNamespace(type="cuda"))
         patch.setattr(products.memory, "put", put)
+        patch.setattr(products.memory, "guard", guard)
         patch.setattr(fused_linear, "_engine_stream", lambda device: engine)
         patch.setattr(torch.cuda, "current_stream", lambda device: current)
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -198,23 +206,27 @@ def _driver_calls(step: str) -> list[str]:
     return said
 
 
+NAMES = {torch.ops.aten.copy_.default: "copy", torch.ops.aten.mm.default: "mm"}
 BEFORE, AFTER = "engines waits for current", "current waits for engines"
-PRODUCT = "all_gather_gemm_forward_kernel"
+PRODUCT, SCATTER = "all_gather_gemm_forward_kernel", "gemm_reduce_scatter_forward_kernel"
 
 
 @pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
 def test_driver_calls_of_a_gather(world: int) -> None:
-    """For n ranks 2 n - 1 between the two edges of the streams, at tp 8: 15. Without a product that waits n + 2: 10."""
-    told = ["open_gather_kernel"] + ["copy", "word"] * (world - 1)
-    assert pool(world).run(_driver_calls, "1") == [[BEFORE, *told, PRODUCT, AFTER]] * world
-    assert pool(world).run(_driver_calls, "2")[0][: len(told) + 4] == [BEFORE, *told, "copy", PRODUCT, AFTER]
-    kept = ["open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel", "gemm_reduce_scatter_forward_kernel"]
-    assert pool(world).run(_driver_calls, "backward") == [[BEFORE, *kept, AFTER]] * world
+    """For n ranks 2 n - 1 between the two edges of the streams, at tp 8: 15. Without a product that waits n + 2: 10.
+
+    One guard holds all that reads what is gathered.
+    """
+    told = [BEFORE, "open_gather_kernel"] + ["copy", "word"] * (world - 1)
+    kept = [BEFORE, "open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel"]
+    assert pool(world).run(_driver_calls, "1") == [["guard", *told, PRODUCT, AFTER, "end"]] * world
+    assert pool(world).run(_driver_calls, "2") == [["guard", *told, "copy", PRODUCT, AFTER, "mm", "end"]] * world
+    assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
 
 
 def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:
     for said in pool(2).run(_driver_calls, "backward that fails"):
-        assert said[0] == BEFORE and said[-1] == AFTER and PRODUCT not in said
+        assert said[:2] == ["guard", BEFORE] and said[-1] == AFTER and SCATTER not in said
 
 
 def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
