@@ -23,6 +23,8 @@ reduction is never split and runs in the order of k, so that results are those o
 Chunks that are multiplied as they come: Wang et al., ASPLOS 2023 (overlap by decomposition); Flux, arXiv:2406.06858.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,7 +36,7 @@ from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -231,17 +233,49 @@ def all_gather_gemm_forward(
     ValueError for other shapes, dtypes, devices or names of activations, where x is more than a slot holds, where flags
     are too few, and for a channel of one program, which cannot both copy and multiply.
     """
+    plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied)
+    out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
+    preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
+    plan.product.run(
+        x_ptr=x.contiguous(),
+        weight_ptr=weight,
+        weight_up_ptr=weight[plan.width :] if activation in GATED else None,
+        bias_ptr=bias,
+        preactivation_ptr=preactivation,
+        out_ptr=out,
+        gathered_ptr=gathered,
+        ready_ptr=ready,
+    )
+    return out, preactivation
+
+
+class _Plan(NamedTuple):
+    """What a call comes to. rows, width: of the result; columns: of the product, gate and up."""
+
+    rows: int
+    width: int
+    columns: int
+    product: Launch
+
+
+@planned
+def _plan(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gathered: Tensor,
+    ready: Tensor,
+    endpoint: Endpoint,
+    activation: str | None,
+    keep_own: bool,
+    copied: bool,
+) -> _Plan:
     operator = "all_gather_gemm"
     m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
     if copied and keep_own:
         raise ValueError(f"{operator}: keep_own: what brings the other chunks brings the own one too where copied")
     width = n // 2 if activation in GATED else n
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
-    out = torch.empty(endpoint.world * m, width, dtype=x.dtype, device=x.device)
-    preactivation = None
-    if keep_preactivation:
-        preactivation = torch.empty(endpoint.world * m, n, dtype=x.dtype, device=x.device)
-
     k_adjacent, aligned = weight_layout(gate, up)
     row = choose(
         operator, x.device, x.dtype,
@@ -250,32 +284,24 @@ def all_gather_gemm_forward(
     )  # fmt: skip
     tiles = endpoint.world * cdiv(m, row.blocks["BLOCK_M"]) * cdiv(width, row.blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)
-    launch(
-        all_gather_gemm_forward_kernel,
-        (_programs(operator, endpoint, tiles, copiers),),
-        x_ptr=x.contiguous(),
-        weight_ptr=gate,
-        weight_up_ptr=up,
-        bias_ptr=bias,
-        preactivation_ptr=preactivation,
-        out_ptr=out,
-        gathered_ptr=gathered,
-        ready_ptr=ready,
-        M=m,
-        N=width,
-        K=k,
-        stride_wn=weight.stride(0),
-        stride_wk=weight.stride(1),
-        stride_bias=bias.stride(0) if bias is not None else 0,
-        KEEP_OWN=keep_own,
-        ACTIVATION=activation or "none",
-        K_ADJACENT=k_adjacent,
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
-        **dict(row.blocks) | {"COPIERS": copiers, "TMA": aligned and row.blocks["TMA"]},
+    arguments = {
+        "M": m,
+        "N": width,
+        "K": k,
+        "stride_wn": weight.stride(0),
+        "stride_wk": weight.stride(1),
+        "stride_bias": bias.stride(0) if bias is not None else 0,
+        "KEEP_OWN": keep_own,
+        "ACTIVATION": activation or "none",
+        "K_ADJACENT": k_adjacent,
+        **row.blocks,
+        "COPIERS": copiers,
+        "TMA": aligned and row.blocks["TMA"],
         **endpoint.arguments(),
-    )
-    return out, preactivation
+    }
+    grid = (_programs(operator, endpoint, tiles, copiers),)
+    product = Launch(all_gather_gemm_forward_kernel, grid, arguments, row.num_warps, row.num_stages)
+    return _Plan(endpoint.world * m, width, n, product)
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:

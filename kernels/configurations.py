@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tpfuse.kernels.launch import cdiv, family
+from tpfuse.kernels.launch import cdiv, family, forget_plans
 
 TABLE = Path(__file__).with_name("configurations.toml")
 
@@ -86,10 +86,12 @@ def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
     assert not _overriding, "a tuner is running already"
     _served.clear()
     _overriding.update({configuration.place: configuration for configuration in configurations})
+    forget_plans()
     try:
         yield _served
     finally:
         _overriding.clear()
+        forget_plans()
 
 
 @functools.cache
@@ -109,6 +111,7 @@ def forget() -> None:
     """Makes `choose` read the table anew, after it was written."""
     _rows.cache_clear()
     _first_that_fits.cache_clear()
+    forget_plans()
 
 
 def _instead_of(row: Configuration) -> Configuration:

@@ -26,7 +26,7 @@ SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Endpoint:
     """What the launchers of collectives are given of a channel. All tensors are on one device.
 

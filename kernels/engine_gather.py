@@ -44,7 +44,7 @@ from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_integers, check_shape
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.launch import launch
+from tpfuse.kernels.launch import Launch, launch, planned
 from tpfuse.kernels.signals import advance, barrier, begin
 
 
@@ -83,11 +83,16 @@ def open_gather(endpoint: Endpoint, stamp: Tensor) -> None:
     stamp: int32 [1], zeroed with the signals: becomes the epoch. Raises ValueError for another one, and where the
     channel has too few flags.
     """
+    _opening(endpoint, stamp).run(stamp_ptr=stamp)
+
+
+@planned
+def _opening(endpoint: Endpoint, stamp: Tensor) -> Launch:
     check_device("open_gather", "the channel", endpoint.slots, "stamp", stamp)
     check_integers("open_gather", "stamp", stamp, (torch.int32,))
     check_shape("open_gather", "stamp", stamp, (1,))
     endpoint.grid("open_gather", 0, 1, rounds=2)
-    launch(open_gather_kernel, (1,), num_warps=1, num_stages=1, stamp_ptr=stamp, **endpoint.signals())
+    return Launch(open_gather_kernel, (1,), endpoint.signals(), num_warps=1, num_stages=1)
 
 
 def close_gather(endpoint: Endpoint) -> None:

@@ -9,6 +9,8 @@ Thin shapes have fewer tiles than there are multiprocessors: there the reduction
 parts in order (`gemm_split_k`), so that results do not depend on which program was first.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from tpfuse.kernels.gemm_tiles import (
     store_tile,
     tile_options,
 )
-from tpfuse.kernels.launch import cdiv, launch, multiprocessors
+from tpfuse.kernels.launch import Launch, cdiv, multiprocessors, planned
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -110,52 +112,68 @@ def gemm_forward(
     pre-activation [M, N] or None), contiguous, in that dtype; out is computed from the accumulator, not from the
     rounded pre-activation. Raises ValueError for other shapes, dtypes, devices or names of activations.
     """
-    operator = "gemm_forward"
-    m, k, n = _check_forward(operator, x, weight, bias, residual, activation)
-    width = n // 2 if activation in GATED else n
-    gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
-    out = torch.empty(m, width, dtype=x.dtype, device=x.device)
-    preactivation = torch.empty(m, n, dtype=x.dtype, device=x.device) if keep_preactivation else None
-
-    aligned = allows_tma(x, gate, up)
-    row = choose(
-        "gemm", x.device, x.dtype,
-        M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned), programs=multiprocessors(x.device),
-    )  # fmt: skip
-    options = tile_options(row, aligned)
-    block_m, block_n, block_k = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))
-    tiles = cdiv(m, block_m) * cdiv(width, block_n)
-    splits, split_size = split_reduction(tiles, k, block_k, x.device)
-    partials = new_partials(splits, m, n, x.device)
-    launch(
-        gemm_forward_kernel,
-        (min(tiles * splits, multiprocessors(x.device)),),
+    plan = _plan(x, weight, bias, residual, activation)
+    out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
+    preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
+    partials = new_partials(plan.splits, plan.rows, plan.columns, x.device)
+    plan.product.run(
         x_ptr=x,
-        weight_ptr=gate,
-        weight_up_ptr=up,
+        weight_ptr=weight,
+        weight_up_ptr=weight[plan.width :] if activation in GATED else None,
         bias_ptr=bias,
         residual_ptr=residual,
         preactivation_ptr=preactivation,
         out_ptr=out,
         partials_ptr=partials,
-        M=m,
-        N=width,
-        K=k,
-        splits=splits,
-        split_size=split_size,
-        stride_xm=x.stride(0),
-        stride_xk=x.stride(1),
-        stride_wn=weight.stride(0),
-        stride_wk=weight.stride(1),
-        stride_bias=bias.stride(0) if bias is not None else 0,
-        stride_rm=residual.stride(0) if residual is not None else 0,
-        stride_rn=residual.stride(1) if residual is not None else 0,
-        ACTIVATION=activation or "none",
-        **options,
     )
     if partials is not None:
         sum_partials(partials, out, bias=bias, residual=residual, preactivation=preactivation, activation=activation)
     return out, preactivation
+
+
+class _Plan(NamedTuple):
+    """What a call of `gemm_forward` comes to. rows, width: of the result; columns: of the product, gate and up."""
+
+    rows: int
+    width: int
+    columns: int
+    splits: int
+    product: Launch
+
+
+@planned
+def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None) -> _Plan:
+    m, k, n = _check_forward("gemm_forward", x, weight, bias, residual, activation)
+    width = n // 2 if activation in GATED else n
+    gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
+    aligned = allows_tma(x, gate, up)
+    programs = multiprocessors(x.device)
+    row = choose(
+        "gemm", x.device, x.dtype,
+        M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned), programs=programs,
+    )  # fmt: skip
+    options = tile_options(row, aligned)
+    num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+    tiles = cdiv(m, options["BLOCK_M"]) * cdiv(width, options["BLOCK_N"])
+    splits, split_size = split_reduction(tiles, k, options["BLOCK_K"], x.device)
+    arguments = {
+        "M": m,
+        "N": width,
+        "K": k,
+        "splits": splits,
+        "split_size": split_size,
+        "stride_xm": x.stride(0),
+        "stride_xk": x.stride(1),
+        "stride_wn": weight.stride(0),
+        "stride_wk": weight.stride(1),
+        "stride_bias": bias.stride(0) if bias is not None else 0,
+        "stride_rm": residual.stride(0) if residual is not None else 0,
+        "stride_rn": residual.stride(1) if residual is not None else 0,
+        "ACTIVATION": activation or "none",
+        **options,
+    }
+    grid = (min(tiles * splits, programs),)
+    return _Plan(m, width, n, splits, Launch(gemm_forward_kernel, grid, arguments, num_warps, num_stages))
 
 
 def _check_forward(

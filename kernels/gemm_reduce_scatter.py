@@ -33,7 +33,7 @@ each role, where several signal for their program and none waits.
 Tiles of other owners first: Flux, arXiv:2406.06858, which signals tile by tile.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -45,7 +45,7 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
-from tpfuse.kernels.launch import cdiv, launch
+from tpfuse.kernels.launch import Launch, cdiv, planned
 from tpfuse.kernels.signals import advance, begin, peer_pointer, put, wait
 from tpfuse.kernels.tiles import dot, grouped_tile
 
@@ -184,44 +184,51 @@ def gemm_reduce_scatter_forward(
     ValueError for other shapes, dtypes or devices, where world c rows of N are more than a slot holds, and where the
     channel has too few flags.
     """
+    plan = _plan(x, weight, endpoint, bias, residual)
+    out = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device)
+    plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=bias, residual_ptr=residual, out_ptr=out)
+    return out
+
+
+class _Plan(NamedTuple):
+    """What a call comes to. rows, columns: of the result."""
+
+    rows: int
+    columns: int
+    product: Launch
+
+
+@planned
+def _plan(x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, residual: Tensor | None) -> _Plan:
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
     chunk = cdiv(x.shape[0], endpoint.world)
     rows = min(max(x.shape[0] - endpoint.rank * chunk, 0), chunk)
     m, k, n = _check(operator, x, weight, endpoint, bias, residual, rows)
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     k_adjacent, weight_aligned = weight_layout(weight, None)
     aligned = weight_aligned and allows_tma(x)
     blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned)
     tiles = endpoint.world * cdiv(chunk, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"])
     (programs,) = endpoint.grid(operator, endpoint.world * chunk * n * x.element_size(), tiles)
-    launch(
-        gemm_reduce_scatter_forward_kernel,
-        (max(1, programs),),  # without a tile too it signals and waits, and advances the epoch
-        num_warps=num_warps,
-        num_stages=num_stages,
-        x_ptr=x,
-        weight_ptr=weight,
-        bias_ptr=bias,
-        residual_ptr=residual,
-        out_ptr=out,
-        M=m,
-        N=n,
-        K=k,
-        chunk=chunk,
-        stride_xm=x.stride(0),
-        stride_xk=x.stride(1),
-        stride_wn=weight.stride(0),
-        stride_wk=weight.stride(1),
-        stride_bias=bias.stride(0) if bias is not None else 0,
-        stride_rm=residual.stride(0) if residual is not None else 0,
-        stride_rn=residual.stride(1) if residual is not None else 0,
-        K_ADJACENT=k_adjacent,
+    arguments = {
+        "M": m,
+        "N": n,
+        "K": k,
+        "chunk": chunk,
+        "stride_xm": x.stride(0),
+        "stride_xk": x.stride(1),
+        "stride_wn": weight.stride(0),
+        "stride_wk": weight.stride(1),
+        "stride_bias": bias.stride(0) if bias is not None else 0,
+        "stride_rm": residual.stride(0) if residual is not None else 0,
+        "stride_rn": residual.stride(1) if residual is not None else 0,
+        "K_ADJACENT": k_adjacent,
         **blocks,
         **endpoint.arguments(),
-    )
-    return out
+    }
+    grid = (max(1, programs),)  # without a tile too it signals and waits, and advances the epoch
+    return _Plan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
 
 
 def _configuration(

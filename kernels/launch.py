@@ -4,21 +4,27 @@ Every launcher asks this module what it launches for and launches through `launc
 `recording(family)`, nothing runs: the launches are collected with the arguments that a GPU of that family would get, so
 that what is compiled ahead of time is what would be launched (`tpfuse.profile.compilation`).
 
+On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). Launchers of products also plan a call
+once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. What is
+left of a call then is to allocate results, and `Launch.run`.
+
 Triton decides whether it interprets when a kernel is decorated: TRITON_INTERPRET=1 must be set before these modules are
 imported, and holds for the whole process.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
+
+from tpfuse.kernels import compiled_launch
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
@@ -57,13 +63,33 @@ FAMILIES = tuple(_MULTIPROCESSORS)
 
 @dataclass(frozen=True)
 class Launch:
-    """One recorded launch: arguments by name, constexprs included; tensors are meta tensors."""
+    """A kernel with its grid and its arguments by name, constexprs included.
+
+    A recorded one has all of them, its tensors being meta tensors; that of a plan (`planned`) all but pointers.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     num_warps: int
     num_stages: int
+    _started: dict[tuple[int, ...], compiled_launch.Started | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def run(self, **pointers: Tensor | None) -> None:
+        """Launches with these pointers: by the same names, of the same dtypes and on the same device each time."""
+        arguments = {**pointers, **self.arguments}
+        if INTERPRETED or _recording.get() is not None or 0 in self.grid:
+            launch(self.kernel, self.grid, num_warps=self.num_warps, num_stages=self.num_stages, **arguments)
+            return
+        key = tuple([-1 if x is None else x.data_ptr() % 16 for x in pointers.values()])
+        started = self._started.get(key)
+        if started is None or compiled_launch.watched(self.kernel):
+            started = compiled_launch.run(self.kernel, self.grid, arguments, self.num_warps, self.num_stages)
+            self._started[key] = started
+        else:
+            started.again(self.grid, arguments)
 
 
 @dataclass
@@ -101,39 +127,75 @@ def family(device: torch.device) -> str:
     sm_80 stands for every other GPU too (8.6, 8.9 and 12.0 have less shared memory; the rows of sm_80 fit them).
     Raises ValueError where Triton cannot run.
     """
-    if device.type == "cuda":
-        return _cuda_family(device)
-    current = _recording.get()
-    if device.type == "meta" and current is not None:
-        return current.family
-    if device.type == "cpu" and INTERPRETED:
-        return "interpreted"
-    raise ValueError(f"tensors on {device}: Triton kernels need a CUDA GPU, or TRITON_INTERPRET=1 set before the start")
-
-
-@functools.cache
-def _cuda_family(device: torch.device) -> str:
-    major = torch.cuda.get_device_capability(device)[0]
-    if major < 8:
-        raise ValueError(f"{torch.cuda.get_device_name(device)}: the kernels need compute capability 8.0 or newer")
-    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
-
-
-@functools.cache
-def _cuda_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return _gpu(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
     """How many programs a persistent kernel starts; 3 where interpreted, so that each of them loops."""
+    return _gpu(device)[1]
+
+
+_gpus: dict[torch.device, tuple[str, int]] = {}  # family and multiprocessors of those that CUDA was asked about
+
+
+def _gpu(device: torch.device) -> tuple[str, int]:
+    found = _gpus.get(device)
+    if found is not None:
+        return found
     if device.type == "cuda":
-        return _cuda_multiprocessors(device)
-    return _MULTIPROCESSORS.get(family(device), 3)
+        return _gpus.setdefault(device, _cuda_gpu(device))
+    current = _recording.get()
+    if device.type == "meta" and current is not None:
+        return current.family, _MULTIPROCESSORS[current.family]
+    if device.type == "cpu" and INTERPRETED:
+        return "interpreted", 3
+    raise ValueError(f"tensors on {device}: Triton kernels need a CUDA GPU, or TRITON_INTERPRET=1 set before the start")
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Global memory of one launch, where kernels make TMA descriptors; the stream's order keeps it from early reuse."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def _cuda_gpu(device: torch.device) -> tuple[str, int]:
+    major = torch.cuda.get_device_capability(device)[0]
+    if major < 8:
+        raise ValueError(f"{torch.cuda.get_device_name(device)}: the kernels need compute capability 8.0 or newer")
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80"), int(count)
+
+
+_Arguments = TypeVarTuple("_Arguments")
+_Planned = TypeVar("_Planned")
+_plans: list[dict[tuple[object, ...], Any]] = []
+
+
+def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], _Planned]:
+    """Calls `plan` once for all calls whose tensors have the same layout and whose other arguments are the same.
+
+    plan: of tensors it asks for no more than shape, strides, dtype, device and the address modulo 16; its other
+    arguments can be hashed. What it raises is not kept. Calls whose launches are interpreted or recorded are planned
+    each time.
+    """
+    kept: dict[tuple[object, ...], _Planned] = {}
+    _plans.append(kept)
+
+    @functools.wraps(plan)
+    def found(*arguments: *_Arguments) -> _Planned:
+        if INTERPRETED or _recording.get() is not None:
+            return plan(*arguments)
+        key = tuple([_layout(x) if isinstance(x, Tensor) else x for x in arguments])
+        known = kept.get(key)
+        if known is None:
+            known = compiled_launch.keep(kept, key, plan(*arguments))
+        return known
+
+    return found
+
+
+def _layout(x: Tensor) -> tuple[object, ...]:
+    return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % 16
+
+
+def forget_plans() -> None:
+    """Makes `planned` plan anew, where the table of configurations is another one."""
+    for kept in _plans:
+        kept.clear()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any) -> None:
@@ -143,8 +205,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: in
     current = _recording.get()
     if current is not None:
         current.launches.append(Launch(kernel, grid, arguments, num_warps, num_stages))
-        return
-    first = next(x for x in arguments.values() if isinstance(x, Tensor))
-    with torch.cuda.device_of(first):  # Triton launches on the current device, whatever the tensors say
-        triton.set_allocator(_scratch)  # each time: of a context, and backward runs in a thread with another one
-        kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    elif INTERPRETED:
+        first = next(x for x in arguments.values() if isinstance(x, Tensor))
+        with torch.cuda.device_of(first):
+            kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    else:
+        compiled_launch.run(kernel, grid, arguments, num_warps, num_stages)

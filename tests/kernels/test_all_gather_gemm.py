@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernels import all_gather_gemm, reference
+from tpfuse.kernels import launch as launching
+from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.configurations import TABLE, override, read_table
@@ -185,7 +186,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"grid": grid[0]} | arguments)
         launch(kernel, grid, **arguments)
 
-    monkeypatch.setattr(all_gather_gemm, "launch", spy)
+    monkeypatch.setattr(launching, "launch", spy)
     return seen
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernels import gemm, gemm_tiles, reference
+from tpfuse.kernels import gemm_tiles, reference
+from tpfuse.kernels import launch as launching
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_split_k import split_reduction
@@ -35,7 +36,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"grid": grid} | arguments)
         launch(kernel, grid, **arguments)
 
-    monkeypatch.setattr(gemm, "launch", spy)
+    monkeypatch.setattr(launching, "launch", spy)
     return seen
 
 

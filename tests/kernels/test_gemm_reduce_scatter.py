@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.kernels import gemm_reduce_scatter
+from tpfuse.kernels import launch as launching
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
@@ -183,7 +183,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"grid": grid} | arguments)
         launch(kernel, grid, **arguments)
 
-    monkeypatch.setattr(gemm_reduce_scatter, "launch", spy)
+    monkeypatch.setattr(launching, "launch", spy)
     return seen
 
 

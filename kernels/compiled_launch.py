@@ -1,0 +1,153 @@
+"""A launch as Triton's `kernel[grid](…)` makes it, without what that finds out again each time.
+
+Triton compiles a kernel anew for other types of its arguments, for other values of its constexprs, and where an integer
+is 1 or not, or 16 divides an integer or an address or does not. Its binder looks at every argument for that, and makes
+texts of what it found to look the compiled kernel up by: 15 µs a launch (benchmarks/host_time.py). Here a compiled
+kernel is found by a key from which all of that follows, and started as Triton starts it, with the same arguments.
+
+Triton's own path is taken by the first launch of a key, and by all launches while somebody has asked Triton to be told
+of them, as profilers do. What Triton's settings (triton.knobs) were at the first launch of a key holds for the others.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+
+MOST_KEPT = 256  # entries of a table
+_Kept = TypeVar("_Kept")
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Global memory of one launch, where kernels make TMA descriptors; the stream's order keeps it from early reuse."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """What picks the values at these places as a tuple, which operator.itemgetter makes of two or more alone."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple([values[place] for place in places])
+
+
+class _Form:
+    """The launches of a kernel with arguments of the same Python types, and what was compiled for them.
+
+    Constexprs and integers are in the key with their values. Of an integer that Triton does not specialise only the
+    width matters, and of a float nothing.
+    """
+
+    def __init__(self, kernel: Any, types: Sequence[type]) -> None:
+        tensors, changing, keyed = [], [], []
+        assert not any(issubclass(of, tuple) for of in types), "a tuple of tensors would be compared with others"
+        for place, (parameter, of) in enumerate(zip(kernel.params, types, strict=True)):
+            if issubclass(of, Tensor):
+                tensors.append(place)
+            elif of is int and parameter.do_not_specialize and not parameter.is_constexpr:
+                changing.append(place)
+            elif of is not float or parameter.is_constexpr:
+                keyed.append(place)
+        self.tensors, self._changing, self._keyed = _picker(tensors), _picker(changing), _picker(keyed)
+        self.started: dict[tuple[object, ...], Started] = {}
+
+    def key(self, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
+        """What else than the types Triton compiles for. values: all arguments; tensors: those among them."""
+        return (
+            self._keyed(values),
+            *[(x if x >= 0 else ~x).bit_length() // 32 for x in self._changing(values)],  # int32, int64 or uint64
+            *[x.dtype for x in tensors],
+            *[x.data_ptr() % 16 == 0 for x in tensors],
+        )
+
+
+class _Kernel:
+    """A kernel and the forms of its launches that there were."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel  # which must live as long as it is found by its id
+        self.in_order = _picker(kernel.arg_names)
+        self.forms: dict[tuple[type, ...], _Form] = {}
+
+
+_kernels: dict[int, _Kernel] = {}  # by id: Triton computes the hash of a kernel's source under a lock
+
+
+def _known(kernel: Any) -> _Kernel:
+    found = _kernels.get(id(kernel))
+    if found is None:
+        found = _kernels[id(kernel)] = _Kernel(kernel)
+    return found
+
+
+class Started(NamedTuple):
+    """A compiled kernel that has run, on a device. It may run again with what it was compiled for."""
+
+    kernel: _Kernel
+    compiled: Any
+    device: int
+
+    def again(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        """Runs it. arguments: of all parameters, by name."""
+        self.start(grid, self.kernel.in_order(arguments))
+
+    def start(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        """Does what the end of Triton's JITFunction.run does, where nobody is to be told of it.
+
+        values: of all parameters, in their order.
+        """
+        active = driver.active
+        if active.get_current_device() != self.device:
+            with torch.cuda.device(self.device):
+                self.start(grid, values)
+            return
+        triton.set_allocator(_scratch)  # each time: of a context, and backward runs in a thread with another one
+        x, y, z = (*grid, 1, 1)[:3]
+        stream, compiled = active.get_current_stream(self.device), self.compiled
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int
+) -> Started | None:
+    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: of all its parameters.
+
+    Returns what may run again; None where Triton does not give it, or gives what was compiled for a profiler.
+    """
+    known = _known(kernel)
+    values = known.in_order(arguments)
+    types = tuple(map(type, values))
+    form = known.forms.get(types)
+    if form is None:
+        form = known.forms[types] = _Form(kernel, types)
+    tensors = form.tensors(values)
+    key = tensors[0].get_device(), num_warps, num_stages, *form.key(values, tensors)
+    found, looked_at = form.started.get(key), watched(kernel)
+    if found is not None and not looked_at:
+        found.start(grid, values)
+        return found
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, whatever the tensors say
+        triton.set_allocator(_scratch)
+        compiled = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
+    if looked_at or not isinstance(compiled, CompiledKernel):
+        return None
+    return keep(form.started, key, Started(known, compiled, key[0]))
+
+
+def watched(kernel: Any) -> bool:
+    """Whether somebody is to be told of launches of this kernel. A chain of hooks may be empty."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
+
+
+def keep(table: dict[tuple[object, ...], _Kept], key: tuple[object, ...], value: _Kept) -> _Kept:
+    """Puts a value into a table that is emptied when it is full, since shapes may be new in each step; returns it."""
+    if len(table) >= MOST_KEPT:
+        table.clear()
+    table[key] = value
+    return value

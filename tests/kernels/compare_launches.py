@@ -1,0 +1,237 @@
+"""Starts the operators' launches both by Triton's `kernel[grid](…)` and by `tpfuse.kernels.compiled_launch`.
+
+    python tests/kernels/compare_launches.py gemm rope
+
+Nothing is compiled and nothing runs: compiler and driver are stand-ins, which note what a compiled kernel is started
+with. Each launch of the operators (`tpfuse.profile.cases`) is compared as it is, and, once for each kernel and types of
+its arguments, with one argument after the other changed to something that Triton may compile for anew. Launchers that
+plan their calls are compared with themselves, planned anew for each call. Prints, as JSON, how many launches there were
+of which kernels, and what was different. For a Python that does not interpret.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.compiler
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from tpfuse.kernels import launch
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import Launch
+from tpfuse.profile import cases
+
+_INTEGERS = (1, 2, 16, 17, 2**31 - 1, 2**31, 2**63)
+_UNALIGNED = {dtype: torch.empty(32, dtype=dtype)[1:] for dtype in (torch.bfloat16, torch.float32, torch.int32)}
+started: list[tuple[Any, ...]] = []
+bound: list[Any] = []  # the kernels that Triton's binder was called for
+
+
+class Driver:
+    """Of a device that CPU tensors and meta tensors are on."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return -1
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+
+class Compiled(CompiledKernel):
+    """What the compiler gives, without code."""
+
+    def __init__(self, source: Any, options: dict[str, Any]) -> None:
+        self.source, self.options = source, options
+        self.module, self.function, self.packed_metadata = None, id(self), (options["num_warps"], 1, 0)
+
+    @property
+    def run(self) -> Any:
+        return self._note
+
+    def _note(self, x: int, y: int, z: int, stream: int, function: int, packed: object, *rest: Any) -> None:
+        _metadata, _enter, _leave, *values = rest
+        started.append((self, (x, y, z), stream, function, packed, values))
+
+    def launch_metadata(self, grid: object, stream: int, *values: object) -> None:
+        return None
+
+
+def _stand_in() -> None:
+    triton.runtime.driver.set_active(Driver())
+    triton.compiler.compile = lambda source, target, options: Compiled(source, options)
+    run = JITFunction.run
+
+    def counted(self: Any, *arguments: Any, **named: Any) -> Any:
+        bound.append(self)
+        return run(self, *arguments, **named)
+
+    JITFunction.run = counted
+
+
+def _same(one: object, other: object) -> bool:
+    return one is other or (type(one) is type(other) and not isinstance(one, Tensor) and one == other)
+
+
+def _differences(x: Launch) -> Iterator[str]:
+    """Of the second launch of its kind, which no binder sees, from Triton's own."""
+    name = x.kernel.__name__
+    launches = {
+        "Triton's": lambda: x.kernel[x.grid](**x.arguments, num_warps=x.num_warps, num_stages=x.num_stages),
+        "first": lambda: launch.launch(x.kernel, x.grid, num_warps=x.num_warps, num_stages=x.num_stages, **x.arguments),
+    }
+    started.clear()
+    for call in launches.values():
+        call()
+    before = len(bound)
+    launches["first"]()
+    if len(bound) != before:
+        yield f"{name}: the binder was called again"
+    own, *others = started
+    for other in others:
+        if other[0] is not own[0]:
+            yield f"{name}: another compiled kernel"
+        elif other[1:-1] != own[1:-1]:
+            yield f"{name}: started with {other[1:-1]}, not {own[1:-1]}"
+        elif not all(map(_same, other[-1], own[-1])) or len(other[-1]) != len(own[-1]):
+            yield f"{name}: arguments {other[-1]}, not {own[-1]}"
+    if len(started) != 3:
+        yield f"{name}: started {len(started)} times, not 3 times"
+
+
+def _variants(x: Launch) -> Iterator[Launch]:
+    """With one argument changed."""
+    for parameter in x.kernel.params:
+        value = x.arguments[parameter.name]
+        others: list[Any] = []
+        if isinstance(value, Tensor):
+            tensors = sum(isinstance(other, Tensor) for other in x.arguments.values())
+            others = [_UNALIGNED[torch.bfloat16], _UNALIGNED[torch.int32], *([None] if tensors > 1 else [])]
+            others += [_UNALIGNED[torch.float32], torch.empty(16)]
+        elif parameter.is_constexpr:
+            others = [not value] if isinstance(value, bool) else [value + 1] if isinstance(value, int) else ["other"]
+        elif type(value) is int:
+            others = list(_INTEGERS)
+        elif isinstance(value, float):
+            others = [1.0, 0.0, -0.0]
+        for other in others:
+            yield Launch(x.kernel, x.grid, {**x.arguments, parameter.name: other}, x.num_warps, x.num_stages)
+    yield Launch(x.kernel, x.grid, x.arguments, 2 * x.num_warps, x.num_stages)
+    yield Launch(x.kernel, x.grid, x.arguments, x.num_warps, x.num_stages + 1)
+    yield Launch(x.kernel, (x.grid[0] + 1, *x.grid[1:]), x.arguments, x.num_warps, x.num_stages)
+
+
+def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
+    """Tensors of this shape: contiguous twice, of other strides, the other way round, and at an odd address."""
+    *rows, columns = shape
+    found = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
+    found += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., :columns]]
+    found += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., ::2]]
+    found += [torch.empty(columns, *rows, dtype=dtype).movedim(0, -1)]
+    return [*found, torch.empty(found[0].numel() + 1, dtype=dtype)[1:].view(shape)]
+
+
+def _endpoints(world: int) -> list[Endpoint]:
+    """Of two ranks, and of one that may start fewer programs."""
+    tables, words = torch.empty(2, world, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
+    places = [(0, 132), (1, 132), (1, 66)]
+    return [
+        Endpoint(rank, world, tables[0], 2**20, tables[1], 8 * world, words[:2], words[2:3], programs=programs)
+        for rank, programs in places
+    ]
+
+
+def _calls() -> Iterator[partial[Any]]:
+    """Of the launchers that plan: one argument after the other laid out in all ways."""
+    m, n, k, world = 64, 128, 256, 4
+    for dtype, activation in ((torch.bfloat16, "gelu"), (torch.float32, "gelu"), (torch.bfloat16, "swiglu")):
+        width = n // 2 if activation == "swiglu" else n
+        given = {"x": (m, k), "weight": (n, k), "bias": (n,), "residual": (m, width)}
+        tensors = {name: _laid_out(*shape, dtype=dtype) for name, shape in given.items()}
+        plain: dict[str, Any] = {name: found[0] for name, found in tensors.items()}
+        varied = [plain | {name: x} for name, found in tensors.items() for x in [*found, None] if name != "x"]
+        varied = [x for x in varied if x["weight"] is not None] + [plain | {"x": x} for x in tensors["x"]]
+        for arguments, keep in itertools.product(varied, (False, True)):
+            yield partial(gemm_forward, **arguments, activation=activation, keep_preactivation=keep)
+        yield partial(gemm_forward, **(plain | {"x": plain["x"][:63], "residual": None}), activation=activation)
+        ready = torch.zeros(2 * world, dtype=torch.int32)
+        gathered = torch.empty(world, m, k, dtype=dtype)
+        for endpoint, arguments in itertools.product(_endpoints(world), varied):
+            product = {name: x for name, x in arguments.items() if name != "residual"}
+            for copied, own in ((False, False), (False, True), (True, False)):
+                yield partial(
+                    all_gather_gemm_forward, **product, gathered=gathered, ready=ready, endpoint=endpoint,
+                    activation=activation, keep_own=own, copied=copied,
+                )  # fmt: skip
+            if activation != "swiglu":
+                added = arguments["residual"]
+                own_rows = None if added is None else added[: m // world]
+                yield partial(_scattered, **product, endpoint=endpoint, residual=own_rows)
+
+
+def _scattered(**arguments: Any) -> tuple[Tensor]:
+    return (gemm_reduce_scatter_forward(**arguments),)
+
+
+def _described(call: Any) -> tuple[object, ...]:
+    """What a call starts. Tensors by layout, and by what they are of the call: an argument, a result or neither."""
+    started.clear()
+    tensors = [*call(), *call.keywords.values()]
+    places = {x.data_ptr(): place for place, x in enumerate(tensors) if isinstance(x, Tensor)}
+
+    def described(x: object) -> object:
+        return (x.dtype, x.shape, x.stride(), places.get(x.data_ptr())) if isinstance(x, Tensor) else x
+
+    return tuple((id(each), *rest, tuple(map(described, values))) for each, *rest, values in started)
+
+
+def _plans() -> Iterator[str]:
+    calls = list(_calls())
+    met = [_described(call) for call in calls]
+    before = len(bound)
+    again = [_described(call) for call in calls]
+    if len(bound) != before:
+        yield "plans: the binder was called again"
+    for number, (call, first, second) in enumerate(zip(calls, met, again, strict=True)):
+        launch.forget_plans()
+        anew = _described(call)
+        if not first == second == anew:
+            yield f"plans: call {number}: {first} and {second}, not {anew}"
+
+
+def main() -> None:
+    _stand_in()
+    launch._gpus[torch.device("cpu")] = "sm_90", 132
+    kernels: dict[str, int] = {}
+    wrong: list[str] = []
+    varied: set[tuple[Any, ...]] = set()
+    for operator in sys.argv[1:]:
+        with launch.recording("sm_90") as recording:
+            cases.load(operator).launches(torch.bfloat16)
+        for recorded in recording.launches:
+            form = recorded.kernel.__name__, *map(type, recorded.arguments.values())
+            more = [] if form in varied else list(_variants(recorded))
+            varied.add(form)
+            # Nothing that has been started may change what is started after it: the second round meets full tables.
+            for x in [recorded, *more, recorded, *more]:
+                wrong += _differences(x)
+                kernels[x.kernel.__name__] = kernels.get(x.kernel.__name__, 0) + 1
+    wrong += _plans()
+    print(json.dumps({"triton": triton.__version__, "kernels": kernels, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Launches without Triton's binder: they start what Triton itself would start, with the same arguments."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+from tpfuse.kernels import compiled_launch, configurations
+from tpfuse.kernels import launch as launching
+from tpfuse.kernels.launch import Launch, launch, planned, recording
+from tpfuse.profile import cases
+from tpfuse.testing.tiers import exhaustive
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
+
+
+@pytest.mark.parametrize(
+    ("version", "operators"),
+    [(triton.__version__, SHORT), *exhaustive(*((version, cases.names()) for version in ("3.6.0", "3.7.1", "3.9.0")))],
+)
+def test_launches_are_those_of_triton(version: str, operators: tuple[str, ...]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if version != triton.__version__:
+        folder = ROOT / "build" / f"triton-{version}"
+        if not folder.is_dir():
+            pytest.skip(f"Triton {version} is not in {folder}: `make build/triton-{version}`")
+        environment["PYTHONPATH"] = str(folder)
+    script = Path(__file__).with_name("compare_launches.py")
+    done = subprocess.run([sys.executable, str(script), *operators], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["triton"] == version and found["wrong"] == []
+    assert len(found["kernels"]) >= len(operators) and min(found["kernels"].values()) > 50
+
+
+class _Compiled(CompiledKernel):
+    """What a compiler would give. started: the devices, grids and arguments that it was started with."""
+
+    def __init__(self, started: list[tuple[Any, ...]], driver: "_Driver") -> None:
+        self.module, self.function, self.packed_metadata = None, 1, (4, 1, 0)
+        self._started, self._driver = started, driver
+
+    @property
+    def run(self) -> Callable[..., None]:
+        def note(x: int, y: int, z: int, stream: int, *rest: Any) -> None:
+            self._started.append((self._driver.device, (x, y, z), stream, rest[5:]))
+
+        return note
+
+
+class _Parameter:
+    def __init__(self, name: str) -> None:
+        self.name, self.is_constexpr, self.do_not_specialize = name, name.isupper(), name == "rank"
+
+
+class _Driver:
+    """Of a machine with several devices, one of which is the current one."""
+
+    device = -1  # what tensors on the CPU say
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        assert device == self.device
+        return 100 + device
+
+
+class _Kernel:
+    """A kernel whose launches by Triton are counted."""
+
+    arg_names = ("x_ptr", "y_ptr", "stride", "rank", "scale", "BLOCK")
+
+    def __init__(self, driver: _Driver) -> None:
+        self.params = [_Parameter(name) for name in self.arg_names]
+        self.pre_run_hooks: list[Any] = []
+        self.driver, self.through_triton = driver, 0
+        self.started: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., _Compiled]:
+        def run(**arguments: Any) -> _Compiled:
+            self.through_triton += 1
+            return _Compiled(self.started, self.driver)
+
+        return run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
+    """One that is launched as on a GPU."""
+    driver = _Driver()
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "device", _device(driver))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda x: _device(driver)(x.get_device()))
+    yield _Kernel(driver)
+    launching.forget_plans()
+
+
+def _device(driver: _Driver) -> Any:
+    @contextlib.contextmanager
+    def current(device: int) -> Iterator[None]:
+        before, driver.device = driver.device, device
+        yield
+        driver.device = before
+
+    return current
+
+
+class _On(Tensor):
+    """A tensor that says which device it is on."""
+
+    number = -1
+
+    def get_device(self) -> int:
+        return self.number
+
+
+def _on(device: int) -> Tensor:
+    x = torch.empty(32).as_subclass(_On)
+    x.number = device
+    return x
+
+
+ARGUMENTS: dict[str, Any] = {
+    "x_ptr": torch.empty(32), "y_ptr": None, "stride": 32, "rank": 1, "scale": 0.5, "BLOCK": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "anew"),
+    [
+        ({}, False),
+        ({"x_ptr": torch.empty(64)}, False),
+        ({"rank": 16, "scale": -0.0}, False),
+        ({"stride": 33}, True),
+        ({"stride": 1}, True),
+        ({"rank": 2**31}, True),
+        ({"BLOCK": 128}, True),
+        ({"x_ptr": torch.empty(32, dtype=torch.int32)}, True),
+        ({"x_ptr": torch.empty(33)[1:]}, True),
+        ({"y_ptr": torch.empty(32)}, True),
+        ({"x_ptr": _on(1)}, True),
+        ({"num_warps": 8}, True),
+        ({"num_stages": 3}, True),
+    ],
+)
+def test_triton_is_asked_once_for_each_thing_that_it_compiles(
+    kernel: _Kernel, change: dict[str, Any], anew: bool
+) -> None:
+    arguments = {"num_warps": 4, "num_stages": 2, **ARGUMENTS}
+    launch(kernel, (3,), **arguments)
+    launch(kernel, (3,), **arguments)
+    assert kernel.through_triton == 1
+    for times in (1, 2):
+        launch(kernel, (5, 2), **(arguments | change))
+        assert kernel.through_triton == 1 + anew
+        assert len(kernel.started) == 1 + times - anew
+    device, grid, stream, values = kernel.started[-1]
+    assert (grid, stream) == ((5, 2, 1), 100 + device)
+    assert all(value is (arguments | change)[name] for name, value in zip(kernel.arg_names, values, strict=True))
+
+
+def test_a_kernel_is_started_on_the_device_of_its_tensors(kernel: _Kernel) -> None:
+    for device in (2, 2, -1, -1, 2):
+        launch(kernel, (1,), num_warps=4, num_stages=2, **(ARGUMENTS | {"x_ptr": _on(device)}))
+    assert [device for device, *_ in kernel.started] == [2, -1, 2]
+    assert kernel.driver.device == -1
+
+
+def test_who_watches_is_told(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profilers are told by Triton's own path. What was compiled for them is not kept."""
+
+    def run() -> None:
+        launch(kernel, (1,), num_warps=4, num_stages=2, **ARGUMENTS)
+
+    kernel.pre_run_hooks.append(lambda: None)
+    run()
+    kernel.pre_run_hooks.clear()
+    run()
+    assert (kernel.through_triton, len(kernel.started)) == (2, 0)
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    for hook in hooks:
+        hook.add(print)
+        run()
+        hook.remove(print)
+    assert (kernel.through_triton, len(kernel.started)) == (4, 0)
+    run()
+    assert (kernel.through_triton, len(kernel.started)) == (4, 1)
+
+
+def test_tables_are_bounded(kernel: _Kernel) -> None:
+    for stride in range(2 * compiled_launch.MOST_KEPT + 1):
+        launch(kernel, (1,), num_warps=4, num_stages=2, **(ARGUMENTS | {"stride": stride}))
+    (form,) = compiled_launch._kernels[id(kernel)].forms.values()
+    assert 0 < len(form.started) <= compiled_launch.MOST_KEPT
+
+
+def test_a_plan_launches_with_what_it_is_given(kernel: _Kernel) -> None:
+    rest = {name: value for name, value in ARGUMENTS.items() if not name.endswith("_ptr")}
+    plan = Launch(kernel, (3,), rest, num_warps=4, num_stages=2)
+    x, y, odd = torch.empty(32), torch.empty(32), torch.empty(33)[1:]
+    pointers = [(x, None), (y, None), (x, y), (y, x), (odd, None), (odd, None), (y, None)]
+    for one, other in pointers:
+        plan.run(x_ptr=one, y_ptr=other)
+    assert kernel.through_triton == 3
+    given = [tuple(values[:2]) for _, _, _, values in kernel.started]
+    assert all(a is c and b is d for (a, b), (c, d) in zip(given, [pointers[i] for i in (1, 3, 5, 6)], strict=True))
+    assert {tuple(values[2:]) for _, _, _, values in kernel.started} == {(32, 1, 0.5, 64)}
+    with recording("sm_90") as record:
+        plan.run(x_ptr=torch.empty(4, device="meta"), y_ptr=None)
+    assert record.launches[0].arguments.keys() == ARGUMENTS.keys() and len(kernel.started) == 4
+
+
+def _planned() -> tuple[Any, list[tuple[Any, ...]]]:
+    seen: list[tuple[Any, ...]] = []
+
+    @planned
+    def plan(x: Tensor, y: Tensor | None, flag: bool) -> int:
+        if x.ndim == 0:
+            raise ValueError("no rows")
+        seen.append((x, y, flag))
+        return len(seen)
+
+    return plan, seen
+
+
+@pytest.mark.parametrize(
+    ("change", "anew"),
+    [
+        ({}, False),
+        ({"x": torch.zeros(4, 8)}, False),
+        ({"x": torch.empty(8, 4).t()}, True),  # a stride
+        ({"x": torch.empty(4, 16)[:, :8]}, True),
+        ({"x": torch.empty(64).as_strided((4, 8), (8, 2))}, True),
+        ({"x": torch.empty(3, 8)}, True),
+        ({"x": torch.empty(4, 8, dtype=torch.int32)}, True),
+        ({"x": torch.empty(33)[1:].view(4, 8)}, True),  # an address that 16 does not divide
+        ({"x": torch.empty(4, 8, device="meta")}, True),
+        ({"y": torch.empty(4, 8)}, True),
+        ({"flag": True}, True),
+    ],
+)
+def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], anew: bool) -> None:
+    plan, seen = _planned()
+    first: dict[str, Any] = {"x": torch.empty(4, 8), "y": None, "flag": False}
+    assert plan(*first.values()) == plan(*first.values()) == 1
+    other = first | change
+    assert plan(*other.values()) == plan(*other.values()) == len(seen) == 1 + anew
+    assert plan(*first.values()) == 1
+
+
+def test_what_a_plan_refuses_it_refuses_again(kernel: _Kernel) -> None:
+    plan, _ = _planned()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no rows"):
+            plan(torch.tensor(1.0), None, False)
+
+
+def test_plans_are_made_anew(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other rows of the table, and each time where launches are recorded or interpreted."""
+    plan, seen = _planned()
+    call = torch.empty(4, 8), None, False
+    plan(*call)
+    with configurations.override():
+        assert plan(*call) == plan(*call) == 2
+    assert plan(*call) == plan(*call) == 3
+    configurations.forget()
+    assert plan(*call) == 4
+    with recording("sm_90"):
+        assert (plan(*call), plan(*call)) == (5, 6)
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    assert (plan(*call), plan(*call)) == (7, 8)
+    for rows in range(compiled_launch.MOST_KEPT + 1):
+        plan(torch.empty(rows, 1), None, False)
+    assert len(seen) == 8 + compiled_launch.MOST_KEPT + 1
