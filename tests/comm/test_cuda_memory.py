@@ -212,6 +212,7 @@ def test_the_deadline_runs_from_where_an_operation_begins() -> None:
 def _gone() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
+    dist.barrier()  # else rank 0 may give up while rank 1 is still on its way out of `signals`
     if memory.rank == 0:
         gone, memory.board.gone = memory.board.gone, lambda: 1  # type: ignore[method-assign]
         _never(memory, flags)

@@ -34,7 +34,13 @@ _TEXT = 4096  # bytes of one exchange
 RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`Part`), then text
 _NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # places among those numbers, and how many they are
 _ABORT_BYTES = 128
-_PART = _NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT + RECORDS * _RECORD
+_FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # of the records, among the int64 words of a part
+_PART = 8 * _FIRST_WORD + RECORDS * _RECORD
+
+
+def _word(number: int, place: int) -> int:
+    """Where one of an operation's four numbers is, among the int64 words of a part."""
+    return _FIRST_WORD + number % RECORDS * (_RECORD // 8) + place
 
 
 class Mapping:
@@ -87,6 +93,10 @@ class Part:
         self.texts = [np.frombuffer(memory, np.uint8, _TEXT, start + half * _TEXT) for half in range(2)]
         self.records = np.frombuffer(memory, np.uint8, RECORDS * _RECORD, start + 2 * _TEXT).reshape(RECORDS, _RECORD)
         self.record_numbers = self.records.view(np.int64)
+        # Of the same memory, since an element of an array of numpy takes twice as long to read and to write.
+        self.bytes = memoryview(memory)[rank * _PART : (rank + 1) * _PART]  # type: ignore[arg-type]
+        self.words = self.bytes.cast("q")
+        self.aborted = self.bytes[_NUMBERS * 8 : _NUMBERS * 8 + 4].cast("i")
         self.addresses = np.array([self.numbers.ctypes.data], np.uint64) + np.arange(_NUMBERS, dtype=np.uint64) * 8
         self.abort_address = np.array([self.abort.ctypes.data], np.uint64)
         self.pidfd: int | None = None
@@ -94,7 +104,20 @@ class Part:
     @property
     def begun(self) -> int:
         """How many operations this rank has begun."""
-        return int(self.numbers[_BEGUN])
+        return self.words[_BEGUN]
+
+    def digest(self, number: int) -> int:
+        """The word that has an operation's number and the digest of its text.
+
+        It is another operation's, or 0, where that has not been written yet, or has been written over since.
+        """
+        return self.words[_word(number, _DIGEST)]
+
+    def record(self, number: int, begun_ns: int, digest: int, text: bytes) -> None:
+        """Writes that an operation begins. text: as long as there is room for."""
+        words, first = self.words, _word(number, 0)
+        words[first], words[first + 1], words[first + _ENDED_NS], words[first + _DIGEST] = number, begun_ns, 0, digest
+        self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text
 
     def operations(self) -> list[dict[str, object]]:
         """The last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
@@ -158,6 +181,7 @@ class Board:
         self.mine = self.parts[self.rank]
         self._epoch = self._resets = 0
         self._begun, self._digests = 0, [0] * RECORDS  # what `mine` has of this rank's operations, at hand
+        self._begun_address, self._published = self.mine.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
         self._others = [rank for rank in range(self.world) if rank != self.rank]
         self._compared = [0] * self.world
         self.disagreed = False  # whether this rank has found that ranks run different operations
@@ -171,7 +195,7 @@ class Board:
     @property
     def aborted(self) -> bool:
         """Whether somebody told this rank to stop waiting."""
-        return bool(self.mine.abort[0])
+        return self.mine.aborted[0] != 0
 
     def begin(self, op: str, *, fence: bool = False) -> int:
         """Records that this rank begins an operation, and returns its number.
@@ -180,25 +204,32 @@ class Board:
         the other's record.
         """
         number = self._begun + 1
-        row, (text, digest) = number % RECORDS, _recorded(op)
-        self._digests[row] = (number & 0x7FFFFFFF) << 32 | digest
-        self.mine.record_numbers[row, :_WORDS] = number, time.time_ns(), 0, self._digests[row]
-        self.mine.records[row, 8 * _WORDS :] = text
+        text, digest = _recorded(op)
+        digest |= (number & 0x7FFFFFFF) << 32
+        self._digests[number % RECORDS] = digest
+        self.mine.record(number, time.time_ns(), digest, text)
         self._begun = number
         if fence:
-            publish(self.mine.addresses[_BEGUN : _BEGUN + 1], np.array([number], np.int64))
+            self._published[0] = number
+            publish(self._begun_address, self._published)
         else:
-            self.mine.numbers[_BEGUN] = number
+            self.mine.words[_BEGUN] = number
         return number
 
     def end(self, number: int) -> None:
         """Records that an operation has ended."""
-        self.mine.record_numbers[number % RECORDS, _ENDED_NS] = time.time_ns()
+        self.mine.words[_word(number, _ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
         """Raises Disagreement where a rank runs another operation than this rank."""
+        newest, digests = self._begun, self._digests
         for rank in self._others:
-            self.compare_with(rank)
+            compared, theirs = self._compared[rank], self.parts[rank].words
+            while compared < newest and theirs[_word(compared + 1, _DIGEST)] == digests[(compared + 1) % RECORDS]:
+                compared += 1  # what ranks in step do
+            self._compared[rank] = compared
+            if compared != newest and compared != theirs[_BEGUN]:
+                self.compare_with(rank)
 
     def compare_with(self, rank: int) -> None:
         """`compare`, with one rank.
@@ -212,19 +243,19 @@ class Board:
         newest = min(self._begun, self.parts[rank].begun)
         if compared == newest:
             return
-        theirs = self.parts[rank].record_numbers
+        theirs = self.parts[rank]
         for number in range(max(compared, self._begun - RECORDS) + 1, newest + 1):
-            digest = int(theirs[number % RECORDS, _DIGEST])
+            digest = theirs.digest(number)
             if digest == self._digests[number % RECORDS]:
                 continue
             if digest >> 32 == number & 0x7FFFFFFF:
                 self.disagreed = True
-                texts = self.parts[rank].operation(number), self.mine.operation(number)
+                texts = theirs.operation(number), self.mine.operation(number)
                 raise Disagreement(
                     f"operation {number}: {named(self.ranks[rank])} runs {texts[0]},"
                     f" {named(self.ranks[self.rank])} runs {texts[1]}"
                 )
-            if theirs[number % RECORDS, _NUMBER] < number:  # not to be seen yet
+            if theirs.record_numbers[number % RECORDS, _NUMBER] < number:  # not to be seen yet
                 newest = number - 1
                 break
         self._compared[rank] = newest
@@ -379,10 +410,10 @@ class Board:
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded(op: str) -> tuple[NDArray[np.uint8], int]:
+def _recorded(op: str) -> tuple[bytes, int]:
     """(as much of the text as a record holds, the digest of all of it): operations of a training step come again."""
     data, room = op.encode(), _RECORD - 8 * _WORDS
-    return np.frombuffer(data[:room].ljust(room, b"\0"), np.uint8), zlib.crc32(data)
+    return data[:room].ljust(room, b"\0"), zlib.crc32(data)
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -66,9 +66,10 @@ class BoardMemory(SymmetricMemory):
             self._number = self.board.begin(op, fence=kernel)
             if self.board.aborted:
                 raise self._failure(op, 0.0)
-            if settings().fingerprint:
+            fingerprint = settings().fingerprint
+            if fingerprint:
                 self.board.exchange("", op)  # no rank goes on before all have come to the comparison
-            if kernel or settings().fingerprint:
+            if kernel or fingerprint:
                 self.board.compare()  # a kernel cannot, while it waits
             self._watch(op, kernel)
         except BaseException as error:

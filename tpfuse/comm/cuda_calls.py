@@ -122,7 +122,8 @@ class CudaCalls:
 
     def stream(self) -> int:
         """What tells the current stream from others."""
-        return torch.cuda.current_stream(self.device).cuda_stream
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # as Triton asks: no object is made
+        return stream
 
     def capturing(self) -> bool:
         """Whether the current stream only records a graph."""
