@@ -65,10 +65,10 @@ def is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """Under torch.autocast the tensors in its dtype (float64 stays), as F.linear would take them; else as they are."""
-    device = next(x.device for x in tensors if x is not None)
-    if not is_autocast(device):
+    tensors = x, *others
+    if not is_autocast(x.device):
         return tensors
-    dtype = torch.get_autocast_dtype(device.type)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(x if x is None or x.dtype is torch.float64 else x.to(dtype) for x in tensors)

@@ -34,19 +34,18 @@ class EngineGather:
         """This rank's [world, *x.shape], where all ranks' x of one shape and dtype come to be."""
         return self._places(x)[0]
 
-    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
     def _places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """(this rank's chunks; where x belongs among those of each rank)."""
-        key = x.dtype, x.shape
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            rank, world = self._memory.rank, self._memory.world
-            chunks = [
-                slot.view(-1)[: world * x.nbytes].view(x.dtype).view(world, *x.shape) for slot in self._slots.peers
-            ]
-            found = self._views[key] = chunks[rank], [each[rank] for each in chunks]
+        found = self._views.get((x.dtype, x.shape))
+        return self._new_places(x) if found is None else found
+
+    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
+    def _new_places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        rank, world = self._memory.rank, self._memory.world
+        chunks = [slot.view(-1)[: world * x.nbytes].view(x.dtype).view(world, *x.shape) for slot in self._slots.peers]
+        found = self._views[x.dtype, x.shape] = chunks[rank], [each[rank] for each in chunks]
         return found
 
     def send(self, x: Tensor, *, told: bool, keep: bool) -> None:

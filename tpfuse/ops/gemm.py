@@ -21,7 +21,7 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.activation import GATED
 from tpfuse.ops.activation import activation as apply_activation
 from tpfuse.ops.autograd import autocast
-from tpfuse.ops.linear_checks import check_linear
+from tpfuse.ops.linear_checks import check_linear, check_residual
 
 
 def gemm(
@@ -39,18 +39,18 @@ def gemm(
     torch.autocast its dtype; with a residual of another dtype what torch's addition returns. Raises ValueError for
     shapes, dtypes or devices that do not match and for an activation that is not known.
     """
-    _check(x, weight, bias, activation, residual)
+    check_linear("gemm", x, weight, bias, activation)
+    shape = _result_shape(x, weight, activation)
+    check_residual("gemm", x, residual, shape)
     x_, weight_, bias_ = autocast(x, weight, bias)
     assert x_ is not None and weight_ is not None
     fused = residual if residual is not None and residual.dtype == x_.dtype else None
     if not use_triton(x) or (activation is None and fused is None):
         out: Tensor = apply_activation(F.linear(x_, weight_, bias_), activation)
         return out if residual is None else out + residual
-    shape = _result_shape(x, weight, activation)
     keep = activation is not None and torch.is_grad_enabled() and _any_requires_grad(x_, weight_, bias_)
-    rows = None if fused is None else fused.reshape(_flat(shape))
-    flat, _ = _forward(x_.reshape(_flat(x.shape)), weight_, bias_, rows, activation, keep)
-    out = flat.reshape(shape)
+    out, _ = _forward(flat(x_), weight_, bias_, None if fused is None else flat(fused), activation, keep)
+    out = out if len(shape) == 2 else out.view(shape)
     return out + residual if residual is not None and fused is None else out
 
 
@@ -63,9 +63,12 @@ def product(
     """
     if activation is None or not use_triton(x):
         return activated(F.linear(x, weight, bias), activation, keep)
-    out, kept = gemm_forward(x.reshape(_flat(x.shape)), weight, bias, activation=activation, keep_preactivation=keep)
+    found = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
+    if x.ndim == 2:
+        return found
+    out, kept = found
     shape = x.shape[:-1]
-    return out.reshape(*shape, out.shape[1]), None if kept is None else kept.reshape(*shape, kept.shape[1])
+    return out.view(*shape, out.shape[1]), None if kept is None else kept.view(*shape, kept.shape[1])
 
 
 def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tuple[Tensor, Tensor | None]:
@@ -132,15 +135,6 @@ def _result_shape(x: Tensor, weight: Tensor, activation: str | None) -> tuple[in
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> None:
-    check_linear("gemm", x, weight, bias, activation)
-    if residual is not None and residual.shape != _result_shape(x, weight, activation):
-        expected = _result_shape(x, weight, activation)
-        raise ValueError(f"gemm: residual has shape {tuple(residual.shape)}: expected {expected}")
-    if residual is not None and residual.device != x.device:
-        raise ValueError(f"gemm: residual is on {residual.device}, x on {x.device}: expected one device")
 
 
 @custom_op("tpfuse::gemm_forward", mutates_args=())

@@ -14,23 +14,23 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
     """
     check_activation(activation)
     check_local(operator, x=x, weight=weight, bias=bias)
-    if not x.is_floating_point():
-        raise ValueError(f"{operator}: x is {x.dtype}: expected a float dtype")
-    if x.ndim == 0:
+    shape, rows, device, dtype = x.shape, weight.shape, x.device, x.dtype
+    if not dtype.is_floating_point:
+        raise ValueError(f"{operator}: x is {dtype}: expected a float dtype")
+    if not shape:
         raise ValueError(f"{operator}: x has shape (): expected [..., K]")
-    if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"{operator}: weight has shape {tuple(weight.shape)}: expected [N, {x.shape[-1]}]")
-    if activation in GATED and weight.shape[0] % 2:
-        rows = weight.shape[0]
-        raise ValueError(f"{operator}: weight has {rows} rows: {activation} expects an even number, [gate | up]")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{operator}: bias has shape {tuple(bias.shape)}: expected {tuple(weight.shape[:1])}")
-    mixed = is_autocast(x.device)
+    if len(rows) != 2 or rows[1] != shape[-1]:
+        raise ValueError(f"{operator}: weight has shape {tuple(rows)}: expected [N, {shape[-1]}]")
+    if activation in GATED and rows[0] % 2:
+        raise ValueError(f"{operator}: weight has {rows[0]} rows: {activation} expects an even number, [gate | up]")
+    if bias is not None and bias.shape != rows[:1]:
+        raise ValueError(f"{operator}: bias has shape {tuple(bias.shape)}: expected {tuple(rows[:1])}")
+    mixed = is_autocast(device)
     for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{operator}: {name} is on {other.device}, x on {x.device}: expected one device")
-        if other is not None and not mixed and other.dtype != x.dtype:
-            raise ValueError(f"{operator}: {name} is {other.dtype}, x is {x.dtype}: expected one dtype")
+        if other is not None and other.device != device:
+            raise ValueError(f"{operator}: {name} is on {other.device}, x on {device}: expected one device")
+        if other is not None and not mixed and other.dtype != dtype:
+            raise ValueError(f"{operator}: {name} is {other.dtype}, x is {dtype}: expected one dtype")
 
 
 def check_residual(operator: str, x: Tensor, residual: Tensor | None, shape: tuple[int, ...]) -> None:
