@@ -1,0 +1,202 @@
+"""What the host takes for a call of the operators that are fused with communication, beside torch's own dispatch.
+
+    python -m benchmarks.host_time --markdown
+
+Measured on a CPU: the driver is a stand-in (`driver_stand_in`), the other ranks are (`lone_rank`), and everything else
+is the way of a call on a GPU: operator, guard, launcher, Triton. What torch itself does in such a call is measured
+alone and taken off: results are allocated, copies are made, an operator of torch.library that does no more than that is
+called. Torch's streams and events of CUDA are in neither.
+
+A call's time is the 20th percentile of a round of calls, and the lowest of several rounds, which alternate with those
+of the other cases: other processes only ever add to it. A loop of Python stands beside them, to compare machines by.
+"""
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from torch.library import custom_op
+
+from benchmarks.driver_stand_in import DriverStandIn
+from benchmarks.harness import aligned, machine
+from benchmarks.lone_rank import LoneRank
+from tpfuse.kernel_choice import set_kernels
+from tpfuse.ops.fused_linear import FusedLinear
+from tpfuse.ops.gemm import gemm, product
+
+WORLD = 8
+ROWS, COLUMNS, K = 8, 1024, 512  # of one rank: small, since copies are made in earnest
+
+
+@dataclass
+class Case:
+    """call: of the operator. torch: what torch itself does in it. budget: µs over that, None where there is none."""
+
+    name: str
+    call: Callable[[], object]
+    torch: Callable[[], object]
+    budget: float | None
+    launches: int = 0
+    times: list[float] = field(default_factory=list)  # µs, of each round
+    torch_times: list[float] = field(default_factory=list)
+
+    @property
+    def over(self) -> float:
+        """µs over torch's own dispatch."""
+        return min(self.times) - min(self.torch_times)
+
+
+def cases(rank: LoneRank) -> list[Case]:
+    """The operators forward, without and with autograd where that is part of them."""
+    dtype = torch.bfloat16
+    x, tall = torch.empty(ROWS, K, dtype=dtype), torch.empty(WORLD * ROWS, K, dtype=dtype)
+    weight, bias = torch.empty(COLUMNS, K, dtype=dtype), torch.empty(COLUMNS, dtype=dtype)
+    trained = weight.clone().requires_grad_()
+    copiers = FusedLinear(rank.memory)
+    engines = FusedLinear(rank.memory, engine_bytes=1)
+    chunks = torch.empty(WORLD, ROWS, K, dtype=dtype)
+    parts, words = list(chunks), list(torch.empty(WORLD, dtype=torch.int32))
+
+    def empties(*shapes: tuple[int, ...]) -> None:
+        for shape in shapes:
+            torch.empty(shape, dtype=dtype, device=x.device)
+
+    def copied() -> None:
+        empties((WORLD * ROWS, COLUMNS))
+        for part, word in zip(parts[1:], words[1:], strict=True):
+            part.copy_(x)
+            word.copy_(words[0])
+
+    return [
+        Case(
+            "gemm_forward", lambda: product(tall, weight, bias, "gelu_tanh", False),
+            lambda: empties((WORLD * ROWS, COLUMNS)), 15,
+        ),
+        Case(
+            "gemm, which registers it with torch", lambda: gemm(tall, weight, bias, activation="gelu_tanh"),
+            lambda: _registered(tall, weight, bias, None, "gelu_tanh", False), None,
+        ),
+        Case(
+            "gemm, which registers it, with autograd", lambda: gemm(tall, trained, bias, activation="gelu_tanh"),
+            lambda: _registered(tall, trained, bias, None, "gelu_tanh", True), None,
+        ),
+        Case(
+            f"all_gather_gemm, {WORLD} ranks, copiers",
+            lambda: copiers.all_gather(x, [weight], [bias], "gelu_tanh", False),
+            lambda: empties((WORLD, ROWS, K), (WORLD * ROWS, COLUMNS)), 100,
+        ),
+        Case(
+            f"all_gather_gemm, {WORLD} ranks, copy engines",
+            lambda: engines.all_gather(x, [weight], [bias], "gelu_tanh", False),
+            copied, 100,
+        ),
+        Case(
+            f"gemm_reduce_scatter, {WORLD} ranks",
+            lambda: copiers.reduce_scatter(tall, weight, bias, None),
+            lambda: empties((ROWS, COLUMNS)), 40,
+        ),
+    ]  # fmt: skip
+
+
+@custom_op("tpfuse_host_time::gemm", mutates_args=())
+def _registered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """What is left of gemm without tpfuse."""
+    shape = x.shape[0], weight.shape[0]
+    return x.new_empty(shape), x.new_empty(shape if keep else 0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    raise AssertionError("only forward is measured")
+
+
+_registered.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _python() -> None:
+    """A loop to compare machines by."""
+    total = 0
+    for i in range(1000):
+        total += i * i
+
+
+def _low(call: Callable[[], object], calls: int, between: Callable[[], object]) -> float:
+    """µs of a call, the 20th percentile of so many."""
+    times = []
+    for _ in range(calls):
+        between()
+        start = time.perf_counter_ns()
+        call()
+        times.append(time.perf_counter_ns() - start)
+    return float(np.percentile(times, 20)) / 1000
+
+
+def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> tuple[list[Case], float]:
+    """All cases, and µs of the loop of Python."""
+    found = cases(rank)
+    for case in found:  # compiles, and meets the other ranks where memory is new
+        case.call()
+        case.torch()
+    rank.alone()
+    loops = []
+    for case in found:
+        before = driver.launches
+        rank.follow()
+        case.call()
+        case.launches = driver.launches - before
+    for _ in range(rounds):
+        loops.append(_low(_python, calls, rank.follow))
+        for case in found:
+            case.times.append(_low(case.call, calls, rank.follow))
+            case.torch_times.append(_low(case.torch, calls, rank.follow))
+    return found, min(loops)
+
+
+def table(found: Sequence[Case]) -> list[tuple[str, ...]]:
+    """Lines of cells, the first of which are the headings."""
+    lines: list[tuple[str, ...]] = [("operator", "launches", "µs", "torch's own", "over it", "budget", "met")]
+    for case in found:
+        figures = min(case.times), min(case.torch_times), case.over
+        met = "" if case.budget is None else "yes" if case.over <= case.budget else "no"
+        budget = "" if case.budget is None else f"{case.budget:g}"
+        lines.append((case.name, str(case.launches), *(f"{x:.1f}" for x in figures), budget, met))
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--calls", type=int, default=100, help="of each case in a round")
+    parser.add_argument("--markdown", action="store_true", help="the table as benchmarks/results/host_time.md has it")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    set_kernels("triton")
+    driver = DriverStandIn()
+    rank = LoneRank(WORLD)
+    found, loop = measure(rank, driver, options.rounds, options.calls)
+    lines = table(found)
+    if options.markdown:
+        rule = tuple("---" for _ in lines[0])
+        print("\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:])))
+    else:
+        print(aligned(lines))
+    said = f"{machine()}; Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
+    print(f"\n{said}; load {os.getloadavg()[0]:.1f}; the loop of Python {loop:.1f} µs.")
+
+
+if __name__ == "__main__":
+    main()
