@@ -30,14 +30,15 @@ from benchmarks.contenders import poisoned
 from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Contender, one_line
+from tpfuse.comm.launched import open_channel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.one_process import OneProcess
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
@@ -67,31 +68,23 @@ class Group:
     """The memory of all ranks on one device, where rank `_RANK` works and the others are ahead of it."""
 
     def __init__(self, world: int, slot_bytes: int, device: torch.device) -> None:
-        half = -(-slot_bytes // 16) * 16
-        programs = multiprocessors(device)
-        self.slots = torch.zeros(world, 2, half, dtype=torch.uint8, device=device)
-        self._flags = torch.zeros(world, programs * world, dtype=torch.int32, device=device)
-        self.state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
-        slots, flags = (torch.tensor([x.data_ptr() for x in y], device=device) for y in (self.slots, self._flags))
-        self.endpoint = Endpoint(
-            _RANK, world, slots, half, flags, self._flags.shape[1], self.state, abort, programs=programs
-        )
-        self.ready = torch.zeros(world, dtype=torch.int32, device=device)
-        self.others = torch.arange(world, device=device) != _RANK
+        self._ranks = OneProcess(world, device, shared=False)
+        memory, programs = self._ranks.memories[_RANK], multiprocessors(device)
+        self._slots, self.endpoint = open_channel(memory, "benchmark", -(-slot_bytes // 16) * 16, programs)
+        self.ready = memory.signals("benchmark: ready", world).local
 
     def next_epoch(self) -> Tensor:
         """Of the next launch, on the device: [1]."""
-        return self.state[:1] + 1
+        return self.endpoint.state[:1] + 1
 
     def signalled(self) -> None:
-        """The others' words among this rank's flags say that they have done the next epoch's work."""
-        own = self._flags[_RANK].view(-1, len(self.others))
-        own.copy_(torch.where(self.others, self.next_epoch(), own))
+        """This rank's flags say that the others have done the next epoch's work."""
+        self._ranks.signal_ahead(_RANK)
 
     def stored(self, n: int) -> Tensor:
         """What this rank has pushed to all owners in the last launch, bf16 [world, n]."""
-        half = self.slots[:, int(self.state[0]) % 2].view(torch.bfloat16)
-        return half[:, _RANK * n : (_RANK + 1) * n]
+        half = int(self.endpoint.state[0]) % 2
+        return torch.stack([slot[half].view(torch.bfloat16)[_RANK * n : (_RANK + 1) * n] for slot in self._slots.peers])
 
 
 def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:

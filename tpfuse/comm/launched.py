@@ -36,8 +36,10 @@ def open_channel(
 ) -> tuple[SymmetricBuffer, Endpoint]:
     """(the slots, uint8 [parts, slot_bytes] on each rank; this rank's end of the channel `name`). Collective.
 
-    parts: 2, the halves that kernels use in turn, unless no kernel uses the slots.
+    programs: the most of a launch, fewer where the memory says that ranks share a device. parts: 2, the halves that
+    kernels use in turn, unless no kernel uses the slots.
     """
+    programs = min(programs, memory.resident_programs or programs)
     count = 2 * programs * memory.world
     slots = memory.buffer(f"{name}: slots", (parts, slot_bytes), torch.uint8)
     flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)

@@ -81,6 +81,7 @@ class SymmetricMemory(ABC):
     """
 
     backend: str
+    resident_programs: int | None = None  # the most of a launch that waits, where ranks share a device; None: no limit
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device, self.timeout = rank, world, device, timeout

@@ -1,0 +1,106 @@
+"""Ranks in one process: what they exchange, who is waited for, and that every wait ends. On a CPU, without kernels."""
+
+import time
+
+import pytest
+import torch
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.launched import LaunchedCollectives, open_channel
+from tpfuse.testing.explore import SimulatedMemory, explore
+from tpfuse.testing.one_process import OneProcess, OneProcessMemory, set_epochs
+
+CPU = torch.device("cpu")
+
+
+def test_ranks_at_once_exchange_by_signals_and_barriers() -> None:
+    def program(memory: OneProcessMemory) -> list[float]:
+        x, flags = memory.buffer("x", (3,), torch.float32), memory.signals("flags", 1)
+        x.local.fill_(memory.rank)
+        left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world
+        with memory.guard("operation"):
+            memory.put(flags, right, 0, 2**31)
+            memory.wait(flags, memory.rank, 0, 2**31, peer=left, op="operation")
+        found = [float(x.peers[left][0])]
+        memory.barrier()
+        memory.free("x")
+        assert not memory.buffer("x", (7,), torch.int32).local.any(), "a new buffer of the same name"
+        memory.reset()
+        assert int(flags.local) == 0
+        return found
+
+    assert OneProcess(3, CPU).at_once(program) == [[2.0], [0.0], [1.0]]
+
+
+def test_a_rank_that_raises_ends_the_waits_of_the_others() -> None:
+    def program(memory: OneProcessMemory) -> None:
+        flags = memory.signals("flags", 1)
+        if memory.rank == 1:
+            raise KeyError("a message of its own")
+        if memory.rank == 0:
+            memory.barrier()
+        memory.wait(flags, memory.rank, 0, 1, op="operation")
+
+    ranks, started = OneProcess(3, CPU), time.monotonic()
+    with pytest.raises(KeyError, match="a message of its own") as caught:
+        ranks.at_once(program)
+    assert caught.value.__notes__ == ["rank 1 of 3"] and time.monotonic() - started < 20
+    ranks.reset()
+    assert ranks.at_once(lambda memory: memory.barrier()) == [None] * 3
+
+
+def test_a_rank_that_does_not_come_is_a_time_out() -> None:
+    def program(memory: OneProcessMemory) -> None:
+        if memory.rank == 0:
+            memory.wait(memory.signals("flags", 1), 0, 0, 1, peer=1, op="operation")
+
+    with pytest.raises(PeerTimeout, match="operation: rank 0 waited"):
+        OneProcess(2, CPU, timeout=0.2).at_once(program)
+
+
+def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time() -> None:
+    def program(memory: OneProcessMemory) -> torch.Tensor:
+        out = torch.empty(3, 4, dtype=torch.int64)
+        collectives.all_gather(torch.arange(4), out)
+        return out
+
+    ranks = OneProcess(3, CPU, timeout=0.5)
+    with ranks.aborted():
+        collectives = ranks.alone(1, LaunchedCollectives)
+    for epoch in (0, 2**31 - 2):
+        ranks.reset()
+        set_epochs(ranks.memories[1], epoch)
+        ranks.signal_ahead(1)
+        for _ in range(3):
+            assert ranks.alone(1, program)[1].tolist() == [0, 1, 2, 3]
+    ranks.reset()
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited 0\.5 s"):
+        ranks.alone(1, program)
+
+
+def test_grids_of_ranks_that_share_a_device_have_room() -> None:
+    memory = OneProcess(2, CPU).memories[0]
+    assert open_channel(memory, "all", 16, 132)[1].programs == 132
+    memory.resident_programs = 64
+    slots, endpoint = open_channel(memory, "shared", 16, 132)
+    assert endpoint.programs == 64 and slots.shape == (2, 16)
+    assert open_channel(memory, "small", 16, 8)[1].programs == 8
+
+
+def test_epochs_of_every_channel_can_be_set() -> None:
+    """Where one rank's are not, the others wait for ever."""
+
+    def program(memory: SimulatedMemory, late: int = -1) -> None:
+        collectives = LaunchedCollectives(memory)
+        memory.barrier()
+        if memory.rank != late:
+            set_epochs(memory, 2**31 - 2)
+        memory.barrier()
+        out = torch.empty(2, 4, dtype=torch.int64)
+        for _ in range(3):
+            collectives.all_gather(torch.full((4,), memory.rank), out)
+            assert out.tolist() == [[0] * 4, [1] * 4]
+
+    explore(program, 2, seeds=())
+    with pytest.raises(Exception, match="deadlock"):
+        explore(lambda memory: program(memory, 1), 2, seeds=())
