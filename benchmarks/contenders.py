@@ -123,10 +123,23 @@ def poisoned() -> Iterator[None]:
 
 
 def compiled(function: Function, stage: Stage, mode: str | None = None) -> Function:
-    """torch.compile of the function, for one shape; where kernels are interpreted its tracing alone."""
+    """torch.compile of the function, for one shape; where kernels are interpreted its tracing alone.
+
+    It raises LeftOut on a stage without the compiler.
+    """
+    if not stage.compiler:
+        return _left_out
     if stage.interpreted:
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
+
+
+class LeftOut(RuntimeError):
+    """Stands for a time that is measured in another turn."""
+
+
+def _left_out(*args: object, **inputs: object) -> Tensor:
+    raise LeftOut("torch.compile has a turn of its own")
 
 
 def fresh_compiler() -> None:

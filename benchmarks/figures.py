@@ -100,3 +100,61 @@ def figures_table(outcomes: Sequence[dict[str, Any]]) -> str:
         missing = f" ({x['missing']} of {x['cases']} not measured)" if x["missing"] and x["got"] is not None else ""
         lines.append((x["figure"], f"{sign} {x['asked']:.2f}", got, x["verdict"], (x["case"] or "-") + missing))
     return aligned(lines)
+
+
+def _gemm(name: str, mode: str, asked: float, peer: str, case: str) -> Figure:
+    return Figure(f"gemm {name}", "gemm", mode, asked, peer, speedup, case=case)
+
+
+def _of_copy(operator: str, mode: str, asked: float = 0.85) -> Figure:
+    return Figure(f"{operator} {mode}, part of copy bandwidth", operator, mode, asked, None, of_copy)
+
+
+def _overlapped(name: str, mode: str, asked: float, case: str, *peers: str) -> Figure:
+    return Figure(name, "overlapped_gemm", mode, asked, peers, cost, at_most=True, case=case)
+
+
+def _carried(mode: str) -> Figure:
+    name = f"carried attention {mode}, blocks present / attention"
+    return Figure(name, "carried_attention", mode, 1.05, "attention", cost, at_most=True)
+
+
+def _attention(mode: str, asked: float, peer: str) -> Figure:
+    """cuDNN is the peer on compute capability 9.0 and 10.0, where it is the fastest that there is; flash on others."""
+    return Figure(f"attention {mode} / {peer}", "attention", mode, asked, peer, speedup)
+
+
+FIGURES = (
+    _gemm("+ bias + gelu / eager, no graph", "inference", 1.10, "F.linear + activation", ", gelu"),
+    _gemm("+ bias + gelu / eager, in training", "forward", 1.10, "F.linear + activation", ", gelu"),
+    _gemm("+ bias + gelu / torch.compile, no graph", "inference", 1.00, "torch.compile max-autotune", ", gelu"),
+    _gemm("+ bias + gelu / torch.compile, in training", "forward", 1.00, "torch.compile max-autotune", ", gelu"),
+    _gemm("plain / cuBLAS", "inference", 0.95, "F.linear", "plain"),
+    _overlapped("all_gather_gemm, chunks present / gemm", "all_gather_gemm", 1.03, "gather", "gemm"),
+    _overlapped("gemm_reduce_scatter, nobody late / gemm", "gemm_reduce_scatter", 1.03, "scatter", "gemm"),
+    _overlapped(
+        "all_gather_gemm / longer of copies and gemm", "from host memory", 1.05, "link", "copies alone", "gemm"
+    ),
+    _attention("forward", 0.75, "SDPA cudnn"),
+    _attention("backward", 0.50, "SDPA cudnn"),
+    _attention("forward", 1.00, "SDPA flash"),
+    _attention("backward", 1.00, "SDPA flash"),
+    _carried("forward"),
+    _carried("backward"),
+    _of_copy("layer_norm", "forward"),
+    _of_copy("layer_norm", "backward"),
+    _of_copy("rms_norm", "forward"),
+    _of_copy("rms_norm", "backward"),
+    _of_copy("adamw", "step"),
+    _of_copy("sharded_adamw", "step", 0.80),
+    Figure("linear_cross_entropy / eager", "linear_cross_entropy", "both", 1.00, "F.cross_entropy(F.linear)", speedup),
+    Figure(
+        "linear_cross_entropy memory / eager's",
+        "linear_cross_entropy",
+        "both",
+        0.25,
+        "F.cross_entropy(F.linear)",
+        memory,
+        at_most=True,
+    ),
+)

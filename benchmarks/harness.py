@@ -111,6 +111,7 @@ class Stage:
     ceilings: Ceilings
     generator: torch.Generator
     seconds: float = 0.6  # timed rounds of all contenders of one `Work`
+    compiler: bool = True  # whether peers that torch.compile makes are run, which takes a minute each
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Fresh normal numbers."""

@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import Figure, cost, figures_table, memory, of_copy, speedup
-from benchmarks.gpu import FIGURES
+from benchmarks.figures import FIGURES, Figure, cost, figures_table, memory, of_copy, speedup
 from benchmarks.harness import OURS, Row
 
 FASTER = Figure("toy / peer", "toy", "forward", 1.1, "peer", speedup)

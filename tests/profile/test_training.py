@@ -70,7 +70,7 @@ def test_kernels_are_compared_tuned_and_timed_without_what_the_command_line_need
     program = """
 import sys
 sys.modules |= dict.fromkeys(("tyro", "tomli_w"))
-import benchmarks.gpu, benchmarks.node, tpfuse.profile.tune, tpfuse.profile.verify
+import benchmarks.first_contact, benchmarks.node, tpfuse.profile.tune, tpfuse.profile.verify
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ from tpfuse.kernels.configurations import Configuration
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.profile import cases, front_end, gate, resources
 from tpfuse.profile.kept_results import KeptResults, default_folder, digest, entry
-from tpfuse.profile.recorded import DTYPES, Job, record, target
+from tpfuse.profile.recorded import DTYPES, Job, Recorded, record, target
 from tpfuse.profile.resources import Compilation
 
 
@@ -82,15 +82,17 @@ def _reason(error: BaseException, printed: str) -> str:
     return " ".join(str(error).split())[-300:] or type(error).__name__  # Triton shows the source in front of its reason
 
 
-def _work(job: Job, sender: Connection, keep: Path | None) -> None:
+def _work(job: Job, sender: Connection, keep: Path | None, examined: bool) -> None:
     """The whole of a worker process: what the compiler prints is kept from the terminal."""
     with tempfile.TemporaryFile() as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
         try:
-            knobs.nvidia.dump_ptxas_log = True
+            knobs.nvidia.dump_ptxas_log = examined
             kernel = compiled(job)
-            result = resources.examine(kernel, _identity(job), _printed(output))
+            result = Compilation(**_identity(job))
+            if examined:
+                result = resources.examine(kernel, _identity(job), _printed(output))
             if keep is not None:
                 _keep(kernel, keep)
         except BaseException as error:
@@ -112,8 +114,13 @@ def _warm_up(families: set[str]) -> None:
         make_backend(target(family)).hash()
 
 
-def compile_jobs(jobs: Sequence[Job], keep: Path | None = None) -> Iterator[tuple[int, Compilation]]:
-    """(index, result) of each job as it is done, on all cores. keep: a folder for what the compiler makes."""
+def compile_jobs(
+    jobs: Sequence[Job], keep: Path | None = None, *, examined: bool = True
+) -> Iterator[tuple[int, Compilation]]:
+    """(index, result) of each job as it is done, on all cores. keep: a folder for what the compiler makes.
+
+    examined: whether results say what a kernel takes, for which ptxas may run a second time.
+    """
     _warm_up({job.family for job in jobs})
     context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be sent
     waiting = list(enumerate(jobs))[::-1]
@@ -123,7 +130,7 @@ def compile_jobs(jobs: Sequence[Job], keep: Path | None = None) -> Iterator[tupl
             index, job = waiting.pop()
             receiver, sender = context.Pipe(duplex=False)
             stem = None if keep is None else keep / f"{job.operator}-{index}-{job.family}-{job.source.name}"
-            worker = context.Process(target=_work, args=(job, sender, stem))
+            worker = context.Process(target=_work, args=(job, sender, stem, examined))
             worker.start()
             sender.close()
             running[receiver] = index, worker
@@ -177,20 +184,34 @@ def compile_here(
             kept.write(names[key], result)
         on_done(result)
     results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
-    failed = [
+    return Report(triton.__version__, results + _refused(recorded), recorded.rows)
+
+
+def _refused(recorded: Recorded) -> list[Compilation]:
+    """The launchers that raised."""
+    return [
         Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
         for operator, family, dtype, reason in recorded.errors
     ]
-    return Report(triton.__version__, results + failed, recorded.rows)
+
+
+def warm_cache(
+    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], on_done: Callable[[Compilation], object]
+) -> Report:
+    """Compiles, in this process's children, so that Triton finds in its cache what the operators launch here later."""
+    recorded = record(operators, families, dtypes)
+    jobs = list({job.key: job for job in recorded.jobs}.values())
+    results = _refused(recorded)
+    for _, result in compile_jobs(jobs, examined=False):
+        on_done(result)
+        results.append(result)
+    return Report(triton.__version__, results, recorded.rows)
 
 
 def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
     """Records, and takes representatives of all launches through the compiler's front end, in this process."""
     recorded = record(operators, families, dtypes)
-    results = [
-        Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
-        for operator, family, dtype, reason in recorded.errors
-    ]
+    results = _refused(recorded)
     for job in front_end.representatives(recorded.jobs):
         try:
             front_end.lower(job)
@@ -235,6 +256,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--front-end", action="store_true", help="no whole compilation: only what the front end refuses"
     )
+    parser.add_argument(
+        "--warm", action="store_true", help="only fill Triton's cache of this machine, and say what does not compile"
+    )
     folder = default_folder()
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", default=folder, help=f"kept results; default: {folder}"
@@ -255,7 +279,9 @@ def main() -> int:
     options = _arguments()
     document = options.json or options.markdown
     asked = options.operators, options.families, options.dtypes
-    if options.front_end:
+    if options.warm:
+        report = warm_cache(*asked, lambda result: print(result.operator, result.error, flush=True))
+    elif options.front_end:
         report = front_end_here(*asked)
         if not document:
             print(f"Triton {report.triton}: {len(report.compilations)} launches taken through its front end")
@@ -270,7 +296,7 @@ def main() -> int:
         print(json.dumps(asdict(report)))
     if options.markdown:
         print(gate.table(report.compilations, report.triton), end="")
-    judged = [result for result in report.compilations if result.error or not options.front_end]
+    judged = [result for result in report.compilations if result.error or not (options.front_end or options.warm)]
     complaints = [text for result in judged for text in gate.complaints(result)]
     print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
     return int(bool(complaints))

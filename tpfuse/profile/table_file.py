@@ -6,6 +6,9 @@ from typing import Any
 
 from tpfuse.kernels.configurations import Configuration
 
+Key = tuple[str, str, int]
+"""(operator, family, how many rows of both stand before it)."""
+
 
 def _value(value: Any) -> str:
     """A TOML value; strings and booleans are written as JSON writes them."""
@@ -28,8 +31,8 @@ def _is_row_line(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith(("#", "["))
 
 
-def with_rows(text: str, rows: Mapping[tuple[str, str, int], Configuration]) -> str:
-    """The text of a table with rows replaced: (operator, family, how many of both stand before it) -> the new row.
+def with_rows(text: str, rows: Mapping[Key, Configuration]) -> str:
+    """The text of a table with rows replaced.
 
     Comments, blank lines and all other rows stay. Raises ValueError for a row that the text does not have.
     """

@@ -7,7 +7,7 @@ A trial belongs to every row of configurations.toml that its launcher chooses at
 from typing import Any
 
 from tpfuse.profile.trial import Trial
-from tpfuse.profile.trials_products import Attention, Gemm
+from tpfuse.profile.trials_products import AllGatherGemm, Attention, Gemm
 from tpfuse.profile.trials_rows import AdamW, CrossEntropy, Dropout, Merge, Norm, Rope
 
 
@@ -22,6 +22,9 @@ def trials() -> list[Trial]:
         Gemm("70b tp8 down", tokens, 8192, 3584, None),
         Gemm("7b tp1 proj of 16 tokens", 16, 4096, 4096, None),
         Gemm("unaligned", tokens, 4096, 1001, None),
+        AllGatherGemm("70b tp8 up", 8, 1024, 7168, 8192, "swiglu"),
+        AllGatherGemm("70b tp8 qkv", 8, 1024, 1280, 8192, None),
+        AllGatherGemm("7b tp4 qkv", 4, 2048, 3072, 4096, None),
         Attention("heads of 64, 4096 positions", 16, 16, 4096, 64),
         Attention("heads of 128, 4096 positions", 16, 16, 4096, 128),
         Attention("heads of 256, 4096 positions", 8, 8, 4096, 256),
@@ -43,6 +46,7 @@ def tiny_trials() -> list[Trial]:
     shapes: list[Any] = [
         Gemm("tiny", 20, 32, 16, "gelu_tanh"),
         Gemm("tiny gated", 20, 32, 16, "swiglu"),
+        AllGatherGemm("tiny", 2, 10, 32, 16, "swiglu"),
         Attention("tiny", 2, 1, 20, 16),
         Norm("tiny", 12, 40),
         CrossEntropy("tiny", 12, 40),

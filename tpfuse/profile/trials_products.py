@@ -9,9 +9,12 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import GATED
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
+from tpfuse.kernels.launch import multiprocessors
 from tpfuse.profile.trial import Outputs, Trial, gradients, normal
 
 
@@ -65,6 +68,52 @@ class Gemm:
             moved = 2.0 * self.M * self.N * (2.5 if self.activation in GATED else 3.0)
             trials.append(Trial(f"{self.name} activation backward", self.inputs, *pair, moved, "TB/s"))
         return trials
+
+
+@dataclass(frozen=True)
+class AllGatherGemm:
+    """The product behind an all-gather, of chunks that are there: `world` chunks [m, K], weight [N, K]."""
+
+    name: str
+    world: int
+    m: int
+    N: int
+    K: int
+    activation: str | None
+
+    def inputs(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        draw = partial(normal, device, dtype)
+        words = partial(torch.zeros, dtype=torch.int32, device=device)
+        addresses = torch.zeros(self.world, dtype=torch.int64, device=device)  # of slots and flags, which are not used
+        return {
+            "gathered": draw(self.world, self.m, self.K),
+            "weight": draw(self.N, self.K, scale=self.K**-0.5),
+            "addresses": addresses,
+            "ready": words(self.world) + 1,
+            "state": words(2),
+            "abort": words(1),
+        }
+
+    def forward(
+        self, gathered: Tensor, weight: Tensor, addresses: Tensor, ready: Tensor, state: Tensor, abort: Tensor
+    ) -> Outputs:
+        state.zero_()  # the first epoch again, for which all are ready
+        programs = multiprocessors(gathered.device)
+        endpoint = Endpoint(
+            0, self.world, addresses, 16, addresses, programs * self.world, state, abort, programs=programs
+        )
+        return (
+            all_gather_gemm_forward(
+                gathered[0], weight, None, gathered, ready, endpoint, activation=self.activation, copied=True
+            )[0],
+        )
+
+    def plain(self, gathered: Tensor, weight: Tensor, **_: Tensor) -> Outputs:
+        return (reference.activation(reference.linear(gathered.flatten(0, 1), weight, None), self.activation),)
+
+    def trials(self) -> list[Trial]:
+        flops = 2.0 * self.world * self.m * self.N * self.K
+        return [Trial(self.name, self.inputs, self.forward, self.plain, flops, "TFLOP/s")]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 from time import monotonic
@@ -32,7 +33,7 @@ from tpfuse.profile.gate import complaints
 from tpfuse.profile.recorded import Job, source_of
 from tpfuse.profile.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.profile.search_space import SPACES, Step
-from tpfuse.profile.table_file import with_rows
+from tpfuse.profile.table_file import Key, with_rows
 from tpfuse.profile.trial import Trial
 from tpfuse.profile.trials import trials
 from tpfuse.train.errors import RunError, UserError
@@ -72,27 +73,55 @@ def _tuned(
     spaces: dict[str, tuple[Step, ...]],
     out: Path,
 ) -> list[Configuration]:
-    text, rows = configurations.TABLE.read_text(encoding="utf-8"), read_table(configurations.TABLE)
-    family = launch.family(tuner.device)
-    mine = [row for row in rows if row.family == family and row.operator in operators]
-    chosen = _chosen_rows(mine, all_trials, tuner)
-    found: dict[tuple[str, str, int], Configuration] = {}
-    for row in mine:
-        fitting = [trial for trial, served in chosen if row in served]
-        name = f"{row.operator}, {row.bits} bits" + "".join(f", {key} <= {x}" for key, x in row.at_most.items())
-        if not fitting or monotonic() > tuner.deadline:
-            tuner.say(f"{name}: left as it is, {'no time left' if fitting else 'no trial chooses it'}")
+    text = configurations.TABLE.read_text(encoding="utf-8")
+    found: dict[Key, Configuration] = {}
+    for place in places(operators, tuner, all_trials):
+        if not place.fitting or monotonic() > tuner.deadline:
+            tuner.say(f"{place.name}: left as it is, {'no time left' if place.fitting else 'no trial chooses it'}")
             continue
-        tuner.say(f"{name}: {', '.join(trial.name for trial in fitting)}")
-        best = Search(tuner, fitting).best(row, spaces[row.operator])
+        best = place.best(tuner, spaces)
         if best is None:
             continue
-        index = [x for x in rows if (x.operator, x.family) == (row.operator, row.family)].index(row)
-        found[row.operator, row.family, index] = best
+        found[place.key] = best
         out.write_text(with_rows(text, found), encoding="utf-8")
-        tuner.say(f"  best: {brief(best)}: {best.measured}")
     configurations.forget()
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of the table and where it stands (`table_file.with_rows`). fitting: the trials that choose it."""
+
+    row: Configuration
+    key: Key
+    fitting: list[Trial]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        limits = "".join(f", {key} <= {x}" for key, x in self.row.at_most.items())
+        return f"{self.row.operator}, {self.row.bits} bits{limits}"
+
+    def best(self, tuner: Tuner, spaces: dict[str, tuple[Step, ...]]) -> Configuration | None:
+        """The best row for this place, None where the present one does not work."""
+        tuner.say(f"{self.name}: {', '.join(trial.name for trial in self.fitting)}")
+        best = Search(tuner, self.fitting).best(self.row, spaces[self.row.operator])
+        if best is not None:
+            tuner.say(f"  best: {brief(best)}: {best.measured}")
+        return best
+
+
+def places(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[Place]:
+    """The rows of these operators for the tuner's device."""
+    rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
+    mine = [row for row in rows if row.family == family and row.operator in operators]
+    chosen = _chosen_rows(mine, all_trials, tuner)
+    found = []
+    for row in mine:
+        index = [x for x in rows if (x.operator, x.family) == (row.operator, row.family)].index(row)
+        fitting = [trial for trial, served in chosen if row in served]
+        found.append(Place(row, (row.operator, row.family, index), fitting))
+    return found
 
 
 def _chosen_rows(
@@ -158,21 +187,27 @@ def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch
     if not os.access(out if out.exists() else out.parent, os.W_OK):
         raise UserError(f"cannot write {out}: give another file with --out")
     group, device = _joined()
-    tuner = Tuner(
-        device=device,
-        dtype=dtype,
-        inspect=inspect_compiled(dtype, launch.family(device)),
-        measure=measure_on_device,
-        say=lambda line: print(line, flush=True),
-        place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
-        deadline=monotonic() + 60 * minutes if minutes else float("inf"),
-    )
+    deadline = monotonic() + 60 * minutes if minutes else float("inf")
+    tuner = tuner_of(device, dtype, lambda line: print(line, flush=True), deadline)
     rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out, group)
     if group is None or dist.get_rank(group) == 0:
         print(f"{len(rows)} rows measured and written to {out}")
     if group is not None:
         dist.destroy_process_group()
     return 0
+
+
+def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], deadline: float) -> Tuner:
+    """What measures on a GPU until the deadline, by time.monotonic."""
+    return Tuner(
+        device=device,
+        dtype=dtype,
+        inspect=inspect_compiled(dtype, launch.family(device)),
+        measure=measure_on_device,
+        say=say,
+        place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
+        deadline=deadline,
+    )
 
 
 def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:

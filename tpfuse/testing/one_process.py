@@ -231,10 +231,12 @@ class OneProcessMemory(SymmetricMemory):
             self._ranks.forget(buffer.key)
         self._ranks.meet(f"free {buffer.key}", self.rank)
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int) -> None:
-        """On a GPU in stream order."""
+    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+        """On a GPU in stream order. value: also an int32 word [1] of the device."""
         flags.check_signal(owner, index)
-        if self._ranks.calls:
+        if isinstance(value, Tensor):
+            flags.peers[owner][index : index + 1].copy_(value, non_blocking=True)
+        elif self._ranks.calls:
             self._ranks.calls.set_word(flags.peers[owner], index, value)
         else:
             flags.peers[owner][index] = wrapped(value)

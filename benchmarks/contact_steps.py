@@ -1,0 +1,386 @@
+"""What each step of `benchmarks.first_contact` does: on a GPU, or in a rehearsal, interpreted on a CPU.
+
+A rehearsal goes the same way. Shapes are tiny, an operator has one case, ranks of one process take turns in the
+explorer instead of running side by side, tests that need a GPU skip themselves, and the tuner's clock is the host's.
+"""
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.apart import Later, Row, Rows, Step, read
+from benchmarks.contenders import LeftOut, poisoned
+from benchmarks.harness import OURS, Case, Scale, Stage, kernel_provenance, measure, new_stage
+from benchmarks.timing import Ceilings
+from tpfuse.comm.probe import probe
+from tpfuse.kernels import configurations, launch
+from tpfuse.kernels.configurations import Configuration
+from tpfuse.profile import cases, tune, verify
+from tpfuse.profile.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
+from tpfuse.profile.search import Tuner
+from tpfuse.profile.search_space import SPACES
+from tpfuse.profile.table_file import with_rows
+from tpfuse.profile.trials import tiny_trials, trials
+from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = ("bfloat16", "float32")
+WORLDS = (2, 4)
+ROUNDS = 200
+TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/test_cuda_linear.py", "tests/parallel/test_cuda_zero.py")
+TUNED = ("gemm", "all_gather_gemm", "attention_forward")
+# Benchmarks in the order of their importance, with the seconds that a turn of each may take.
+TIMED = {
+    "gemm": 120,
+    "overlapped_gemm": 90,
+    "attention": 90,
+    "carried_attention": 40,
+    "linear_cross_entropy": 40,
+    "layer_norm": 30,
+    "rms_norm": 20,
+    "adamw": 20,
+    "sharded_adamw": 20,
+    "cross_entropy": 20,
+    "rope": 20,
+}
+_LATE, _LONGEST = 0.2, 1_000_000  # how many rounds of a rank are late, and cycles of a multiprocessor, half a ms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all steps share. operators: those of `cases` and of TIMED that are meant."""
+
+    out: Path
+    rehearse: bool
+    seed: int
+    operators: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where kernels run."""
+        return torch.device("cpu") if self.rehearse else torch.device("cuda", 0)
+
+    def begin(self) -> None:
+        """At the start of what computes: the tensors of a rehearsal are tiny."""
+        if self.rehearse:
+            torch.set_num_threads(1)
+
+    @property
+    def compared(self) -> list[str]:
+        """The operators whose kernels are meant."""
+        return [name for name in cases.names() if name in self.operators]
+
+    @property
+    def timed(self) -> list[str]:
+        """The benchmarks that are meant."""
+        return [name for name in TIMED if name in self.operators]
+
+
+def steps(plan: Plan) -> dict[str, list[Step]]:
+    """All of them by group, in order."""
+    interpret = "1" if plan.rehearse else "0"
+    tests = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
+    timings, compiled, others = (
+        [
+            Step(f"{group}: {name}", partial(time_operator, plan, name, group), 300.0, seconds * factor)
+            for name, seconds in TIMED.items()
+            if name in plan.operators
+        ]
+        for group, factor in (("timings", 1), ("torch.compile", 2), ("more timings", 1))
+    )
+    return {
+        "device": [Step("device", partial(tell_device, plan), again=True)],
+        "compile": [Step("compile", partial(fill_cache, plan), patience=120.0, most=300.0, again=True)],
+        "operators": [
+            Step(f"operators: {name}", partial(compare_operator, plan, name), most=90.0) for name in plan.compared
+        ],
+        "one process": [
+            Step(f"one process: {world} ranks", partial(run_ranks, plan, world), 300.0, environment=ENVIRONMENT)
+            for world in WORLDS
+        ],
+        "processes": [
+            Step(f"processes: {file}", partial(run_tests, file), 300.0, most=180.0, least=30.0, environment=tests)
+            for file in TESTS
+        ],
+        "verify": [Step("verify", partial(train, plan), 400.0, least=30.0)],
+        "timings": [Step("ceilings", partial(find_ceilings, plan)), *timings],
+        "nodes": [Step("nodes", partial(time_node, plan), 600.0, least=60.0)],
+        "torch.compile": compiled,
+        "tune": [
+            Step(f"tune: {name}", partial(tune_operator, plan, name), 900.0, least=60.0)
+            for name in TUNED
+            if name in plan.operators
+        ],
+        "more timings": others,
+    }
+
+
+def tell_device(plan: Plan, rows: Rows) -> None:
+    """Where, when and with what; what the machine can do."""
+    rows.each("device", lambda: kernel_provenance() | {"machine can": [asdict(finding) for finding in probe()]})
+
+
+def fill_cache(plan: Plan, rows: Rows) -> None:
+    """Compiles on all cores; Triton then finds most of it in its cache."""
+    rows.each("compile", partial(_fill_cache, plan, rows))
+
+
+def _fill_cache(plan: Plan, rows: Rows) -> Row:
+    wanted = plan.compared[:1] if plan.rehearse else plan.compared
+    family = "sm_90" if plan.rehearse else launch.family(plan.device)
+    dtypes = DTYPES[:1] if plan.rehearse else DTYPES
+    command = [sys.executable, "-m", "tpfuse.profile.compilation", *wanted, "--warm"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        [*command, "--families", family, "--dtypes", *dtypes],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    done = 0
+    for _ in process.stdout:
+        done += 1
+        rows.alive()
+        if monotonic() > rows.until:
+            process.kill()
+            return {"kernels": done, "note": "the others are compiled when they are first launched"}
+    complaints = process.stderr.read().strip()
+    failed = {"error": complaints[-2000:]} if process.wait() else {}
+    return {"kernels": done, "family": family, "dtypes": dtypes} | failed
+
+
+def compare_operator(plan: Plan, operator: str, rows: Rows) -> None:
+    """Every case of an operator beside its reference, as `tpfuse verify` compares them."""
+    plan.begin()
+    found = cases.load(operator).CASES
+    for dtype in DTYPES:
+        for case in found[:1] if plan.rehearse else found:
+            rows.each(f"{case.name}, {dtype}", partial(_compare, plan, case, dtype))
+
+
+def _compare(plan: Plan, case: Any, dtype: str) -> Row:
+    with poisoned():
+        found = verify.compare(case, dtype, plan.device)
+    row: Row = {"passed": found.passed, "tensor": found.tensor, "largest": found.error, "bound": found.bound}
+    return row | ({"error": found.failure} if found.failure else {})
+
+
+def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
+    """All ranks in this process, each on a stream of its own, late at random, over the largest epoch."""
+    plan.begin()
+    for name in PROGRAMS:
+        rows.each(name, partial(_run_ranks, plan, name, world), fatal=True)
+
+
+def _run_ranks(plan: Plan, name: str, world: int) -> Row:
+    rounds = 3 if plan.rehearse else ROUNDS
+    different = explored(name, world, rounds) if plan.rehearse else at_once(name, world, plan.device, plan.seed, rounds)
+    wrong = {rank: turns[:10] for rank, turns in enumerate(different) if turns}
+    return {"passed": not wrong, "world": world, "rounds": rounds, "rounds that differ, by rank": wrong}
+
+
+def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int) -> list[list[int]]:
+    """The rounds of each rank that differ from the first ones with these inputs, on a GPU.
+
+    Raises AssertionError where a first one is wrong, PeerTimeout where a rank waits in vain.
+    """
+    ranks = OneProcess(world, device, timeout=120.0)
+    with ranks.aborted():
+        programs = ranks.in_turn(lambda memory: load(memory, name, Sizes()))
+    ranks.reset()
+    late = [random.Random(f"{seed} {rank}") for rank in range(world)]
+
+    def delay(rank: int) -> None:
+        if late[rank].random() < _LATE:
+            torch.cuda._sleep(int(late[rank].random() * _LONGEST))  # type: ignore[no-untyped-call]
+
+    def run(memory: OneProcessMemory) -> list[int]:
+        return iterate(memory, programs[memory.rank], rounds, partial(delay, memory.rank))
+
+    return ranks.at_once(run)
+
+
+def explored(name: str, world: int, rounds: int) -> list[list[int]]:
+    """The same in the explorer, under one schedule."""
+    from tpfuse.testing.explore import Sequential, SimulatedMemory, explore  # it patches Triton's interpreter
+
+    found: dict[int, list[int]] = {}
+
+    def program(memory: SimulatedMemory) -> None:
+        found[memory.rank] = iterate(memory, PROGRAMS[name](memory, TINY), rounds)
+
+    explore(program, world, schedules=[Sequential()], resident=3)
+    return [found[rank] for rank in range(world)]
+
+
+class _Reported:
+    """pytest's side of a step: a row for each test, and the end of its time."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._found: Row = {}
+        self.later = False
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._rows.done]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        try:
+            self._rows.begin(item.nodeid)
+        except Later:
+            self.later = True
+            pytest.exit("no time left")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "setup":
+            self._found = {"outcome": "passed", "passed": True, "seconds": 0.0}
+        self._found["seconds"] += report.duration
+        if report.outcome == "skipped":
+            self._found |= {"outcome": "skipped", "why": str(report.longrepr)[-300:]}
+        elif report.outcome == "failed":
+            text = "\n".join(report.longreprtext.splitlines()[-12:])
+            self._found |= {"outcome": "failed", "passed": False, "error": text}
+        if report.when == "teardown":
+            self._rows.write(report.nodeid, self._found)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._rows.write(report.nodeid, {"error": "\n".join(report.longreprtext.splitlines()[-12:])})
+
+
+def run_tests(file: str, rows: Rows) -> None:
+    """The tests of ranks on a GPU, each its own process. Raises Later."""
+    os.chdir(ROOT)
+    reported = _Reported(rows)
+    pytest.main([file, "-m", "gpu", "-p", "no:cacheprovider", "--no-header"], plugins=[reported])
+    if reported.later:
+        raise Later
+
+
+def train(plan: Plan, rows: Rows) -> None:
+    """What `tpfuse verify --operators training` says."""
+    rows.each("training", _train)
+
+
+def _train() -> Row:
+    found = verify.document(verify.verify([verify.TRAINING], compile_too=False))
+    return {"passed": found["passed"], "training": found["training"]}
+
+
+def find_ceilings(plan: Plan, rows: Rows) -> None:
+    """What the device can do at best."""
+    rows.each("ceilings", partial(_find_ceilings, plan))
+
+
+def _find_ceilings(plan: Plan) -> Row:
+    return {"ceilings": asdict(new_stage(plan.seed, interpreted=plan.rehearse).ceilings)}
+
+
+def kept_ceilings(rows: Sequence[Row]) -> Ceilings | None:
+    """Those that a row holds."""
+    found = [row["ceilings"] for row in rows if "ceilings" in row]
+    return Ceilings(**found[-1]) if found else None
+
+
+def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
+    """A benchmark's cases, each checked first: those that figures are drawn from without torch.compile ("timings"),
+    then with it where it is a peer ("torch.compile"); then all others ("more timings")."""
+    kept = read(plan.out)
+    stage = new_stage(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
+    stage.compiler = group != "timings"
+    scale: Scale = "tiny" if plan.rehearse else "all"
+    left_out = {row["row"] for row in kept if row["step"] == f"timings: {operator}" and row.get("left out")}
+    found: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
+    for case in found:
+        if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
+            continue
+        rows.each(case.name, partial(_time, case, stage))
+
+
+def _time(case: Case, stage: Stage) -> Row:
+    found = list(measure(case, stage))
+    kept = [row for row in found if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
+    failed = [row["error"] for row in kept if row["contender"] == OURS and "median_us" not in row]
+    row: Row = {"passed": not failed, "left out": len(kept) < len(found), "measurements": kept}
+    return row | ({"error": "; ".join(failed)} if failed else {})
+
+
+def time_node(plan: Plan, rows: Rows) -> None:
+    """NCCL and torch's fused operators beside ours, where there are GPUs for it; CPU ranks in a rehearsal."""
+    rows.each("node", partial(_time_node, plan))
+
+
+def _time_node(plan: Plan) -> Row:
+    count = 2 if plan.rehearse else torch.cuda.device_count()
+    if count < 2:
+        return {"note": "one GPU: there is no NCCL to compare with"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    command += ["-m", "benchmarks.node", "--scale", "tiny" if plan.rehearse else "quick", "--minutes", "5"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    failed = {"error": done.stderr[-2000:]} if done.returncode else {}
+    return {"ranks": count, "table": done.stdout.splitlines()} | failed
+
+
+def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
+    """Tile sizes: a row for each row of the table that the operator has; the folder gets the table. Raises Later."""
+
+    def say(line: str) -> None:
+        said.append(line)
+        rows.alive()
+
+    said: list[str] = []
+    tuner, spaces = _tuner(plan, operator, rows.until, say)
+    for place in tune.places([operator], tuner, tiny_trials() if plan.rehearse else trials()):
+        if place.fitting:
+            said.clear()
+            rows.each(place.name, partial(_tune, place, tuner, spaces, said))
+            _write_table(plan, operator)
+
+
+def _tuner(
+    plan: Plan, operator: str, until: float, say: Callable[[str], None]
+) -> tuple[Tuner, dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]]]:
+    """And what it tries."""
+    if not plan.rehearse:
+        return tune.tuner_of(plan.device, torch.bfloat16, say, until), SPACES
+    everything = lambda tried, fitting: [""] * len(tried)  # noqa: E731
+    tuner = Tuner(plan.device, torch.bfloat16, everything, _seconds, say, "a rehearsal", until)
+    return tuner, {operator: ({"num_stages": (1, 2)},)}
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = perf_counter()
+    call()
+    return perf_counter() - started
+
+
+def _tune(
+    place: tune.Place, tuner: Tuner, spaces: dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]], said: list[str]
+) -> Row:
+    best = place.best(tuner, spaces)
+    if monotonic() > tuner.deadline:
+        raise Later  # not all was tried
+    row: Row = {"passed": best is not None, "said": list(said)}
+    return row | ({"key": place.key, "best": asdict(best)} if best is not None else {"error": said[-1]})
+
+
+def _write_table(plan: Plan, operator: str) -> None:
+    found = [row for row in read(plan.out) if row["step"] == f"tune: {operator}" and "best" in row]
+    best = {(row["key"][0], row["key"][1], row["key"][2]): Configuration(**row["best"]) for row in found}
+    text = with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
+    (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")

@@ -1,0 +1,149 @@
+"""The first half hour on a GPU: is everything right, how fast is it, what is better.
+
+    python -m benchmarks.first_contact --out FOLDER --minutes 25
+    python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
+    python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
+
+In this order: what the device is; the compiler, on all cores; every operator beside its reference; several ranks in one
+process on streams of their own; several processes on one GPU; training steps; times beside cuBLAS, cuDNN, flash,
+between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; times of further shapes.
+
+Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
+(`benchmarks.apart`). A second call with the same FOLDER goes on where the first one ended. FOLDER/first_contact.json
+sums up: device, versions, commit and command, what has failed, figures, and what is left.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+
+from benchmarks.apart import Row, finished, read, run_steps
+from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
+from benchmarks.figures import FIGURES, figures_table
+from benchmarks.harness import OURS, table, unable
+from tpfuse.profile import cases
+
+GROUPS = (
+    "device",
+    "compile",
+    "operators",
+    "one process",
+    "processes",
+    "verify",
+    "timings",
+    "nodes",
+    "torch.compile",
+    "tune",
+    "more timings",
+)
+TIMINGS = ("timings", "torch.compile", "more timings")
+
+
+def measurements(rows: Sequence[Row]) -> list[Row]:
+    """The rows of benchmarks, as `benchmarks.figures` reads them: each contender's last of a case, and what failed."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in rows:
+        group, _, operator = row["step"].partition(": ")
+        if group not in TIMINGS or "row" not in row:
+            continue
+        for measured in row.get("measurements", ()):
+            found[tuple(measured[key] for key in ("operator", "case", "mode", "contender"))] = measured
+        if "error" in row and "measurements" not in row:
+            wanted = {"operator": operator, "case": row["row"], "asked": group != "more timings", "mode": ""}
+            found[operator, row["row"], "", OURS] = wanted | {"contender": OURS, "error": row["error"]}
+    return list(found.values())
+
+
+def failed(row: Row) -> bool:
+    """Whether something is wrong that the row tells of."""
+    return "error" in row or row.get("passed") is False
+
+
+def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, Any]:
+    """What first_contact.json holds."""
+    rows = read(folder)
+    devices = [row for row in rows if row.get("row") == "device"]
+    ceilings = kept_ceilings(rows)
+    measured = [] if rehearsed else measurements(rows)  # times of the interpreter say nothing
+    counts = {}
+    for name in dict.fromkeys(row["step"] for row in rows):
+        mine = [row for row in rows if row["step"] == name and "row" in row]
+        counts[name] = {"rows": len(mine), "failed": sum(map(failed, mine))}
+    done = finished(folder)
+    return {
+        "device": devices[-1] if devices else None,
+        "rehearsed": rehearsed,
+        "figures": [figure.outcome(measured, ceilings.copy if ceilings else float("nan")) for figure in FIGURES],
+        "steps": counts,
+        "failed": [row for row in rows if failed(row)],
+        "left": [name for name in names if name not in done],
+    }
+
+
+def _line(row: Row) -> str:
+    if row.get("finished"):
+        return f"{row['step']}: finished, {row['seconds']} s"
+    verdict = "FAILED" if failed(row) else row.get("outcome", row.get("note", "ok"))
+    reason = f": {row['error'].strip().splitlines()[-1][:200]}" if row.get("error") else ""
+    seconds = f", {row['seconds']:.1f} s" if "seconds" in row else ""
+    return f"{row['step']} | {row['row']} | {verdict}{seconds}{reason}"
+
+
+def _arguments() -> argparse.Namespace:
+    operators = list(dict.fromkeys([*cases.names(), *TIMED]))
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where rows are kept, and found")
+    parser.add_argument("--minutes", type=float, default=25.0, help="for this call; the next one goes on")
+    parser.add_argument("--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"some of: {', '.join(GROUPS)}")
+    parser.add_argument("--operators", nargs="+", choices=operators, metavar="OPERATOR", help="no others")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted, to see that it works")
+    parser.add_argument("--seed", type=int, default=int(torch.seed() % 2**31), help="default: a new one")
+    found = parser.parse_args()
+    found.operators = found.operators or operators
+    return found
+
+
+def main() -> int:
+    """Exit status 1 where something has failed in this folder, 2 where there is no GPU."""
+    arguments = _arguments()
+    if arguments.rehearse:
+        os.environ["TRITON_INTERPRET"] = "1"  # of the processes
+    elif complaint := unable("benchmarks.first_contact", interpreted=False):
+        print(complaint, file=sys.stderr)
+        return 2
+    deadline = monotonic() + 60 * arguments.minutes
+    plan = Plan(arguments.out.resolve(), arguments.rehearse, arguments.seed, tuple(arguments.operators))
+    by_group = steps(plan)
+    wanted = [step for group in GROUPS if group in (arguments.steps or GROUPS) for step in by_group[group]]
+    names = [step.name for step in wanted]
+
+    def say(row: Row) -> None:
+        print(_line(row), flush=True)
+        if row.get("finished"):
+            keep()
+
+    def keep() -> dict[str, Any]:
+        document = summary(plan.out, names, plan.rehearse)
+        (plan.out / "first_contact.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
+        return document
+
+    left = run_steps(wanted, plan.out, deadline, say)
+    document = keep()
+    rows = measurements(read(plan.out))
+    print("", table(rows) if rows else "nothing was timed", "", figures_table(document["figures"]), "", sep="\n")
+    for row in document["failed"]:
+        print(f"FAILED {row['step']}, {row['row']}:", *row.get("error", "wrong").splitlines(), sep="\n    ")
+    print(f"left for another call: {', '.join(left)}" if left else "nothing is left")
+    print(f"kept in {arguments.out}")
+    return int(bool(document["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

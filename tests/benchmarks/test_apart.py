@@ -1,0 +1,170 @@
+"""Steps in processes of their own: what hangs, dies, raises, is cut off, and what a later run does again."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import apart
+from benchmarks.apart import ALL, Later, Row, Rows, Step, finished, read, run_steps
+from tpfuse.testing import ranks
+from tpfuse.testing.patience import patient
+
+
+@pytest.fixture(autouse=True)
+def _one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server of processes has imported serves the pools of ranks too, which may come later."""
+    monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)
+    ranks.run_apart(nothing)  # it has started
+
+
+def soon(seconds: float = 60.0) -> float:
+    """A deadline."""
+    return time.monotonic() + seconds
+
+
+def made(folder: Path) -> list[str]:
+    """The rows that were really made, in order, again where they were made again."""
+    path = folder / "made.txt"
+    return path.read_text().split() if path.exists() else []
+
+
+def make(folder: Path, name: str, what: Callable[[], object] = lambda: None) -> Row:
+    with (folder / "made.txt").open("a") as file:
+        file.write(f"{name}\n")
+    what()
+    return {"value": name.upper()}
+
+
+def rows_of(whats: dict[str, Callable[[], object]], rows: Rows) -> None:
+    """A step of these rows, each of which does something."""
+    for name, what in whats.items():
+        rows.each(name, partial(make, rows.folder, name, what))
+
+
+def step(name: str, /, patience: float = 60.0, **whats: Callable[[], object]) -> Step:
+    return Step(name, partial(rows_of, whats), patience, least=0.0)
+
+
+def nothing() -> None:
+    pass
+
+
+def fail() -> None:
+    raise KeyError("a message of its own")
+
+
+def hang_with_a_child() -> None:
+    """Whose child is in a session of its own, and would outlive it."""
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    Path(os.environ["TPFUSE_PLACE"], "child.txt").write_text(str(child.pid))
+    time.sleep(1000)
+
+
+def test_what_raises_hangs_or_dies_costs_its_own_row(tmp_path: Path) -> None:
+    first = step("first", a=fail, b=nothing)
+    whats = {"a": nothing, "b": hang_with_a_child, "c": nothing}
+    second = Step("second", partial(rows_of, whats), patient(1.0), environment={"TPFUSE_PLACE": str(tmp_path)})
+    third = step("third", a=partial(signal.raise_signal, signal.SIGSEGV), b=partial(os._exit, 3), c=nothing)
+    fourth = Step("fourth", partial(int, "seven"), least=0.0)  # type: ignore[arg-type]
+    shown: list[Row] = []
+    assert run_steps([first, second, third, fourth], tmp_path, soon(), shown.append) == []
+    assert shown == read(tmp_path)
+    errors = {(row["step"], row["row"]): row.get("error", "") for row in shown if "row" in row}
+    assert [key for key, error in errors.items() if not error] == [
+        ("first", "b"), ("second", "a"), ("second", "c"), ("third", "c")
+    ]  # fmt: skip
+    assert errors["first", "a"].endswith("KeyError: 'a message of its own'") and "in fail" in errors["first", "a"]
+    assert errors["second", "b"].startswith("ended: not done after ")
+    assert errors["third", "a"].endswith("the process ended with SIGSEGV")
+    assert errors["third", "b"].endswith("the process ended with exit status 3")
+    assert errors["fourth", ALL].splitlines()[-1].startswith("TypeError: ")
+    assert finished(tmp_path) == {"first", "second", "third", "fourth"}
+    child = int((tmp_path / "child.txt").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what it started has ended"
+
+
+def wait_for(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+def test_a_run_that_is_cut_off_goes_on_where_it_ended(tmp_path: Path) -> None:
+    """Rows are there before the end of their step; what was under way is made again, and nothing else."""
+    steps = [step("one", a=nothing, b=partial(wait_for, str(tmp_path / "go")), c=nothing), step("two", a=nothing)]
+    shown: list[Row] = []
+    assert run_steps(steps, tmp_path, soon(patient(3.0)), shown.append) == ["one", "two"]
+    assert [row["row"] for row in shown] == ["a"] and read(tmp_path) == shown and shown[0]["value"] == "A"
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"step": "one", "ro')  # as a machine that goes away leaves it
+    (tmp_path / "go").touch()
+    assert run_steps(steps, tmp_path, soon()) == []
+    assert made(tmp_path) == ["a", "b", "b", "c", "a"]
+    names = [(row["step"], row.get("row", "finished")) for row in read(tmp_path)]
+    assert names == [("one", x) for x in ("a", "b", "c", "finished")] + [("two", "a"), ("two", "finished")]
+    before = (tmp_path / "rows.jsonl").read_text()
+    assert run_steps(steps, tmp_path, soon()) == [] and (tmp_path / "rows.jsonl").read_text() == before
+
+
+def slow() -> None:
+    time.sleep(0.3)
+
+
+@pytest.mark.processes
+def test_turns_of_steps_and_those_that_every_run_does_anew(tmp_path: Path) -> None:
+    long = Step("long", partial(rows_of, {"a": slow, "b": slow}), most=0.1, least=0.0)
+    anew = Step("anew", partial(rows_of, {"x": nothing}), least=0.0, again=True)
+    steps = [anew, long, step("short", c=nothing)]
+    assert run_steps(steps, tmp_path, soon()) == []
+    assert made(tmp_path) == ["x", "a", "c", "b"], "a long step has its next turn when all have had one"
+    assert run_steps(steps, tmp_path, soon()) == [] and made(tmp_path)[4:] == ["x"]
+
+
+@pytest.mark.processes
+def test_what_does_not_fit_is_left(tmp_path: Path) -> None:
+    steps = [Step("large", partial(rows_of, {"a": nothing}), least=1000.0), step("small", b=nothing)]
+    assert run_steps(steps, tmp_path, soon()) == ["large"]
+    assert made(tmp_path) == ["b"] and finished(tmp_path) == {"small"}
+
+
+def test_a_row_is_on_the_disk_before_the_next_one_is_begun(tmp_path: Path) -> None:
+    rows = Rows(tmp_path, "step", soon())
+    rows.each("a", lambda: {"value": 1})
+
+    def look() -> Row:
+        assert json.loads((tmp_path / "running.json").read_text()) == {"step": "step", "row": "b"}
+        return {"seen": [row["row"] for row in read(tmp_path)]}
+
+    rows.each("b", look)
+    rows.each("b", fail)  # type: ignore[arg-type]
+    assert [row.get("seen") for row in read(tmp_path)] == [None, ["a"]]
+    late = Rows(tmp_path, "step", soon(-1))
+    late.each("c", dict)
+    with pytest.raises(Later):
+        late.each("d", dict)
+    assert Rows(tmp_path, "step", soon()).done == {"a", "b", "c"} and not Rows(tmp_path, "step", 0.0, again=True).done
+
+
+def test_a_process_without_cuda_makes_no_further_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rows = Rows(tmp_path, "step", soon())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    rows.each("a", fail)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(SystemExit):
+        rows.each("b", broken)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(SystemExit):
+        rows.each("c", fail, fatal=True)  # type: ignore[arg-type]
+    assert [row["row"] for row in read(tmp_path)] == ["a", "b", "c"]

@@ -1,0 +1,185 @@
+"""The first half hour on a GPU, rehearsed: interpreted on a CPU with tiny shapes, it goes the same way."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import apart, bench_adamw, contact_steps, first_contact
+from benchmarks.apart import Row, Rows, Step, read
+from benchmarks.contact_steps import TIMED, Plan, compare_operator, explored, run_ranks, steps, time_operator
+from benchmarks.figures import FIGURES
+from benchmarks.first_contact import GROUPS, measurements
+from benchmarks.harness import OURS, command
+from tpfuse.kernels import all_gather_gemm
+from tpfuse.ops import fused_linear
+from tpfuse.profile import rank_programs
+from tpfuse.testing.explore.fresh_modules import fresh
+from tpfuse.testing.protocol import Fault
+from tpfuse.testing.protocol import replace as replaced
+from tpfuse.testing.tiers import exhaustive
+
+ROOT = Path(__file__).resolve().parents[2]
+FAR = float("inf")
+QUICK = ("layer_norm", "adamw", "sharded_adamw", "cross_entropy")
+
+
+def plan(folder: Path, *operators: str) -> Plan:
+    return Plan(folder, True, 0, operators)
+
+
+@pytest.mark.parametrize("operator", [*QUICK, *exhaustive(*(x for x in TIMED if x not in QUICK))])
+def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) -> None:
+    """The names that figures look for are those that the benchmark writes, torch.compile in a turn of its own."""
+    for group in ("timings", "torch.compile"):
+        time_operator(plan(tmp_path, operator), operator, group, Rows(tmp_path, f"{group}: {operator}", FAR))
+    assert [row for row in read(tmp_path) if not row["passed"]] == []
+    rows = measurements(read(tmp_path))
+    assert [row for row in rows if "median_us" not in row] == []
+    assert {row["operator"] for row in rows} == {operator}
+    assert {row["check"] for row in rows if row["contender"] == OURS} == {"within the bound"}
+    written = {(row["mode"], row["contender"]) for row in rows}
+    for figure in (figure for figure in FIGURES if figure.operator == operator):
+        for contender in (OURS, *figure.peers):
+            if contender not in ("SDPA flash", "SDPA cudnn"):  # which only a GPU has
+                assert (figure.mode, contender) in written, figure.name
+        assert any(figure.case in row["case"] for row in rows), figure.name
+
+
+def test_every_group_has_its_steps_and_names_are_unique(tmp_path: Path) -> None:
+    everything = steps(Plan(tmp_path, False, 0, tuple(dict.fromkeys([*contact_steps.cases.names(), *TIMED]))))
+    assert tuple(everything) == GROUPS
+    names = [step.name for group in everything.values() for step in group]
+    assert len(set(names)) == len(names) > 50
+    assert all(
+        step.name.partition(": ")[0] in (group, "ceilings") for group in everything for step in everything[group]
+    )
+
+
+def inline(step: Step, folder: Path, until: float, deadline: float, shown: Any) -> tuple[int, str]:
+    """In place of a process of its own, which `test_apart` looks at."""
+    step.call(Rows(folder, step.name, until, again=step.again))
+    return 0, ""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["first_contact.py", *arguments])
+    return first_contact.main()
+
+
+def test_a_rehearsal_keeps_rows_and_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Times of the interpreter say nothing about figures. A second call has nothing left to do."""
+    monkeypatch.setattr(apart, "_process", inline)
+    monkeypatch.setattr(contact_steps, "WORLDS", (2,))
+    monkeypatch.setattr(contact_steps, "PROGRAMS", {"all_gather_gemm": rank_programs.PROGRAMS["all_gather_gemm"]})
+    groups = ["device", "operators", "one process", "timings", "tune"]
+    arguments = ["--out", str(tmp_path), "--rehearse", "--steps", *groups, "--operators", "adamw", "gemm"]
+    assert run(monkeypatch, *arguments) == 0
+    said = capsys.readouterr().out
+    assert said.count("not measured yet") == len(FIGURES) and said.endswith(f"nothing is left\nkept in {tmp_path}\n")
+    assert "one process: 2 ranks | all_gather_gemm | ok" in said
+    document = json.loads((tmp_path / "first_contact.json").read_text())
+    assert {"machine", "python", "torch", "triton", "commit", "command", "sources", "date"} <= document["device"].keys()
+    assert document["failed"] == document["left"] == [] and document["rehearsed"]
+    assert list(document["steps"]) == [
+        "device", "operators: adamw", "operators: gemm", "one process: 2 ranks", "ceilings", "timings: gemm",
+        "timings: adamw", "tune: gemm",
+    ]  # fmt: skip
+    assert 'measured = "a rehearsal, ' in (tmp_path / "configurations-gemm.toml").read_text()
+    before = read(tmp_path)
+    assert run(monkeypatch, *arguments) == 0
+    assert {row["step"] for row in read(tmp_path)[len(before) :]} == {"device"}
+
+
+def test_a_failure_is_told_and_is_exit_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (case,) = contact_steps.cases.load("adamw").CASES[:1]
+    wrong = replace(case, name="wrong", function=lambda **inputs: case.function(**inputs) * 1.1)
+    broken = replace(case, name="broken", function=lambda **inputs: inputs["nothing"])
+    monkeypatch.setattr(apart, "_process", inline)
+    for each in (wrong, broken):
+        monkeypatch.setattr(contact_steps.cases.load("adamw"), "CASES", (each,))
+        compare_operator(plan(tmp_path, "adamw"), "adamw", Rows(tmp_path, "operators: adamw", FAR))
+    rows = read(tmp_path)
+    assert [row["passed"] for row in rows] == [False] * 4
+    assert rows[0]["largest"] > rows[0]["bound"] > 0 and rows[2]["error"] == "KeyError: 'nothing'"
+    assert run(monkeypatch, "--out", str(tmp_path), "--rehearse", "--steps", "operators", "--operators", "adamw") == 1
+    said = capsys.readouterr().out
+    assert "FAILED operators: adamw, wrong, bfloat16:\n" in said
+    assert "FAILED operators: adamw, broken, float32:\n    KeyError: 'nothing'\n" in said
+
+
+def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product multiplies what a copier has yet to bring."""
+    kernel = all_gather_gemm.all_gather_gemm_forward_kernel
+    mutant = Fault("no wait", replaced(kernel, "step > 0", by="step < 0")).mutant()
+
+    def broken(name: str, world: int, rounds: int) -> list[list[int]]:
+        with fresh([all_gather_gemm, fused_linear, rank_programs], {mutant.module: mutant.source}) as copies:
+            monkeypatch.setattr(contact_steps, "PROGRAMS", copies[2].PROGRAMS)
+            monkeypatch.setattr(contact_steps, "iterate", copies[2].iterate)
+            return explored(name, world, rounds)
+
+    monkeypatch.setattr(contact_steps, "explored", broken)
+    with pytest.raises(SystemExit):  # the process is not to be trusted any more
+        run_ranks(plan(tmp_path), 2, Rows(tmp_path, "one process: 2 ranks", FAR))
+    (row,) = read(tmp_path)
+    assert row["row"] == "all_gather_gemm" and "RaceError: race on " in row["error"]
+
+
+def test_without_a_gpu_it_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(monkeypatch, "--out", str(tmp_path)) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith("benchmarks.first_contact: error: there is no CUDA GPU here")
+    assert error.count("\n") == 1
+
+
+def test_one_benchmark_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_adamw.py", "--interpreted", "--seed", "7"])
+    assert command("adamw", bench_adamw.cases) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 4 + 1 and json.loads(lines[-1])["seed"] == 7
+    monkeypatch.setattr(sys, "argv", ["bench_adamw.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command("adamw", bench_adamw.cases) == 2
+    assert capsys.readouterr().err.startswith("benchmarks.bench_adamw: error: there is no CUDA GPU here")
+
+
+def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.first_contact", "--out", str(folder), "--rehearse"]
+    done = subprocess.run(
+        [*command, "--minutes", str(minutes)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, json.loads((folder / "first_contact.json").read_text()), done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(1800)
+def test_all_of_it(tmp_path: Path) -> None:
+    """As one would on a GPU, in two calls, the first of which is cut off."""
+    status, document, said = _rehearsed(tmp_path, 1.0)
+    assert status == 0 and document["left"] and f"left for another call: {', '.join(document['left'])}" in said
+    first: list[Row] = read(tmp_path)
+    status, document, said = _rehearsed(tmp_path, 25.0)
+    assert status == 0 and document["left"] == document["failed"] == [], said
+    rows = read(tmp_path)
+    assert rows[: len(first)] == first
+    again = ("device", "compile")
+    names = [(row["step"], row["row"]) for row in rows if "row" in row and row["step"] not in again]
+    assert len(names) == len(set(names)), "nothing is made twice"
+    everything = steps(Plan(tmp_path, True, 0, tuple(dict.fromkeys([*contact_steps.cases.names(), *TIMED]))))
+    assert {row["step"] for row in rows} == {step.name for group in everything.values() for step in group}
