@@ -187,7 +187,7 @@ def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
 
 
 def _run_ranks(plan: Plan, name: str, world: int) -> Row:
-    rounds = 3 if plan.rehearse else ROUNDS
+    rounds = 2 if plan.rehearse else ROUNDS
     different = explored(name, world, rounds) if plan.rehearse else at_once(name, world, plan.device, plan.seed, rounds)
     wrong = {rank: turns[:10] for rank, turns in enumerate(different) if turns}
     return {"passed": not wrong, "world": world, "rounds": rounds, "rounds that differ, by rank": wrong}

@@ -65,6 +65,7 @@ def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pyte
     assert train_each() == [TrainingRun("one rank, torch", failure="RuntimeError: CUBLAS_WORKSPACE_CONFIG")]
 
 
+@PROCESSES
 def test_kernels_are_compared_tuned_and_timed_without_what_the_command_line_needs() -> None:
     """The machines that have GPUs do not always have tyro and tomli_w."""
     program = """
