@@ -250,7 +250,8 @@ def _blame(step: Step, folder: Path, reason: str, log: int) -> None:
         kept = {row.get("row") for row in read(folder) if row["step"] == step.name}
         if running["step"] == step.name and running["row"] not in kept:
             name = running["row"]
-    with (folder / "log.txt").open("rb") as file:
+    printed: list[str] = []
+    with contextlib.suppress(FileNotFoundError), (folder / "log.txt").open("rb") as file:
         file.seek(log)
         printed = file.read().decode(errors="replace").strip().splitlines()[1:]
     append(folder, {"step": step.name, "row": name, "error": "\n".join([*printed[-_TRACEBACK:], reason])})

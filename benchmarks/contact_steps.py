@@ -5,6 +5,7 @@ explorer instead of running side by side, tests that need a GPU skip themselves,
 """
 
 import importlib
+import itertools
 import os
 import random
 import subprocess
@@ -55,6 +56,8 @@ TIMED = {
     "rope": 20,
 }
 _LATE, _LONGEST = 0.2, 1_000_000  # how many rounds of a rank are late, and cycles of a multiprocessor, half a ms
+_AHEAD = 16  # rounds that a thread may be ahead of its stream, whose queue must not fill: launches would wait for it
+_LOADING, _RUNNING = 240.0, 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
             for world in WORLDS
         ],
         "processes": [
-            Step(f"processes: {file}", partial(run_tests, file), 300.0, most=180.0, least=30.0, environment=tests)
+            Step(f"processes: {file}", partial(run_tests, file), 200.0, most=180.0, least=30.0, environment=tests)
             for file in TESTS
         ],
         "verify": [Step("verify", partial(train, plan), 400.0, least=30.0)],
@@ -198,18 +201,22 @@ def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int)
 
     Raises AssertionError where a first one is wrong, PeerTimeout where a rank waits in vain.
     """
-    ranks = OneProcess(world, device, timeout=120.0)
+    ranks = OneProcess(world, device, timeout=_LOADING)
     with ranks.aborted():
         programs = ranks.in_turn(lambda memory: load(memory, name, Sizes()))
     ranks.reset()
-    late = [random.Random(f"{seed} {rank}") for rank in range(world)]
-
-    def delay(rank: int) -> None:
-        if late[rank].random() < _LATE:
-            torch.cuda._sleep(int(late[rank].random() * _LONGEST))  # type: ignore[no-untyped-call]
+    ranks.timeout = _RUNNING
 
     def run(memory: OneProcessMemory) -> list[int]:
-        return iterate(memory, programs[memory.rank], rounds, partial(delay, memory.rank))
+        late, turns = random.Random(f"{seed} {memory.rank}"), itertools.count(1)
+
+        def delay() -> None:
+            if next(turns) % _AHEAD == 0:
+                torch.cuda.current_stream(device).synchronize()
+            if late.random() < _LATE:
+                torch.cuda._sleep(int(late.random() * _LONGEST))  # type: ignore[no-untyped-call]
+
+        return iterate(memory, programs[memory.rank], rounds, delay)
 
     return ranks.at_once(run)
 
@@ -303,6 +310,7 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     kept = read(plan.out)
     stage = new_stage(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
     stage.compiler = group != "timings"
+    stage.seconds /= 3 if group == "more timings" else 1
     scale: Scale = "tiny" if plan.rehearse else "all"
     left_out = {row["row"] for row in kept if row["step"] == f"timings: {operator}" and row.get("left out")}
     found: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)

@@ -28,6 +28,7 @@ from benchmarks.apart import Row, finished, read, run_steps
 from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
 from benchmarks.harness import OURS, table, unable
+from tpfuse.kernels.launch import interpreter_problem
 from tpfuse.profile import cases
 
 GROUPS = (
@@ -113,9 +114,13 @@ def _arguments() -> argparse.Namespace:
 def main() -> int:
     """Exit status 1 where something has failed in this folder, 2 where there is no GPU."""
     arguments = _arguments()
+    complaint: str | None
     if arguments.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # of the processes
-    elif complaint := unable("benchmarks.first_contact", interpreted=False):
+        complaint = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
+    else:
+        complaint = unable("benchmarks.first_contact", interpreted=False)
+    if complaint:
         print(complaint, file=sys.stderr)
         return 2
     deadline = monotonic() + 60 * arguments.minutes

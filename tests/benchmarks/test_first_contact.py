@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +20,14 @@ from benchmarks.contact_steps import TIMED, Plan, compare_operator, explored, ru
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import GROUPS, measurements
 from benchmarks.harness import OURS, command
+from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import all_gather_gemm
 from tpfuse.ops import fused_linear
 from tpfuse.profile import rank_programs
+from tpfuse.profile.rank_programs import Sizes
+from tpfuse.testing import ranks
 from tpfuse.testing.explore.fresh_modules import fresh
+from tpfuse.testing.patience import patient
 from tpfuse.testing.protocol import Fault
 from tpfuse.testing.protocol import replace as replaced
 from tpfuse.testing.tiers import exhaustive
@@ -133,6 +140,71 @@ def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run_ranks(plan(tmp_path), 2, Rows(tmp_path, "one process: 2 ranks", FAR))
     (row,) = read(tmp_path)
     assert row["row"] == "all_gather_gemm" and "numbers are wrong" in row["error"]
+
+
+class Neighbours:
+    """Each rank reads its left neighbour's number, on a CPU and without a kernel; wrong at rank 1's `wrong` rounds."""
+
+    def __init__(self, memory: SymmetricMemory, sizes: Sizes, wrong: tuple[int, ...]) -> None:
+        self.memory, self.wrong, self.round = memory, wrong, 0
+        self.x, self.flags = memory.buffer("x", (2,), torch.int64), memory.signals("flags", 1)
+
+    def run(self, variant: int) -> dict[str, torch.Tensor]:
+        self.round += 1
+        left, right = (self.memory.rank - 1) % self.memory.world, (self.memory.rank + 1) % self.memory.world
+        half = self.round % 2
+        self.x.local[half] = 10 * variant + self.memory.rank
+        self.memory.put(self.flags, right, 0, self.round)
+        self.memory.wait(self.flags, self.memory.rank, 0, self.round, peer=left, op="neighbour")
+        if self.memory.rank == 1 and self.round in self.wrong:
+            return {"out": torch.tensor(-1)}
+        return {"out": self.x.peers[left][half].clone()}
+
+    def check(self, variant: int, found: dict[str, torch.Tensor]) -> None:
+        assert int(found["out"]) == 10 * variant + (self.memory.rank - 1) % self.memory.world
+
+
+def test_ranks_at_once_are_late_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose streams and delays are replaced. All are loaded first, in turn and without waiting."""
+    slept: list[int] = []
+    synchronized: list[int] = []
+    stream = SimpleNamespace(synchronize=lambda: synchronized.append(1))
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for wrong in ((), (3 + 3 + 5, 3 + 3 + 40)):  # behind the rounds of loading, and the first of each set of inputs
+        monkeypatch.setitem(rank_programs.PROGRAMS, "neighbours", partial(Neighbours, wrong=wrong))
+        found = contact_steps.at_once("neighbours", 2, torch.device("cpu"), seed=1, rounds=40)
+        assert found == ([[], []] if not wrong else [[], [4, 39]])
+    assert 2 * 2 * 40 * 0.1 < len(slept) < 2 * 2 * 40 * 0.3 and max(slept) <= contact_steps._LONGEST
+    assert len(synchronized) == 2 * 2 * (40 // contact_steps._AHEAD)
+
+
+TESTS = """
+import os, time, pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "a message of its own"
+@pytest.mark.skipif(True, reason="needs two GPUs")
+def test_two(): pass
+def test_hangs(): time.sleep(1000)
+def test_dies(): os._exit(3)
+def test_last(): pass
+"""
+
+
+@pytest.mark.processes
+def test_each_test_of_several_processes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)  # the server of processes is that of the pools
+    file = tmp_path / "test_toys.py"
+    file.write_text(TESTS)
+    step = Step("processes: toys", partial(contact_steps.run_tests, str(file)), patience=patient(5.0))
+    assert apart.run_steps([step], tmp_path, time.monotonic() + 300) == []
+    rows = {row["row"].rpartition("::")[2]: row for row in read(tmp_path) if "row" in row}
+    assert list(rows) == ["test_right", "test_wrong", "test_two", "test_hangs", "test_dies", "test_last"]
+    assert [row.get("outcome") for row in rows.values()] == ["passed", "failed", "skipped", None, None, "passed"]
+    assert "a message of its own" in rows["test_wrong"]["error"] and "needs two GPUs" in rows["test_two"]["why"]
+    assert "ended: not done after" in rows["test_hangs"]["error"] and "exit status 3" in rows["test_dies"]["error"]
+    assert [first_contact.failed(row) for row in rows.values()] == [False, True, False, True, True, False]
 
 
 def test_without_a_gpu_it_is_one_line(

@@ -244,3 +244,25 @@ def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     found = dict(compile_jobs(jobs))
     assert [found[index].num_stages for index in range(3)] == [1, 2, 3]
     assert {result.error for result in found.values()} == {"the compiler ended with exit status 3"}
+
+
+@pytest.mark.compile
+def test_the_cache_is_filled_without_a_look_at_what_kernels_take(tmp_path: Path) -> None:
+    """For which ptxas and other tools would run a second time."""
+    program = """
+import sys
+from tpfuse.profile import compilation, resources
+
+def never(*arguments):
+    raise AssertionError("examined")
+
+resources.examine = never
+done = []
+report = compilation.warm_cache(["dropout"], ["sm_90"], ["bfloat16"], done.append)
+assert done == report.compilations != [] and not any(result.error for result in done), done
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("*/*.cubin"))

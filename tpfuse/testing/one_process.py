@@ -56,6 +56,7 @@ class OneProcess:
         self._streams = [torch.cuda.Stream(device) for _ in range(world)] if self.calls else []  # type: ignore[no-untyped-call]
         self.resident_programs = None
         if self.calls and shared:
+            torch.cuda.empty_cache()
             for rank in range(world):
                 self._reserve(rank)
             processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -244,13 +245,13 @@ class OneProcessMemory(SymmetricMemory):
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """On a GPU in stream order."""
+        """On a GPU in stream order. Ends early where the rank's abort word is set."""
         flags.check_signal(owner, index)
         word = flags.peers[owner][index : index + 1]
         if self._ranks.calls:
             self._ranks.calls.wait_for_word(word, value, self.abort)
             return
-        while wrapped(int(word) - value) < 0:
+        while wrapped(int(word) - value) < 0 and not int(self.abort):
             self._check(op)
             sleep(1e-4)
 
