@@ -252,8 +252,8 @@ class OneProcessMemory(SymmetricMemory):
             self._ranks.calls.wait_for_word(word, value, self.abort)
             return
         while wrapped(int(word) - value) < 0 and not int(self.abort):
-            self._check(op)
             sleep(1e-4)
+        self._check(op)
 
     def barrier(self, op: str = "barrier") -> None:
         """Until every rank has come here, and its stream is through."""
