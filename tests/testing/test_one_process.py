@@ -64,7 +64,7 @@ def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time
         collectives.all_gather(torch.arange(4), out)
         return out
 
-    ranks = OneProcess(3, CPU, timeout=0.5)
+    ranks = OneProcess(3, CPU)
     with ranks.aborted():
         collectives = ranks.alone(1, LaunchedCollectives)
     for epoch in (0, 2**31 - 2):
@@ -74,7 +74,8 @@ def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time
         for _ in range(3):
             assert ranks.alone(1, program)[1].tolist() == [0, 1, 2, 3]
     ranks.reset()
-    with pytest.raises(PeerTimeout, match=r"rank 1 waited 0\.5 s"):
+    ranks.timeout = 0.5
+    with pytest.raises(PeerTimeout, match="rank 1 waited"):
         ranks.alone(1, program)
 
 
