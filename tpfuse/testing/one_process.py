@@ -33,6 +33,7 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapp
 Result = TypeVar("Result")
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+_FROM_PEERS = ("flags", "ready, stamp")  # of a channel's signals: those that other ranks give
 _FREE = 4  # multiprocessors for what is launched beside the grids that wait: copies, sums, delays
 _LARGE, _SMALL = 2**31, [2**19] * 32  # bytes that a rank finds ready: one block, and pieces of the pool of small ones
 _GRACE = 10.0  # seconds that ranks have to end in once they are told to
@@ -128,13 +129,14 @@ class OneProcess:
         self.late = False
 
     def signal_ahead(self, rank: int, launches: int = 1000) -> None:
-        """Sets the flags of a rank in every channel that it has, so that its next `launches` launches find all signals.
+        """Sets what peers signal to a rank in every channel that it has, for its next `launches` launches.
 
         In stream order.
         """
-        for name, parts in self._parts.items():
-            if name.endswith(": flags"):
-                state = self._parts[f"{name.removesuffix(': flags')}: state"][rank]
+        for key, parts in self._parts.items():
+            name, _, kind = key.rpartition(": ")
+            if kind in _FROM_PEERS:
+                state = self._parts[f"{name}: state"][rank]
                 parts[rank].copy_((state[:1] + launches).expand_as(parts[rank]))
 
     def abort(self) -> None:
