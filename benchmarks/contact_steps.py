@@ -204,7 +204,6 @@ def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int)
     ranks = OneProcess(world, device, timeout=_LOADING)
     with ranks.aborted():
         programs = ranks.in_turn(lambda memory: load(memory, name, Sizes()))
-    ranks.reset()
     ranks.timeout = _RUNNING
 
     def run(memory: OneProcessMemory) -> list[int]:

@@ -47,6 +47,8 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
     for group in ("timings", "torch.compile"):
         time_operator(plan(tmp_path, operator), operator, group, Rows(tmp_path, f"{group}: {operator}", FAR))
     assert [row for row in read(tmp_path) if not row["passed"]] == []
+    first = [x for row in read(tmp_path) if row["step"].startswith("timings") for x in row["measurements"]]
+    assert first and not any("torch.compile" in x["contender"] for x in first)
     rows = measurements(read(tmp_path))
     assert [row for row in rows if "median_us" not in row] == []
     assert {row["operator"] for row in rows} == {operator}

@@ -31,7 +31,6 @@ def profile(name: str, world: int, rank: int, sizes: Sizes, device: torch.device
     ranks = OneProcess(world, device, timeout, shared=False)
     with ranks.aborted():
         program = ranks.alone(rank, lambda memory: load(memory, name, sizes))
-    ranks.reset()
     ranks.signal_ahead(rank)
     ranks.alone(rank, lambda memory: _marked(program, memory))
 

@@ -3,7 +3,6 @@
     ranks = OneProcess(4, torch.device("cuda", 0))
     with ranks.aborted():
         ranks.in_turn(program)  # nothing waits, and nothing is done: kernels are compiled and loaded, buffers made
-    ranks.reset()
     ranks.at_once(program)      # program(memory) on every rank
 
 On a GPU each rank has a thread and a stream of its own; processes that share a GPU take turns instead. Buffers are
