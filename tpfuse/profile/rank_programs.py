@@ -6,10 +6,10 @@ make products and sums exact, whatever their order. Where results are rounded, t
 and later ones with the first, to the bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class Program(Protocol):
 class _Exact:
     """A program whose results are equal to the expected ones to the bit. rounds: (what runs, what it gives)."""
 
-    def __init__(self, rounds: list[tuple[Callable[[], Tensors], Tensors]]) -> None:
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Tensors]]) -> None:
         self._rounds = rounds
 
     def run(self, variant: int) -> Tensors:
@@ -150,7 +150,7 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
 class _Rounded:
     """A program whose first results are compared with float64. rounds: (what runs, what checks)."""
 
-    def __init__(self, rounds: list[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
         self._rounds = rounds
 
     def run(self, variant: int) -> Tensors:
@@ -186,7 +186,7 @@ def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: 
     """The log-sum-exp is rounded between forward and backward, which is a relative error of the probabilities."""
     with torch.enable_grad():
         yardstick = Yardstick(lambda **x: reference.attention(**x)[0], inputs, grad)
-    lse = reference.attention(**{name: x.double() for name, x in inputs.items()})[1]
+    lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
     rounding = lse.abs().max().item() * torch.finfo(torch.float32).eps
     for name, x in found.items():
         plain, truth = (layout.shard(y[name], rank, 2) for y in (yardstick.plain, yardstick.truth))
@@ -194,7 +194,7 @@ def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: 
         check_error(name, x.to(plain.dtype), plain, truth, bound)
 
 
-_RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEP, _LR = 3, 1e-3
 
 
@@ -204,7 +204,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
     own, device = slice(start, start + sizes.shard), memory.device
     _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
     values, gradients = (memory.buffer(f"sharded_adamw: {x}", (size,), sizes.dtype) for x in ("values", "gradients"))
-    scalars = {"lr": torch.full((1,), _LR, device=device), "step": torch.full((1,), float(_STEP), device=device)}
+    lr, step = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP))
     squares = torch.zeros(endpoint.programs, device=device)
     rounds = []
     for seed in range(VARIANTS):
@@ -212,7 +212,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
         every = [normal(10 + 7 * seed + rank, size, dtype=sizes.dtype).to(device) for rank in range(memory.world)]
 
         def run(first: Tensor = first, mine: Tensor = every[memory.rank]) -> Tensors:
-            found = {}
+            found: Tensors = {}
             for summed in (False, True):
                 values.local.copy_(first)
                 gradients.local.copy_(mine)
@@ -220,13 +220,14 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
                 if summed:
                     shard_sum(gradients.local, gradients.addresses, sums, squares, start, endpoint)
                 master = first[own].float()
-                state = torch.zeros_like(master), torch.zeros_like(master)
+                mean, square = torch.zeros_like(master), torch.zeros_like(master)
+                sent, addresses = (sums, None) if summed else (gradients.local, gradients.addresses)
+                kept = None if sizes.dtype == torch.float32 else master
                 sharded_adamw_(
-                    values.local, values.addresses, sums if summed else gradients.local,
-                    None if summed else gradients.addresses, None if sizes.dtype == torch.float32 else master, *state,
-                    start=start, border=sizes.shard // 2, **_RATES, **scalars, clip=None, endpoint=endpoint,
+                    values.local, values.addresses, sent, addresses, kept, mean, square,
+                    start=start, border=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
                 )  # fmt: skip
-                found |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": state[1]}
+                found |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
             return found
 
         rounds.append((run, partial(_check_adamw, world=memory.world, rank=memory.rank, first=first, every=every)))
@@ -242,7 +243,7 @@ def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: li
             parts.append(
                 reference.sharded_adamw(
                     parameter, gradients, zero, zero, border=border, clip=1.0, lr=_LR, step=_STEP, **_RATES
-                )  # type: ignore[misc]
+                )
             )
         return torch.cat([part[0] for part in parts]), parts[rank][2]
 
