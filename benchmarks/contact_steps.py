@@ -17,7 +17,6 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks.apart import Later, Row, Rows, Step, read
@@ -233,46 +232,14 @@ def explored(name: str, world: int, rounds: int) -> list[list[int]]:
     return [found[rank] for rank in range(world)]
 
 
-class _Reported:
-    """pytest's side of a step: a row for each test, and the end of its time."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._found: Row = {}
-        self.later = False
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self._rows.done]
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        try:
-            self._rows.begin(item.nodeid)
-        except Later:
-            self.later = True
-            pytest.exit("no time left")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "setup":
-            self._found = {"outcome": "passed", "passed": True, "seconds": 0.0}
-        self._found["seconds"] += report.duration
-        if report.outcome == "skipped":
-            self._found |= {"outcome": "skipped", "why": str(report.longrepr)[-300:]}
-        elif report.outcome == "failed":
-            text = "\n".join(report.longreprtext.splitlines()[-12:])
-            self._found |= {"outcome": "failed", "passed": False, "error": text}
-        if report.when == "teardown":
-            self._rows.write(report.nodeid, self._found)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._rows.write(report.nodeid, {"error": "\n".join(report.longreprtext.splitlines()[-12:])})
-
-
 def run_tests(file: str, rows: Rows) -> None:
     """The tests of ranks on a GPU, each its own process. Raises Later."""
+    import pytest  # which no other step needs
+
+    from benchmarks.tests_as_rows import Reported
+
     os.chdir(ROOT)
-    reported = _Reported(rows)
+    reported = Reported(rows)
     pytest.main([file, "-m", "gpu", "-p", "no:cacheprovider", "--no-header"], plugins=[reported])
     if reported.later:
         raise Later
