@@ -68,7 +68,7 @@ class Rows:
         except Exception as error:
             found = {"error": ending(error)}
         self.write(name, {"seconds": round(monotonic() - started, 3)} | found)
-        if "error" in found and (fatal or _cuda_is_broken()):
+        if ("error" in found and fatal) or _cuda_is_broken():
             raise SystemExit(_RESTART)
 
     def begin(self, name: str) -> None:
@@ -109,23 +109,24 @@ class Step:
 
 def append(folder: Path, row: Row) -> None:
     """A line of rows.jsonl, on the disk when this returns."""
-    with (folder / "rows.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, default=str) + "\n")
+    with (folder / "rows.jsonl").open("ab") as file:
+        file.write(f"{json.dumps(row, default=str)}\n".encode())
         file.flush()
         os.fsync(file.fileno())
 
 
 def read(folder: Path) -> list[Row]:
-    """All rows; a last line that was cut off counts as none, and is ended so that others may follow."""
+    """All rows; a last line that is not whole is being written, or was cut off, and counts as none."""
     path = folder / "rows.jsonl"
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        whole = data.rfind(b"\n") + 1
-        os.truncate(path, whole)
-        data = data[:whole]
-    return [json.loads(line) for line in data.decode().splitlines()]
+    data = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+
+def _mend(folder: Path) -> None:
+    """Drops a last line that was cut off; while no process writes."""
+    path = folder / "rows.jsonl"
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def finished(folder: Path) -> set[str]:
@@ -160,6 +161,7 @@ def run_steps(
     say: is shown every row as soon as it is there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _mend(folder)
     known, shown = finished(folder), _Shown(folder, say)
     waiting = [step for step in steps if step.again or step.name not in known]
     moved = True
@@ -220,6 +222,7 @@ def _process(step: Step, folder: Path, until: float, deadline: float, shown: _Sh
             break
     _end(process.pid)
     process.join()
+    _mend(folder)
     assert process.exitcode is not None
     return process.exitcode, reason
 

@@ -83,11 +83,6 @@ class Plan:
         """The operators whose kernels are meant."""
         return [name for name in cases.names() if name in self.operators]
 
-    @property
-    def timed(self) -> list[str]:
-        """The benchmarks that are meant."""
-        return [name for name in TIMED if name in self.operators]
-
 
 def steps(plan: Plan) -> dict[str, list[Step]]:
     """All of them by group, in order."""
@@ -130,7 +125,8 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
 
 def tell_device(plan: Plan, rows: Rows) -> None:
     """Where, when and with what; what the machine can do."""
-    rows.each("device", lambda: kernel_provenance() | {"machine can": [asdict(finding) for finding in probe()]})
+    more = {"seed": plan.seed}
+    rows.each("device", lambda: kernel_provenance() | more | {"machine can": [asdict(x) for x in probe()]})
 
 
 def fill_cache(plan: Plan, rows: Rows) -> None:

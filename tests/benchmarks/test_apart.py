@@ -146,11 +146,19 @@ def test_a_row_is_on_the_disk_before_the_next_one_is_begun(tmp_path: Path) -> No
     rows.each("b", look)
     rows.each("b", fail)  # type: ignore[arg-type]
     assert [row.get("seen") for row in read(tmp_path)] == [None, ["a"]]
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"step": "step"')
+        file.flush()
+        assert len(read(tmp_path)) == 2, "what is being written is no row yet"
+        file.write(', "row": "x"}\n')
+    assert read(tmp_path)[2] == {"step": "step", "row": "x"}
     late = Rows(tmp_path, "step", soon(-1))
     late.each("c", dict)
     with pytest.raises(Later):
         late.each("d", dict)
-    assert Rows(tmp_path, "step", soon()).done == {"a", "b", "c"} and not Rows(tmp_path, "step", 0.0, again=True).done
+    assert (
+        Rows(tmp_path, "step", soon()).done == {"a", "b", "c", "x"} and not Rows(tmp_path, "step", 0.0, again=True).done
+    )
 
 
 def test_a_process_without_cuda_makes_no_further_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +171,7 @@ def test_a_process_without_cuda_makes_no_further_row(tmp_path: Path, monkeypatch
     rows.each("a", fail)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(SystemExit):
-        rows.each("b", broken)  # type: ignore[arg-type]
+        rows.each("b", dict)  # in which something else has failed
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with pytest.raises(SystemExit):
         rows.each("c", fail, fatal=True)  # type: ignore[arg-type]
