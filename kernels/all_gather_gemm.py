@@ -216,6 +216,7 @@ def all_gather_gemm_forward(
     keep_preactivation: bool = False,
     keep_own: bool = False,
     copied: bool = False,
+    other_tiles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
 
@@ -227,13 +228,13 @@ def all_gather_gemm_forward(
     each rank (8 are enough). Both are this rank's alone, and nobody else touches ready.
 
     copied: as `engine_gather` has it, copy engines of the other ranks write to gathered and then to ready: no program
-    copies, and one multiprocessor is left free for the launch in front of the copies.
+    copies, and one multiprocessor is left free for the launch in front of the copies. other_tiles: as in `choose`.
 
     Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
     ValueError for other shapes, dtypes, devices or names of activations, where x is more than a slot holds, where flags
     are too few, and for a channel of one program, which cannot both copy and multiply.
     """
-    plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied)
+    plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied, other_tiles)
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
     preactivation = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device) if keep_preactivation else None
     plan.product.run(
@@ -269,6 +270,7 @@ def _plan(
     activation: str | None,
     keep_own: bool,
     copied: bool,
+    other_tiles: bool,
 ) -> _Plan:
     operator = "all_gather_gemm"
     m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
@@ -280,7 +282,7 @@ def _plan(
     row = choose(
         operator, x.device, x.dtype,
         M=m, N=width, K=k, chunks=endpoint.world, programs=max(endpoint.programs - 1, 1),
-        gated=int(up is not None), unaligned=int(not aligned),
+        gated=int(up is not None), unaligned=int(not aligned), other_tiles=other_tiles,
     )  # fmt: skip
     tiles = endpoint.world * cdiv(m, row.blocks["BLOCK_M"]) * cdiv(width, row.blocks["BLOCK_N"])
     copiers = 0 if copied else _copiers(operator, row, x, ready, endpoint)

@@ -41,13 +41,17 @@ class Configuration:
         """What a row is for; no two rows of a table have the same."""
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
-    def fits(self, bits: int, sizes: Mapping[str, int]) -> bool:
-        """Whether the row is for elements of `bits` bits and these sizes."""
+    def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
+        """Whether the row is for elements of `bits` bits and these sizes; busy: and within its limit of idle time."""
         if bits != self.bits:
             return False
-        return all(
-            (self.idle(sizes) if name == "idle" else sizes[name]) <= limit for name, limit in self.at_most.items()
-        )
+        limits = {name: limit for name, limit in self.at_most.items() if busy or name != "idle"}
+        return all((self.idle(sizes) if name == "idle" else sizes[name]) <= limit for name, limit in limits.items())
+
+    @property
+    def tile(self) -> tuple[object, ...]:
+        """The shape of its tiles of the result, and whether they come by TMA."""
+        return tuple(self.blocks.get(name) for name in ("BLOCK_M", "BLOCK_N", "TMA"))
 
     def idle(self, sizes: Mapping[str, int]) -> float:
         """Percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave unused."""
@@ -107,10 +111,19 @@ def _first_that_fits(operator: str, name: str, bits: int, sizes: tuple[tuple[str
     raise AssertionError(f"configurations.toml has no row of {operator} for {name}, {bits} bits, {dict(sizes)}")
 
 
+@functools.lru_cache(4096)
+def _with_other_tiles(operator: str, name: str, bits: int, sizes: tuple[tuple[str, int], ...]) -> Configuration:
+    """The first row that fits, whatever its idle time, with other tiles than `_first_that_fits`; else that."""
+    first = _first_that_fits(operator, name, bits, sizes)
+    fitting = (row for row in _rows(operator, name) if row.fits(bits, dict(sizes), busy=False))
+    return next((row for row in fitting if row.tile != first.tile and row.tile[2] == first.tile[2]), first)
+
+
 def forget() -> None:
     """Makes `choose` read the table anew, after it was written."""
     _rows.cache_clear()
     _first_that_fits.cache_clear()
+    _with_other_tiles.cache_clear()
     forget_plans()
 
 
@@ -121,10 +134,14 @@ def _instead_of(row: Configuration) -> Configuration:
     return _overriding[row.place]
 
 
-def choose(operator: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Configuration:
+def choose(
+    operator: str, device: torch.device, dtype: torch.dtype, *, other_tiles: bool = False, **sizes: int
+) -> Configuration:
     """The configuration of `operator` for tensors of `dtype` on `device` with these sizes.
 
-    Raises ValueError where Triton cannot run on the device.
+    other_tiles: the second best by the table, with tiles of another shape, for measurements on the machine at hand; the
+    best where there is no other. Raises ValueError where Triton cannot run on the device.
     """
-    row = _first_that_fits(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
+    find = _with_other_tiles if other_tiles else _first_that_fits
+    row = find(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
     return _instead_of(row) if _overriding else row

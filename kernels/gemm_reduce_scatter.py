@@ -172,19 +172,26 @@ def gemm_reduce_scatter_forward_kernel(
 
 
 def gemm_reduce_scatter_forward(
-    x: Tensor, weight: Tensor, endpoint: Endpoint, *, bias: Tensor | None = None, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    endpoint: Endpoint,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    other_tiles: bool = False,
 ) -> Tensor:
     """This rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all ranks have called this; in stream order.
 
     x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows, of which it
     has min(c, M - rank c) or none, c = cdiv(M, world). All of one dtype of float32, float16, bfloat16, any strides, any
-    size from 0 up. All ranks bring the same M, N and dtype; K may be each rank's own.
+    size from 0 up. other_tiles: as in `choose`. All ranks bring the same M, N, dtype and other_tiles; K may be each
+    rank's own.
 
     Returns [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raises
     ValueError for other shapes, dtypes or devices, where world c rows of N are more than a slot holds, and where the
     channel has too few flags.
     """
-    plan = _plan(x, weight, endpoint, bias, residual)
+    plan = _plan(x, weight, endpoint, bias, residual, other_tiles)
     out = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device)
     plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=bias, residual_ptr=residual, out_ptr=out)
     return out
@@ -199,7 +206,9 @@ class _Plan(NamedTuple):
 
 
 @planned
-def _plan(x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, residual: Tensor | None) -> _Plan:
+def _plan(
+    x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, residual: Tensor | None, other_tiles: bool
+) -> _Plan:
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
@@ -208,7 +217,7 @@ def _plan(x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, re
     m, k, n = _check(operator, x, weight, endpoint, bias, residual, rows)
     k_adjacent, weight_aligned = weight_layout(weight, None)
     aligned = weight_aligned and allows_tma(x)
-    blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned)
+    blocks, num_warps, num_stages = _configuration(operator, x, n, chunk, endpoint, aligned, other_tiles)
     tiles = endpoint.world * cdiv(chunk, blocks["BLOCK_M"]) * cdiv(n, blocks["BLOCK_N"])
     (programs,) = endpoint.grid(operator, endpoint.world * chunk * n * x.element_size(), tiles)
     arguments = {
@@ -232,11 +241,11 @@ def _plan(x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, re
 
 
 def _configuration(
-    operator: str, x: Tensor, n: int, chunk: int, endpoint: Endpoint, aligned: bool
+    operator: str, x: Tensor, n: int, chunk: int, endpoint: Endpoint, aligned: bool, other_tiles: bool
 ) -> tuple[dict[str, Any], int, int]:
     """(blocks, num_warps, num_stages); tiles are those of aligned tensors, since all ranks must have the same ones."""
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
-    shared = choose(operator, x.device, x.dtype, **sizes, unaligned=0)
+    shared = choose(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
     row = shared if aligned else choose(operator, x.device, x.dtype, **sizes, unaligned=1)
     tile = {name: shared.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M", "EPILOGUE_PARTS")}
     blocks = dict(row.blocks) | tile | {"TMA": aligned and row.blocks["TMA"]}

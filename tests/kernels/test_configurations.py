@@ -36,6 +36,22 @@ def test_the_first_row_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             choose("toy", meta, torch.float32, M=1)
 
 
+@pytest.mark.parametrize(
+    ("operator", "n", "width", "other"),
+    [("all_gather_gemm", 4096, 256, 128), ("all_gather_gemm", 1280, 128, 256), ("gemm_reduce_scatter", 8192, 256, 128)],
+)
+def test_the_second_best_has_tiles_of_another_shape(operator: str, n: int, width: int, other: int) -> None:
+    """For 8192 tokens on 8 ranks of 132 multiprocessors, of which one is left to copies."""
+    sizes = {"M": 1024, "N": n, "K": 8192, "chunks": 8, "programs": 131, "gated": 0, "unaligned": 0}
+    with recording("sm_90"):
+        rows = [
+            choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=flag, **sizes) for flag in (False, True)
+        ]
+        assert [row.blocks["BLOCK_N"] for row in rows] == [width, other]
+        sizes["unaligned"] = 1  # of which there is one
+        assert choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=True, **sizes).blocks["TMA"] is False
+
+
 def test_a_row_with_a_key_too_many_is_named(tmp_path: Path) -> None:
     path = tmp_path / "table.toml"
     path.write_text(TEXT + "colour = 3\n")

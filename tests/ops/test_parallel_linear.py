@@ -22,7 +22,7 @@ from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernel_choice import kernels
-from tpfuse.kernels import reference
+from tpfuse.kernels import configurations, reference
 from tpfuse.ops import parallel_linear as parallel_linear_module
 from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collective_linear import CollectiveLinear
@@ -31,7 +31,7 @@ from tpfuse.ops.engine_gather import EngineGather
 from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.ops.parallel_linear import COPIERS, ENGINES, ParallelLinear, parallel_linear
+from tpfuse.ops.parallel_linear import FUSED, ParallelLinear, parallel_linear
 from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
@@ -109,36 +109,44 @@ def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: P
     assert found == [([taken], [kind.__name__], True, 5)] * 2
 
 
-def _by_engines(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
+def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
     """What is decided where one candidate is timed to be the fastest, and whether the results are right.
 
-    Between them, how many gathers copy engines made until the first result, and for the second one.
+    Between them, for the call after the measurement: how many gathers copy engines made, and how many launches asked
+    for other tiles.
     """
-    group, sent = dist.new_group(), []
-    x, weight = integers(1, len(wanted) % 7 + 2, K), integers(2, N, K)
-    send = EngineGather.send
+    group, sent, tiles = dist.new_group(), [], []
+    x, weight = integers(1, len(wanted), K), integers(2, N, K)
+    send, find = EngineGather.send, configurations._with_other_tiles
 
     def recorded(*args: Any, **options: Any) -> None:
         sent.append(args)
         send(*args, **options)
 
+    def found_tiles(*key: Any) -> Any:
+        tiles.append(key)
+        return find(*key)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", COPIERS, ENGINES))
+        patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", *FUSED))
+        patch.setattr(configurations, "_with_other_tiles", found_tiles)
         patch.setattr(EngineGather, "send", recorded)
         patch.setattr(measurement, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
         with measuring(20, file=Path(file)) as found, torch.no_grad():
             measured = all_gather_linear(x, weight, None, group)
-            before = len(sent)
+            sent.clear(), tiles.clear()
             again = all_gather_linear(x, weight, None, group)
     same = torch.equal(measured, again) and torch.equal(again, torch.cat([x] * group.size()) @ weight.t())
-    return [decision.taken for decision in found.decisions.values()], before, len(sent) - before, same
+    return [decision.taken for decision in found.decisions.values()], len(sent), len(tiles), same
 
 
-@pytest.mark.parametrize("wanted", [COPIERS, ENGINES])
-def test_programs_or_copy_engines_bring_shards_as_measured(tmp_path: Path, wanted: str) -> None:
-    engines = wanted == ENGINES
-    found = pool(2).run(_by_engines, wanted, str(tmp_path / "decisions.json"))
-    assert found == [([wanted], 1 + engines, int(engines), True)] * 2
+@pytest.mark.parametrize(
+    "wanted",
+    ["fused with copiers, other tiles", "fused with copy engines", *exhaustive("fused with copiers")],
+)
+def test_fused_products_are_computed_in_the_way_that_was_measured(tmp_path: Path, wanted: str) -> None:
+    found = pool(2).run(_fused_ways, wanted, str(tmp_path / "decisions.json"))
+    assert found == [([wanted], int("engines" in wanted), int("tiles" in wanted), True)] * 2
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])

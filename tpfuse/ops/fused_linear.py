@@ -68,14 +68,18 @@ class FusedLinear:
         """Collective. engine_bytes: of a shard, from which on copy engines bring it; by default on GPUs alone."""
         self.memory = memory
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
+        self._other_tiles = False
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._engine_gathers: dict[int, EngineGather] = {}
 
-    def copied_by(self, engines: bool) -> "FusedLinear":
-        """The same products, for which copy engines bring all shards, or programs do; they share what they keep."""
+    def variant(self, *, engines: bool, other_tiles: bool) -> "FusedLinear":
+        """The same products for a measurement to compare; they share what they keep.
+
+        engines: whether copy engines bring all shards, or programs do; other_tiles: as in `configurations.choose`.
+        """
         other = copy.copy(self)
-        other._engine_bytes = 0 if engines else None
+        other._engine_bytes, other._other_tiles = (0 if engines else None), other_tiles
         return other
 
     def all_gather(
@@ -206,7 +210,7 @@ class FusedLinear:
         found = all_gather_gemm_forward(
             gather.rows, weight, bias, gather.gathered, gather.words, gather.endpoint,
             activation=activation, keep_preactivation=keep,
-            keep_own=gather.keep and not gather.copied, copied=gather.copied,
+            keep_own=gather.keep and not gather.copied, copied=gather.copied, other_tiles=self._other_tiles,
         )  # fmt: skip
         self._await_copies(gather)
         return found
@@ -241,7 +245,9 @@ class FusedLinear:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         channel = self._channel("linear_reduce_scatter", nbytes)
-        return gemm_reduce_scatter_forward(rows, weight, channel.endpoint, bias=bias, residual=residual)
+        return gemm_reduce_scatter_forward(
+            rows, weight, channel.endpoint, bias=bias, residual=residual, other_tiles=self._other_tiles
+        )
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         size = slot_size(nbytes)

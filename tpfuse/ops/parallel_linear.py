@@ -65,8 +65,13 @@ class ParallelLinear(Protocol):
         """all_reduce(x Wᵀ) + bias + residual [..., N]."""
 
 
-COPIERS, ENGINES = "fused with copiers", "fused with copy engines"
-CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", COPIERS, ENGINES)}
+FUSED = {  # for which `FusedLinear.variant` has these options
+    "fused with copiers": {"engines": False, "other_tiles": False},
+    "fused with copiers, other tiles": {"engines": False, "other_tiles": True},
+    "fused with copy engines": {"engines": True, "other_tiles": False},
+    "fused with copy engines, other tiles": {"engines": True, "other_tiles": True},
+}
+CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", *FUSED)}
 """By type of device, what a measurement compares; the first word is the implementation's name."""
 
 
@@ -154,7 +159,7 @@ class MeasuredLinear:
             if products is None:
                 products = _implementation(choose(self._device, self._dtype, self._group), self._group)
                 if isinstance(products, FusedLinear):
-                    products = products.copied_by(engines=name == ENGINES)
+                    products = products.variant(**FUSED[name])
                 self._made[name] = products
             return run(products)
 
