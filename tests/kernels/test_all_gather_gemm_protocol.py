@@ -45,7 +45,7 @@ class Streams:
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
         self._memory, self.rank, self.world = memory, memory.rank % world, world
-        self.device, self.put = memory.device, memory.put
+        self.device, self.put, self.resident_programs = memory.device, memory.put, memory.resident_programs
 
     @property
     def abort(self) -> torch.Tensor:
