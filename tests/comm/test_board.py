@@ -89,6 +89,22 @@ def _compare() -> list[str]:
     return heard
 
 
+def _overtaken() -> None:
+    """What a watchdog compares while this rank, which is far ahead, begins one operation more."""
+    board = _board()
+    for _ in range(1 if board.rank else boards.RECORDS):
+        board.begin("turn")
+    dist.barrier()
+    if board.rank == 0:
+        board._digests[1] = (boards.RECORDS + 1) << 32  # as `begin` has it, which has not said so yet
+        board.compare()
+    dist.barrier()
+
+
+def test_an_operation_that_is_overwritten_is_not_compared() -> None:
+    pool(2).run(_overtaken)
+
+
 def test_operations_that_differ_are_named_without_waiting() -> None:
     first, second = pool(2).run(_compare)
     assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
