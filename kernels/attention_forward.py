@@ -2,17 +2,20 @@
 
 A program holds one tile of queries of one head and walks over the keys that it sees (`attention_online_softmax`). Where
 the mask leaves later tiles more work, they start first. Whole heads follow each other, so that their keys stay in the
-L2 cache. out is stored as [B, Tq, H, D]: what the projection behind it reads is then contiguous.
+L2 cache. Tiles come by TMA where the configuration asks for it, by masked pointers otherwise. out is stored as
+[B, Tq, H, D]: what the projection behind it reads is then contiguous.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows
+from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows, rows_of
 from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, multiple_of_8, score_arguments
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.launch import cdiv, launch
 
 # Arguments that change from call to call and gain nothing from a compilation of their own.
@@ -61,6 +64,8 @@ def attention_forward_kernel(
     DROPOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     pid_m = tiles_m - 1 - tl.program_id(0) % tiles_m
     sequence_head = tl.program_id(0) // tiles_m
@@ -69,7 +74,7 @@ def attention_forward_kernel(
     batch = tl.full((), 0, tl.int64) if VARLEN else sequence.to(tl.int64)
     document_q, length_q = document(cu_seqlens_q_ptr, sequence, tq, VARLEN)
     document_k, length_k = document(cu_seqlens_k_ptr, sequence, tk, VARLEN)
-    if pid_m * BLOCK_M >= length_q:
+    if VARLEN and pid_m * BLOCK_M >= length_q:
         return
     q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh + document_q * stride_qt)
     k_ptr += multiple_of_8(batch * stride_kb + head // group * stride_kh + document_k * stride_kt)
@@ -77,7 +82,10 @@ def attention_forward_kernel(
 
     q_first = pid_m * BLOCK_M
     offs_m = q_first + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, HEAD_SIZE, BLOCK_D, True)
+    q_rows = rows_of(q_ptr, length_q, stride_qt, HEAD_SIZE, BLOCK_M, BLOCK_D, TMA)
+    q = load_rows(q_rows, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, HEAD_SIZE, BLOCK_D, True, TMA)
+    k_rows = rows_of(k_ptr, length_k, stride_kt, HEAD_SIZE, BLOCK_N, BLOCK_D, TMA)
+    v_rows = rows_of(v_ptr, length_k, stride_vt, HEAD_SIZE, BLOCK_N, BLOCK_D, TMA)
     q_pos = q_offset + offs_m
     dropout_row = q_pos
     if DROPOUT:
@@ -90,7 +98,7 @@ def attention_forward_kernel(
         q_offset + q_first,
         q_offset + min(q_first + BLOCK_M, length_q) - 1,
         (q_ptr, q_first, length_q, stride_qt),
-        (k_ptr, v_ptr, length_k, stride_kt, stride_vt),
+        (k_rows, v_rows, length_k, stride_kt, stride_vt),
         (q_pos, k_offset, ahead, behind),
         (dropout_row, dropout_threshold),
         scale,
@@ -99,6 +107,8 @@ def attention_forward_kernel(
         HAS_BEHIND,
         DROPOUT,
         BLOCK_N,
+        TMA,
+        WARP_SPECIALIZE,
     )
     out_ptr += ((batch * tq + document_q) * heads + head) * HEAD_SIZE
     lse_ptr += (batch * heads + head) * tq + document_q
@@ -166,11 +176,10 @@ def attention_forward(
         lse.fill_(float("-inf"))
     row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
     tiles_m = cdiv(longest, row.blocks["BLOCK_M"])
+    options = _tile_options(row, cu_seqlens_q is not None, q, k, v)
     launch(
         attention_forward_kernel,
         (sequences * heads * tiles_m,),
-        num_warps=row.num_warps,
-        num_stages=row.num_stages,
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
@@ -182,9 +191,22 @@ def attention_forward(
         **strides("v", v),
         dropout_scale=1.0 / (1.0 - dropout_p),
         **arguments,
-        **row.blocks,
+        **options,
     )
     return out.transpose(1, 2), lse
+
+
+def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """What the kernel is launched with by its row: blocks, num_warps and num_stages. q, k, v: `aligned`.
+
+    TMA reads rows that do not overlap. Triton specializes no warps without it, nor in a kernel that may return early,
+    as this one does behind the end of a document; all warps multiply then.
+    """
+    blocks = dict(row.blocks)
+    blocks["TMA"] = blocks["TMA"] and all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v))
+    blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"] and not varlen
+    num_warps = row.num_warps * (2 if row.blocks["WARP_SPECIALIZE"] and not blocks["WARP_SPECIALIZE"] else 1)
+    return blocks | {"num_warps": num_warps, "num_stages": row.num_stages}
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:

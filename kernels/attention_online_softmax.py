@@ -4,12 +4,16 @@ A state (output, maximum, sum) of the keys seen so far is carried along (Milakov
 flash attention, arXiv:2205.14135 and 2307.08691), so that no score leaves the chip. Powers are of two, with scale
 log2(e) folded into one multiply-add for each score. Blocks of keys that no query of the tile sees are skipped, and only
 those at the border of what is seen, or at the end of the keys, are masked: up to three loops over one body.
+
+Where warps are specialized, four of them load what two groups of four multiply, each for half of the queries and
+without a barrier between the groups: the softmax of one runs beside the products of the other. Triton 3.6 to 3.9
+specialize one loop of a kernel, and no branch in it, so that all blocks are masked there.
 """
 
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.attention_scores import key_range, multiple_of_8, visible
+from tpfuse.kernels.attention_scores import key_range, multiple_of_8, seen_keys
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.tiles import dot, rounded
 
@@ -17,20 +21,34 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_rows(ptr, first, offs, stop, stride, columns, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+def rows_of(ptr, stop, stride, columns, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
+    """What `load_rows` reads from: the pointer itself, or a descriptor of tiles [BLOCK_ROWS, BLOCK_D]."""
+    if TMA:
+        return tl.make_tensor_descriptor(ptr, [stop, columns], [stride, 1], [BLOCK_ROWS, BLOCK_D])
+    else:
+        return ptr
+
+
+@triton.jit
+def load_rows(
+    source, first, offs, stop, stride, columns, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+):
     """Rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
 
-    ptr is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
+    source: of `rows_of`; its pointer is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
     """
     offs_d = tl.arange(0, BLOCK_D)
-    stride = multiple_of_8(stride)
-    ptrs = ptr + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
-    if MASKED:
-        return tl.load(ptrs, mask=(first + offs < stop)[:, None] & (offs_d < columns)[None, :], other=0.0)
-    elif columns < BLOCK_D:
-        return tl.load(ptrs, mask=(offs_d < columns)[None, :], other=0.0)
+    if TMA:
+        return source.load([first, 0])
     else:
-        return tl.load(ptrs)
+        stride = multiple_of_8(stride)
+        ptrs = source + tl.cast(first, tl.int64) * stride + (offs[:, None] * stride + offs_d[None, :])
+        if MASKED:
+            return tl.load(ptrs, mask=(first + offs < stop)[:, None] & (offs_d < columns)[None, :], other=0.0)
+        elif columns < BLOCK_D:
+            return tl.load(ptrs, mask=(offs_d < columns)[None, :], other=0.0)
+        else:
+            return tl.load(ptrs)
 
 
 @triton.jit
@@ -43,8 +61,8 @@ def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.c
     scores = tl.zeros((BLOCK_M, offs_n.shape[0]), tl.float32)
     for part in tl.range(0, HEAD_SIZE, 64):
         left = HEAD_SIZE - part
-        q = load_rows(q_ptr + part, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, left, 64, True)
-        k = load_rows(k_ptr + part, first, offs_n, tk, stride_kt, left, 64, True)
+        q = load_rows(q_ptr + part, q_first, tl.arange(0, BLOCK_M), length_q, stride_qt, left, 64, True, False)
+        k = load_rows(k_ptr + part, first, offs_n, tk, stride_kt, left, 64, True, False)
         scores = dot(q, tl.trans(k), scores)
     return scores
 
@@ -66,23 +84,28 @@ def attend_blocks(
     HAS_BEHIND: tl.constexpr,
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """The state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
-    k_ptr, v_ptr, tk, stride_kt, stride_vt = keys
+    k_rows, v_rows, tk, stride_kt, stride_vt = keys
     q_pos, k_offset, ahead, behind = sight
     dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
-    for first in tl.range(start, stop, BLOCK_N):
+    first_seen, last_seen = seen_keys(q_pos[:, None], k_offset, tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+    for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         k_pos = k_offset + first + offs_n
         if q.dtype == tl.float32 and q.shape[1] > 128:
-            scores = scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[0])
+            scores = scores_in_parts(source, k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[0])
         else:
-            k = load_rows(k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED)
+            k = load_rows(k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED, TMA)
             scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if MASKED:
-            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+            seen = offs_n[None, :] <= last_seen - first
+            if HAS_BEHIND:
+                seen &= offs_n[None, :] >= first_seen - first
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
@@ -92,7 +115,7 @@ def attend_blocks(
         row_max = new_max
         if DROPOUT:
             p = tl.where(kept(dropout_row[:, None], k_pos[None, :] * dropout_step, dropout_threshold), p, 0.0)
-        v = load_rows(v_ptr, first, offs_n, tk, stride_vt, HEAD_SIZE, q.shape[1], MASKED)
+        v = load_rows(v_rows, first, offs_n, tk, stride_vt, HEAD_SIZE, q.shape[1], MASKED, TMA)
         acc = dot(rounded(p, v.dtype), v, acc * shrink[:, None])
     return acc, row_max, row_sum
 
@@ -112,23 +135,29 @@ def attend_range(
     HAS_BEHIND: tl.constexpr,
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
 
-    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (k_ptr, v_ptr, their number,
-    stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind), the last one a number, or one for each query
+    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (of `rows_of` k and v, their
+    number, stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind), the last one a number, or one for each query
     [BLOCK_M, 1]; dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
     keys that are, (start, full_start, full_stop, stop) as of `attention_scores.key_range`.
     """
     start, full_start, full_stop, stop = seen
     # fmt: off
-    if HAS_BEHIND:
-        state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start,
-                              True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop,
-                          False, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
-    return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop,
-                         True, HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+    if WARP_SPECIALIZE:
+        return attend_blocks(state, q, source, keys, sight, dropout, scale, start, stop, True,
+                             HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, True)
+    else:
+        if HAS_BEHIND:
+            state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start, True,
+                                  HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
+        state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop, False,
+                              HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
+        return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop, True,
+                             HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
     # fmt: on
 
 
@@ -148,6 +177,8 @@ def attend(
     HAS_BEHIND: tl.constexpr,
     DROPOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
 ):
     """`attend_range` of the keys at positions k_offset, k_offset + 1, …; dropout: (of `dropout_rows`, threshold)."""
     _, k_offset, ahead, behind = sight
@@ -155,7 +186,7 @@ def attend(
     seen = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
     # fmt: off
     return attend_range(state, q, source, keys, sight, (dropout_row, dropout_threshold, 1), scale, seen,
-                        HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N)
+                        HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, WARP_SPECIALIZE)
     # fmt: on
 
 

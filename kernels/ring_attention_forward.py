@@ -69,7 +69,7 @@ def _attend_run(
     indices = index_range(first_ptr, last_ptr, q_first, q_last, start, step, size, BLOCK_N)
     return attend_range(
         state, q, queries, (keys[0], keys[1], size, HEAD_SIZE, HEAD_SIZE), (last, 0, 0, behind[:, None]),
-        (dropout_row, dropout_threshold, step), scale, indices, HEAD_SIZE, True, True, DROPOUT, BLOCK_N,
+        (dropout_row, dropout_threshold, step), scale, indices, HEAD_SIZE, True, True, DROPOUT, BLOCK_N, False, False,
     )  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _attend_tile(
     if DROPOUT:
         counters_ptr += batch_head * tokens
     q_ptr += multiple_of_8(batch * stride_qb + head * stride_qh)
-    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True)
+    q = load_rows(q_ptr, q_first, tl.arange(0, BLOCK_M), q_stop, stride_qt, HEAD_SIZE, BLOCK_D, True, False)
     kv_head = (batch * (heads // group) + head // group) * tokens
 
     acc, row_max, row_sum = initial_state(BLOCK_M, BLOCK_D)
