@@ -160,8 +160,11 @@ def _in_two_groups(case: str, file: str) -> str:
 
 
 def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
-    one, other = pool(2).run(_in_two_groups, _case(tmp_path), str(tmp_path / "decisions.json"))
+    file, case = tmp_path / "decisions.json", _case(tmp_path)
+    one, other = pool(2).run(_in_two_groups, case, str(file))
     assert one == other
+    for rank in range(2):
+        assert read_decisions(Path(f"{file} {rank}"), machine("cpu"))[case].taken == one
 
 
 def _disagreeing(known: bool, file: str) -> str:

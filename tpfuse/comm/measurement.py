@@ -117,12 +117,13 @@ def decide(
     if found is None or found.taken not in candidates:
         started = time.monotonic()
         found = _kept(group, device, case, candidates, usual, current)
+        kept = found is not None
         if found is None:
             found = _timed(group, device, case, candidates, usual, recover)
-            if group.rank() == 0 and current.file is not None:
-                with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
-                    add_decisions(current.file, machine(device.type), {case: found})
         found = _first_of_job(group, case, found)
+        if not kept and group.rank() == 0 and current.file is not None:
+            with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
+                add_decisions(current.file, machine(device.type), {case: found})
         current.spent += time.monotonic() - started
     of_group[case] = current.decisions[case] = found
     return found
