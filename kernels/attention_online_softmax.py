@@ -13,7 +13,7 @@ specialize one loop of a kernel, and no branch in it, so that all blocks are mas
 import triton
 import triton.language as tl
 
-from tpfuse.kernels.attention_scores import key_range, multiple_of_8, seen_keys
+from tpfuse.kernels.attention_scores import key_range, multiple_of_8, seen_keys, visible
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.tiles import dot, rounded
 
@@ -94,7 +94,8 @@ def attend_blocks(
     dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
-    first_seen, last_seen = seen_keys(q_pos[:, None], k_offset, tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+    if WARP_SPECIALIZE:  # where all blocks are masked, a comparison with offs_n takes fewer instructions
+        first_seen, last_seen = seen_keys(q_pos[:, None], k_offset, tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
     for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         k_pos = k_offset + first + offs_n
         if q.dtype == tl.float32 and q.shape[1] > 128:
@@ -102,10 +103,13 @@ def attend_blocks(
         else:
             k = load_rows(k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED, TMA)
             scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
-        if MASKED:
+        if WARP_SPECIALIZE:
             seen = offs_n[None, :] <= last_seen - first
             if HAS_BEHIND:
                 seen &= offs_n[None, :] >= first_seen - first
+            scores = tl.where(seen, scores, float("-inf"))
+        elif MASKED:
+            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)

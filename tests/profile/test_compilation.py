@@ -52,6 +52,8 @@ def test_every_exception_is_needed(report: Report) -> None:
     assert {gate.exception(result) for result in slow} == gate.EXCEPTIONS.keys()
     busy = [result for result in report.compilations if not result.error and gate.issues_too_much(result)]
     assert {gate.issue_exception(result) for result in busy} == gate.ISSUE_EXCEPTIONS.keys()
+    few = [result for result in report.compilations if not result.error and gate.moves_little(result)]
+    assert {gate.narrow_exception(result) for result in few} == gate.NARROW_EXCEPTIONS.keys()
 
 
 def test_the_committed_table_is_current(report: Report) -> None:

@@ -33,6 +33,9 @@ ISSUE_EXCEPTIONS = {
     r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers hold no larger tile",
 }
 
+# Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16.
+NARROW_EXCEPTIONS = {r" (open|close)_gather_kernel ": "one warp, which moves signals alone"}
+
 # Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
 _SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
 SPILLS = {
@@ -68,7 +71,7 @@ def _complaints(result: Compilation, version: str) -> Iterator[str]:
         yield slow(result)
     if issues_too_much(result) and issue_exception(result) is None:
         yield f"its loop takes {result.issue_share} issue slots for each tensor cycle"
-    if not result.dot and narrow(result) > 1 / 3:
+    if moves_little(result) and narrow_exception(result) is None:
         yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
         yield "its warps have no roles of their own, as WARP_SPECIALIZE asks for"
@@ -106,6 +109,16 @@ def _listed(patterns: Iterable[str], result: Compilation) -> str | None:
 def exception(result: Compilation) -> str | None:
     """The entry of EXCEPTIONS that a result falls under."""
     return _listed(EXCEPTIONS, result)
+
+
+def moves_little(result: Compilation) -> bool:
+    """Whether a kernel without products moves too many of its bytes a few at a time."""
+    return not result.dot and narrow(result) > 1 / 3
+
+
+def narrow_exception(result: Compilation) -> str | None:
+    """The entry of NARROW_EXCEPTIONS that a result falls under."""
+    return _listed(NARROW_EXCEPTIONS, result)
 
 
 def narrow(result: Compilation) -> float:
