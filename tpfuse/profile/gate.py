@@ -17,7 +17,6 @@ NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 EXCEPTIONS = {
     r"float32 \w*attention_\w+ .*BLOCK_M=(16|32) ": "three tf32 products of 64 rows, as wgmma and tcgen05 want, spill",
     r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows spill beside dropout's hashes",
-    r"sm_90 \w+ attention_forward_kernel .*DROPOUT=True": "masked probabilities: ptxas serializes wgmma around them",
 }
 
 # The largest `issue_share` of kernels by name: attention's loops hold a softmax beside the products.
