@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.timing import Ceilings, Clock, Contender, DeviceClock, HostClock, Timing
+from tpfuse.comm.host import processor
 from tpfuse.kernel_choice import kernels
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,12 +40,7 @@ def machine() -> str:
     """The GPU's name, or the CPU's with the number of cores this process may use."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(": ")[2] if lines else name
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _said_by(*command: str) -> str:

@@ -11,8 +11,6 @@ import itertools
 import json
 import math
 import os
-import platform
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ import torch
 import triton
 
 import tpfuse
+from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.kernels.configurations import TABLE
 
 _PERFORMANCE_RANK = 1  # of CUdevice_P2PAttribute
@@ -50,12 +49,12 @@ class Decision:
 
 
 Decisions = Mapping[str, Decision]
-"""By case."""
+"""What is taken for each case."""
 
 
 def default_file() -> Path:
     """Where decisions are kept for later runs: `tpfuse/decisions.json` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse" / "decisions.json"
+    return cache_folder() / "decisions.json"
 
 
 @cache
@@ -67,7 +66,7 @@ def machine(device_type: str) -> str:
         count = torch.cuda.device_count()
         names = sorted({torch.cuda.get_device_name(number) for number in range(count)})
         return f"{count} x {', '.join(names)}, links {_links(count)}, driver {_driver()}, {versions}"
-    return f"{os.cpu_count()} cores of {_processor()}, {versions}"
+    return f"{os.cpu_count()} cores of {processor()}, {versions}"
 
 
 def _links(count: int) -> str:
@@ -88,15 +87,6 @@ def _driver() -> str:
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return str(version.value or "?")
-
-
-def _processor() -> str:
-    """The name of the CPU's model."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def as_json(decisions: Decisions) -> dict[str, Any]:
@@ -123,10 +113,7 @@ def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
     """
     document = _document(file)
     document[machine_name] = as_json(from_json(document.get(machine_name)) | dict(decisions))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as written:
-        json.dump(document, written, indent=1)
-    Path(written.name).replace(file)
+    replace_file(file, json.dumps(document, indent=1))
 
 
 def _document(file: Path) -> dict[str, Any]:

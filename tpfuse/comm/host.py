@@ -1,7 +1,43 @@
-"""Where a process runs: what tells ranks that reach each other's memory from ranks that only have a network."""
+"""Where a process runs: what tells ranks that reach each other's memory from ranks that only have a network.
 
+And what a process finds and keeps there: the CPU's name, and files for later runs.
+"""
+
+import contextlib
 import os
+import platform
+import tempfile
 from pathlib import Path
+
+
+def processor() -> str:
+    """The name of the CPU's model."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    """The folder `tpfuse` in the user's cache, for what may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it, so that readers see all of it or what was there before.
+
+    Makes its folder. Raises OSError, and then leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(part).replace(path)
+    except OSError:
+        Path(part).unlink(missing_ok=True)
+        raise
 
 
 def node_identity() -> str:

@@ -12,8 +12,7 @@ kept: some go away (memory that ran out).
 
 import hashlib
 import json
-import os
-import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -23,6 +22,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import make_backend
 from triton.runtime.cache import get_cache_key
 
+from tpfuse.comm.host import cache_folder, replace_file
 from tpfuse.profile import issue_slots, resources
 from tpfuse.profile.recorded import Job, target
 from tpfuse.profile.resources import Compilation
@@ -30,7 +30,7 @@ from tpfuse.profile.resources import Compilation
 
 def default_folder() -> Path:
     """Where results are kept unless the caller says otherwise."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse" / "compiled"
+    return cache_folder() / "compiled"
 
 
 @cache
@@ -77,11 +77,5 @@ class KeptResults:
         if result.error:
             return
         text = json.dumps(asdict(result))
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor, path = tempfile.mkstemp(prefix=".", dir=self.folder)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(f"{_checksum(text)}\n{text}")
-            Path(path).replace(self.folder / name)
-        except OSError:
-            return
+        with suppress(OSError):
+            replace_file(self.folder / name, f"{_checksum(text)}\n{text}")
