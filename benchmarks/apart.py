@@ -72,7 +72,7 @@ class Rows:
             raise SystemExit(_RESTART)
 
     def begin(self, name: str) -> None:
-        """From now on this row is being made. Raises Later."""
+        """Says that this row is being made from now on. Raises Later."""
         if self._begun and monotonic() > self.until:
             raise Later
         self._begun = True
@@ -266,7 +266,7 @@ def _named(status: int) -> str:
 
 
 def _signs(folder: Path) -> tuple[int, int]:
-    """What changes while a step comes on."""
+    """Two numbers that change while a step makes progress."""
     running = folder / "running.json"
     with contextlib.suppress(FileNotFoundError):
         return _size(folder / "rows.jsonl"), running.stat().st_mtime_ns
@@ -295,7 +295,7 @@ def _end(pid: int) -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Of a process that is still there."""
+    """The processes that a process has started, and theirs, while it is still there."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -309,7 +309,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _cuda_is_broken() -> bool:
-    """Whether an error has left CUDA of this process useless."""
+    """Whether this process can no longer use CUDA after an error."""
     if not torch.cuda.is_initialized():
         return False
     try:

@@ -41,8 +41,8 @@ def _decided(
     runs: list[str] = []
     candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
     with measuring(budget, known=known, file=Path(file)) as found:
-        taken = decide(group, CPU, case, candidates, "first", _nothing)
-        assert decide(group, CPU, case, candidates, "first", _nothing) is taken, "a case was decided twice"
+        taken = decide(group, CPU, case, candidates, "first")
+        assert decide(group, CPU, case, candidates, "first") is taken, "a case was decided twice"
     assert found.decisions == {case: taken}
     return taken, runs
 
@@ -139,7 +139,7 @@ def _compared(case: str, times: dict[str, float], usual: str) -> str:
 
         patch.setattr(measurement, "_milliseconds", milliseconds)
         candidates = {name: partial(str, name) for name in times}
-        return decide(group, CPU, case, candidates, usual, _nothing).taken
+        return decide(group, CPU, case, candidates, usual).taken
 
 
 def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_margin() -> None:
@@ -156,7 +156,7 @@ def _in_two_groups(case: str, file: str) -> str:
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
     candidates = {name: _sleeping(time, [], name) for name, time in seconds.items()}
     with measuring(20, file=Path(f"{file} {rank}")):
-        return decide(groups[rank], CPU, case, candidates, "first", _nothing).taken
+        return decide(groups[rank], CPU, case, candidates, "first").taken
 
 
 def test_groups_of_one_job_decide_alike(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def _disagreeing(known: bool, file: str) -> str:
     case, before = ("one case", {"one case": Decision("ab"[rank])}) if known else (f"case {rank}", {})
     candidates = {"a": _nothing, "b": _nothing}
     with measuring(20, known=before, file=Path(file)), pytest.raises(Disagreement) as error:
-        decide(group, CPU, case, candidates, "a", _nothing)
+        decide(group, CPU, case, candidates, "a")
     return str(error.value)
 
 
@@ -200,14 +200,18 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
             raise ValueError("b cannot be computed")
         memory.barrier("after")
 
-    def recover() -> None:
-        memory.reset()
+    reset = memory.reset
+
+    def recorded() -> None:
+        reset()
         recovered.append("reset")
+
+    memory.reset = recorded  # type: ignore[method-assign]
 
     with measuring(20, file=Path(file)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         candidates = {"a": memory.barrier, "b": b}
-        taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual, recover).taken
+        taken = decide(group, CPU, f"case {ranks} {usual} {file}", candidates, usual).taken
     memory.barrier("the memory is of use")
     return taken, recovered, [str(warning.message) for warning in caught]
 

@@ -29,8 +29,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.connect import connect
 from tpfuse.comm.decisions import Decision, Decisions, add_decisions, default_file, machine, read_decisions
-from tpfuse.comm.errors import Disagreement, PeerTimeout, named
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.meeting import say
 from tpfuse.comm.settings import settings
 
@@ -39,7 +40,7 @@ ROUNDS = 5  # of which each times every candidate once, so that a disturbance do
 CALLS = 10  # in a row, that a GPU is timed for: one is shorter than the time a launch takes
 
 Candidates = Mapping[str, Callable[[], object]]
-"""By name: what computes the operation, to be run on every rank."""
+"""What computes the operation, by name; every rank runs it."""
 
 
 @dataclass
@@ -47,12 +48,12 @@ class Measurement:
     """What a `measuring` block knows and finds on this rank.
 
     seconds: after which no further case is timed; known: decisions to take over; file: where decisions are kept for
-    later runs, None for nowhere; decisions: what this rank's groups decided; spent: seconds that timing took.
+    later runs; decisions: what this rank's groups decided; spent: seconds that timing took.
     """
 
     seconds: float
-    known: Decisions = field(default_factory=dict)
-    file: Path | None = None
+    known: Decisions
+    file: Path
     decisions: dict[str, Decision] = field(default_factory=dict)
     spent: float = 0.0
 
@@ -92,19 +93,12 @@ def decisions(group: dist.ProcessGroup) -> Decisions:
     return _decided.get(group, {})
 
 
-def decide(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    case: str,
-    candidates: Candidates,
-    usual: str,
-    recover: Callable[[], None],
-) -> Decision:
+def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str) -> Decision:
     """The group's decision for a case, measured where it has none; only where `is_measuring`. Collective.
 
-    usual: the candidate that is taken without a measurement; recover: makes the group's memory usable again where a
-    candidate failed, on every rank. Raises Disagreement where ranks came with different cases, PeerTimeout where one
-    does not come, and what the usual candidate raises; another candidate that raises is left out, with a warning.
+    usual: the candidate that is taken without a measurement. Raises Disagreement where ranks came with different cases,
+    PeerTimeout where one does not come, and what the usual candidate raises; another candidate that raises is left out,
+    with a warning, after which the group's memory is reset.
     """
     of_group = _decided.setdefault(group, {})
     found = of_group.get(case)
@@ -119,9 +113,9 @@ def decide(
         found = _kept(group, device, case, candidates, usual, current)
         kept = found is not None
         if found is None:
-            found = _timed(group, device, case, candidates, usual, recover)
+            found = _timed(group, device, case, candidates, usual)
         found = _first_of_job(group, case, found)
-        if not kept and group.rank() == 0 and current.file is not None:
+        if not kept and group.rank() == 0:
             with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
                 add_decisions(current.file, machine(device.type), {case: found})
         current.spent += time.monotonic() - started
@@ -149,7 +143,7 @@ def _kept(
     """What group rank 0 reads in the file, else the usual candidate where the time is over, else None."""
     told: Any = None
     if group.rank() == 0:
-        decision = None if current.file is None else read_decisions(current.file, machine(device.type)).get(case)
+        decision = read_decisions(current.file, machine(device.type)).get(case)
         if decision is None or decision.taken not in candidates:
             decision = Decision(usual) if current.spent >= current.seconds else None
         told = None if decision is None else [decision.taken, dict(decision.milliseconds)]
@@ -157,14 +151,7 @@ def _kept(
     return None if told is None else Decision(told[0], told[1])
 
 
-def _timed(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    case: str,
-    candidates: Candidates,
-    usual: str,
-    recover: Callable[[], None],
-) -> Decision:
+def _timed(group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str) -> Decision:
     """The decision that the times of all ranks make, the same on each of them."""
     able = {}
     for name, run in candidates.items():
@@ -176,7 +163,8 @@ def _timed(
             continue
         if name == usual:
             raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
-        recover()
+        with contextlib.suppress(Unavailable):
+            connect(group, device).reset()  # its waits may have been cut short
         if group.rank() == 0:
             warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
     samples: dict[str, list[float]] = {name: [] for name in able}

@@ -6,7 +6,6 @@ shapes (`tpfuse.comm.measurement`), and by the usual one of `tpfuse.comm.choice`
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, cast
@@ -17,9 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.choice import Choice, choose
-from tpfuse.comm.connect import connect
 from tpfuse.comm.decisions import Decision
-from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.measurement import decide, is_measuring
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.implementation_choice import Implementation, implementation
@@ -146,7 +143,7 @@ class MeasuredLinear:
             names = CANDIDATES[self._device.type]
             candidates: dict[str, Callable[[], object]] = {name: partial(self._by, name, run) for name in names}
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
-            decision = decide(self._group, self._device, case, candidates, self._usual, self._recover)
+            decision = decide(self._group, self._device, case, candidates, self._usual)
             self.decisions[product] = decision
         return self._by(self._usual if decision is None else decision.taken, run)
 
@@ -162,10 +159,6 @@ class MeasuredLinear:
                     products = products.variant(**FUSED[name])
                 self._made[name] = products
             return run(products)
-
-    def _recover(self) -> None:
-        with suppress(Unavailable):
-            connect(self._group, self._device).reset()
 
 
 _Kind = type[CollectiveLinear] | type[DirectLinear] | type[FusedLinear]

@@ -13,7 +13,6 @@ both together: arXiv:2405.07719. All give the same numbers but for the order of 
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
 
@@ -26,8 +25,6 @@ from torch.library import custom_op
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
-from tpfuse.comm.connect import connect
-from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
@@ -267,13 +264,14 @@ def _decided(
     known, measure = decisions(ring), measure and is_measuring()
     if not known and not measure:
         return _By(asked)
-    possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"  # where asked for nothing but the best
-    _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
+    case = _case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
+    found = known.get(case)
+    if found is None:  # nobody has looked at such a call yet, and what is chosen may make ranks meet
+        possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"
+        _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
     choice = choose(q.device, q.dtype, ring)
     if not choice.provisional:
         return _By(asked)
-    case = attention_case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
-    found = known.get(case)
     if found is None and measure:
         shape = q.shape[0], q.shape[1], q.shape[2], q.shape[3]
         usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if asked == "auto" else asked
@@ -295,8 +293,7 @@ def _decided(
         candidates = {
             f"{schedule} {kind}": functools.partial(run, schedule, kind) for kind in kinds for schedule in schedules
         }
-        recover = functools.partial(_reset, ring, q.device)
-        found = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}", recover)
+        found = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}")
     if found is None:
         return _By(asked)
     schedule, kind = found.taken.split()
@@ -304,7 +301,7 @@ def _decided(
     return _By(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
 
 
-def attention_case(
+def _case(
     q: Sequence[int], k: Sequence[int], dtype: torch.dtype, group: Group, documents: bool, options: Mapping[str, Any]
 ) -> str:
     """A call of `ring_attention` as the decisions of its group name it. q, k: shapes on a rank."""
@@ -314,11 +311,6 @@ def attention_case(
     more = " documents" * documents + " dropout" * (options["dropout_p"] > 0)
     worlds = " x ".join(str(each.size()) for each in (group if isinstance(group, tuple) else (group,)))
     return f"ring_attention {shapes} {described}{more} {dtype} on {worlds} ranks"
-
-
-def _reset(group: dist.ProcessGroup, device: torch.device) -> None:
-    with suppress(Unavailable):
-        connect(group, device).reset()
 
 
 class _AttendBy(Function):
