@@ -61,8 +61,9 @@ def cases(rank: LoneRank) -> list[Case]:
     weight, bias = torch.empty(COLUMNS, K, dtype=dtype), torch.empty(COLUMNS, dtype=dtype)
     trained = weight.clone().requires_grad_()
     copiers = FusedLinear(rank.memory)
-    engines = FusedLinear(rank.memory, engine_bytes=1)
+    engines = copiers.variant(engines=True, other_tiles=False)
     chunks = torch.empty(WORLD, ROWS, K, dtype=dtype)
+    sums = list(torch.empty(WORLD, ROWS, COLUMNS, dtype=dtype))
     parts, words = list(chunks), list(torch.empty(WORLD, dtype=torch.int32))
 
     def empties(*shapes: tuple[int, ...]) -> None:
@@ -73,6 +74,12 @@ def cases(rank: LoneRank) -> list[Case]:
         empties((WORLD * ROWS, COLUMNS))
         for part, word in zip(parts[1:], words[1:], strict=True):
             part.copy_(x)
+            word.copy_(words[0])
+
+    def scattered() -> None:
+        empties((ROWS, COLUMNS))
+        for part, word in zip(sums[1:], words[1:], strict=True):
+            part.copy_(sums[0])
             word.copy_(words[0])
 
     return [
@@ -102,6 +109,11 @@ def cases(rank: LoneRank) -> list[Case]:
             f"gemm_reduce_scatter, {WORLD} ranks",
             lambda: copiers.reduce_scatter(tall, weight, bias, None),
             lambda: empties((ROWS, COLUMNS)), 40,
+        ),
+        Case(
+            f"gemm_reduce_scatter, {WORLD} ranks, copy engines",
+            lambda: engines.reduce_scatter(tall, weight, bias, None),
+            scattered, None,
         ),
     ]  # fmt: skip
 

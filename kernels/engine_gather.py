@@ -5,7 +5,7 @@ it into symmetric memory of its peers. (A copy within one GPU runs on its multip
 and a product leaves no room for it.) On each rank, P being the stream of the product and C the one of the copies:
 
     C: waits for P
-    C: open_gather(endpoint, stamp)          all ranks have come here; the stamp, a word, says which epoch this is
+    C: open_copies(endpoint, stamp)          all ranks have come here; the stamp, a word, says which epoch this is
     C: for peer = rank - 1, rank - 2, …
            peer's gathered[rank] = x         by a copy engine
            peer's ready[rank] = stamp        by a copy engine too, of four bytes
@@ -15,23 +15,23 @@ and a product leaves no room for it.) On each rank, P being the stream of the pr
 where every rank takes the chunks in the order rank, rank + 1, rank + 2, …: all links are busy, and each chunk comes
 when it is wanted. Where no product wants them nobody is told, and
 
-    C: close_gather(endpoint)                all ranks have written; advances the epoch
+    C: close_copies(endpoint)                all ranks have written; advances the epoch
 
 takes the product's place: what follows on P has all chunks. `gathered`, `ready` and `stamp` are of symmetric memory
 that only these gathers use; the stamp and ready are zeroed with the signals.
 
-Who may write what when. A rank's `gathered` is written by its peers in epoch e, behind their open_gather of e. Each of
+Who may write what when. A rank's `gathered` is written by its peers in epoch e, behind their open_copies of e. Each of
 those has waited for this rank's, which is behind all that P has done before, and so behind all who read the chunks of
 e - 1. One buffer is enough for that, whatever graphs replay. Word s of ready is written by rank s alone, in each epoch
-that it tells of, behind its chunk, and read by the product of that epoch. The stamp is written by open_gather of e, and
+that it tells of, behind its chunk, and read by the product of that epoch. The stamp is written by open_copies of e, and
 read by copies before the next one on the same stream. The state is advanced on P or on C, by a launch that ends when
-all ranks have written, so after they have come to open_gather of e, this one too: its read of the state was before.
+all ranks have written, so after they have come to open_copies of e, this one too: its read of the state was before.
 
 A copy of the stamp needs no multiprocessor, as a launch would, nor a number from the host, as cuStreamWriteValue32
 would: it is the same operation in each replay of a graph. Copies on a stream come one after the other, and NCCL's
 collectives by copy engines signal so too (ncclPrepUCSync, src/ce_coll.cc).
 
-Abort. An open_gather whose wait was cut short leaves the stamp as it was: peers are told an old epoch, for which nobody
+Abort. An open_copies whose wait was cut short leaves the stamp as it was: peers are told an old epoch, for which nobody
 waits. The copies of x cannot be held back, and may overwrite chunks that a peer still multiplies. That is no more than
 an abort does to any operation that is under way: the peer raises at the end of its guard (on streams: at the next one),
 which therefore surrounds all reads of the chunks. `SymmetricMemory.reset` waits for all copies of all ranks.
@@ -49,7 +49,7 @@ from tpfuse.kernels.signals import advance, barrier, begin
 
 
 @triton.jit(do_not_specialize=["rank"])
-def open_gather_kernel(
+def open_copies_kernel(
     stamp_ptr,  # [1] int32, written
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32, read
@@ -64,7 +64,7 @@ def open_gather_kernel(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def close_gather_kernel(
+def close_copies_kernel(
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
     abort_ptr,  # [1] int32, read
@@ -77,7 +77,7 @@ def close_gather_kernel(
             advance(state_ptr, epoch)
 
 
-def open_gather(endpoint: Endpoint, stamp: Tensor) -> None:
+def open_copies(endpoint: Endpoint, stamp: Tensor) -> None:
     """On the current stream: until every rank has come here, or the abort word is set. One program of one warp.
 
     stamp: int32 [1], zeroed with the signals: becomes the epoch. Raises ValueError for another one, and where the
@@ -88,13 +88,13 @@ def open_gather(endpoint: Endpoint, stamp: Tensor) -> None:
 
 @planned
 def _opening(endpoint: Endpoint, stamp: Tensor) -> Launch:
-    check_device("open_gather", "the channel", endpoint.slots, "stamp", stamp)
-    check_integers("open_gather", "stamp", stamp, (torch.int32,))
-    check_shape("open_gather", "stamp", stamp, (1,))
-    endpoint.grid("open_gather", 0, 1, rounds=2)
-    return Launch(open_gather_kernel, (1,), endpoint.signals(), num_warps=1, num_stages=1)
+    check_device("open_copies", "the channel", endpoint.slots, "stamp", stamp)
+    check_integers("open_copies", "stamp", stamp, (torch.int32,))
+    check_shape("open_copies", "stamp", stamp, (1,))
+    endpoint.grid("open_copies", 0, 1, rounds=2)
+    return Launch(open_copies_kernel, (1,), endpoint.signals(), num_warps=1, num_stages=1)
 
 
-def close_gather(endpoint: Endpoint) -> None:
+def close_copies(endpoint: Endpoint) -> None:
     """On the current stream: until every rank has come here behind its copies; ends the epoch that is open."""
-    launch(close_gather_kernel, (1,), num_warps=1, num_stages=1, **endpoint.signals())
+    launch(close_copies_kernel, (1,), num_warps=1, num_stages=1, **endpoint.signals())

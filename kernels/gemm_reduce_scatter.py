@@ -24,6 +24,9 @@ that has waited for the owner's signals of e + 1, which it gave behind its launc
 signal and wait too, and there is always one. Word p world + r of a rank's flags is written by rank r, as in
 `signals.arrive`: a channel may be shared with collectives.
 
+Copy engines can take the partial sums away instead (`gemm_for_copies`). Then this product stores the tiles of all
+owners in its own rank's memory, signals this rank alone, and ends. `tpfuse.kernels.engine_scatter` has that protocol.
+
 A launch that finds the abort word set does nothing. Programs whose wait is cut short sum nothing, and the epoch is not
 over; what they have signalled is stored.
 
@@ -64,7 +67,13 @@ def _signal(flags_ptr, owner, epoch, rank, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _sum_tile(
+def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
+    """Tells the copies to an owner that this program has stored its tiles of the owner's rows."""
+    put(stored_ptr + tl.program_id(0) * WORLD + owner, epoch)
+
+
+@triton.jit
+def sum_tile(
     half_ptr,  # [WORLD, chunk, N] bf16, read
     bias_ptr,
     residual_ptr,
@@ -98,7 +107,8 @@ def gemm_reduce_scatter_forward_kernel(
     weight_ptr,  # [N, K] bf16, read
     bias_ptr,  # [N] bf16, read; or None
     residual_ptr,  # [rows, N] bf16, read; or None
-    out_ptr,  # [rows, N] bf16, written
+    out_ptr,  # [rows, N] bf16, written; or None where copy engines take the tiles away
+    stored_ptr,  # [programs, WORLD] int32, written; or None: the owners themselves are signalled
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes; of a half [WORLD, chunk, N] bf16, written and read
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
@@ -139,7 +149,11 @@ def gemm_reduce_scatter_forward_kernel(
             owner = (rank + step) % WORLD
             rows = min(max(M - owner * chunk, 0), chunk)
             tiles_m = tl.cdiv(rows, BLOCK_M)
-            part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N
+            if stored_ptr is None:
+                part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N
+            else:
+                half = (owner != rank).to(tl.int32)
+                part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N
             for index in range(_first_tile(owner, most), tiles_m * tiles_n, programs):
                 pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
                 first_m, first_n = pid_m * BLOCK_M, pid_n * BLOCK_N
@@ -152,23 +166,27 @@ def gemm_reduce_scatter_forward_kernel(
                 parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
                 for part in tl.static_range(EPILOGUE_PARTS):
                     store_tile(parts[part], part_ptr, first_m, first_n + part * WIDTH, rows, N, N, 1, BLOCK_M, WIDTH)
-            if step > 1:
-                _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
-        _signal(flags_ptr, rank, epoch, rank, WORLD)
-        sources = tl.arange(0, triton.next_power_of_2(WORLD))
-        words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
-        if wait(words_ptr + sources, epoch, abort_ptr, sources < WORLD):
-            half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
-            rows = min(max(M - rank * chunk, 0), chunk)
-            tiles_m = tl.cdiv(rows, BLOCK_M)
-            for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
-                pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
-                for column in range(0, BLOCK_N, COLUMNS):
-                    _sum_tile(
-                        half_ptr, bias_ptr, residual_ptr, out_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N + column,
-                        rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
-                    )  # fmt: skip
-            advance(state_ptr, epoch)
+            if stored_ptr is None:
+                if step > 1:
+                    _signal(flags_ptr, (rank + step - 1) % WORLD, epoch, rank, WORLD)
+            else:
+                _signal_copies(stored_ptr, owner, epoch, WORLD)
+        if stored_ptr is None:
+            _signal(flags_ptr, rank, epoch, rank, WORLD)
+            sources = tl.arange(0, triton.next_power_of_2(WORLD))
+            words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
+            if wait(words_ptr + sources, epoch, abort_ptr, sources < WORLD):
+                half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
+                rows = min(max(M - rank * chunk, 0), chunk)
+                tiles_m = tl.cdiv(rows, BLOCK_M)
+                for index in range(_first_tile(rank, most), tiles_m * tiles_n, programs):
+                    pid_m, pid_n = grouped_tile(index, tiles_m, tiles_n, GROUP_M)
+                    for column in range(0, BLOCK_N, COLUMNS):
+                        sum_tile(
+                            half_ptr, bias_ptr, residual_ptr, out_ptr, pid_m * BLOCK_M, pid_n * BLOCK_N + column,
+                            rows, N, chunk, stride_bias, stride_rm, stride_rn, WORLD, BLOCK_M, COLUMNS,
+                        )  # fmt: skip
+                advance(state_ptr, epoch)
 
 
 def gemm_reduce_scatter_forward(
@@ -191,10 +209,26 @@ def gemm_reduce_scatter_forward(
     ValueError for other shapes, dtypes or devices, where world c rows of N are more than a slot holds, and where the
     channel has too few flags.
     """
-    plan = _plan(x, weight, endpoint, bias, residual, other_tiles)
+    plan = _plan(x, weight, endpoint, bias, residual, other_tiles, False)
     out = torch.empty(plan.rows, plan.columns, dtype=x.dtype, device=x.device)
-    plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=bias, residual_ptr=residual, out_ptr=out)
+    plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=bias, residual_ptr=residual, out_ptr=out, stored_ptr=None)
     return out
+
+
+def gemm_for_copies(
+    x: Tensor, weight: Tensor, endpoint: Endpoint, stored: Tensor, *, other_tiles: bool = False
+) -> None:
+    """x Wᵀ, rounded to x's dtype, into this rank's slot, for copy engines to take away; in stream order.
+
+    x, weight, other_tiles: as for `gemm_reduce_scatter_forward`. The slot's halves are [world, c, N]: rows of this rank
+    are stored in part `rank` of the first half, rows of another owner in part `owner` of the second one. stored: int32
+    [endpoint.programs, world], zeroed with the signals; word [p, owner] becomes the epoch when program p has stored its
+    tiles of that owner. The epoch stays open. Raises ValueError for other shapes, dtypes or devices, and where world c
+    rows of N are more than a slot holds.
+    """
+    plan = _plan(x, weight, endpoint, None, None, other_tiles, True)
+    check_shape("gemm_for_copies", "stored", stored, (endpoint.programs, endpoint.world))
+    plan.product.run(x_ptr=x, weight_ptr=weight, bias_ptr=None, residual_ptr=None, out_ptr=None, stored_ptr=stored)
 
 
 class _Plan(NamedTuple):
@@ -207,8 +241,15 @@ class _Plan(NamedTuple):
 
 @planned
 def _plan(
-    x: Tensor, weight: Tensor, endpoint: Endpoint, bias: Tensor | None, residual: Tensor | None, other_tiles: bool
+    x: Tensor,
+    weight: Tensor,
+    endpoint: Endpoint,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    other_tiles: bool,
+    copied: bool,
 ) -> _Plan:
+    """copied: copy engines take the tiles away; then each of the channel's programs signals, with a tile or without."""
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
@@ -236,7 +277,8 @@ def _plan(
         **blocks,
         **endpoint.arguments(),
     }
-    grid = (max(1, programs),)  # without a tile too it signals and waits, and advances the epoch
+    # Without a tile too a program signals and waits, and advances the epoch.
+    grid = (endpoint.programs if copied else max(1, programs),)
     return _Plan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
 
 

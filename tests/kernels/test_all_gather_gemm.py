@@ -14,7 +14,7 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.engine_gather import open_gather
+from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.engine_gather import EngineGather
@@ -304,14 +304,14 @@ def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "stamp", "message"),
     [
-        ({}, torch.zeros(2, dtype=torch.int32), r"open_gather: stamp has shape \(2,\): expected \(1,\)"),
-        ({}, torch.zeros(1), "open_gather: stamp is torch.float32: expected int32"),
-        ({}, torch.zeros(1, dtype=torch.int32, device="meta"), "open_gather: stamp is on meta, the channel on cpu"),
+        ({}, torch.zeros(2, dtype=torch.int32), r"open_copies: stamp has shape \(2,\): expected \(1,\)"),
+        ({}, torch.zeros(1), "open_copies: stamp is torch.float32: expected int32"),
+        ({}, torch.zeros(1, dtype=torch.int32, device="meta"), "open_copies: stamp is on meta, the channel on cpu"),
         ({"flag_count": 5}, torch.zeros(1, dtype=torch.int32), "more flags than there is room for: 6 for one program"),
     ],
 )
-def test_bad_input_of_open_gather(alone: dict[str, Any], changes: dict[str, Any], stamp: Tensor, message: str) -> None:
+def test_bad_input_of_open_copies(alone: dict[str, Any], changes: dict[str, Any], stamp: Tensor, message: str) -> None:
     end = replace(alone["endpoint"], flag_count=6)
-    open_gather(end, torch.zeros(1, dtype=torch.int32))
+    open_copies(end, torch.zeros(1, dtype=torch.int32))
     with pytest.raises(ValueError, match=message):
-        open_gather(replace(end, **changes), stamp)
+        open_copies(replace(end, **changes), stamp)

@@ -13,7 +13,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.ops import engine_gather as engines
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: one tile of a chunk, several, none
 WITHOUT_PRODUCT = (1,)  # of these, where engines copy: the epoch ends behind the copies
@@ -35,29 +35,6 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 def multiply(*args: Any, **options: Any) -> torch.Tensor:
     out: torch.Tensor = current(all_gather_gemm).all_gather_gemm_forward(*args, **options)[0]
     return out
-
-
-class Streams:
-    """A group's memory as one stream of a rank sees it: each rank of the explored memory is a stream of its own.
-
-    The first `world` are the streams of products, those behind them the streams of copies.
-    """
-
-    def __init__(self, memory: SimulatedMemory, world: int) -> None:
-        self._memory, self.rank, self.world = memory, memory.rank % world, world
-        self.device, self.put, self.resident_programs = memory.device, memory.put, memory.resident_programs
-
-    @property
-    def abort(self) -> torch.Tensor:
-        return self._memory.abort
-
-    def buffer(self, key: str, shape: Any, dtype: torch.dtype) -> SymmetricBuffer:
-        found = self._memory.buffer(key, shape, dtype)
-        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
-
-    def signals(self, key: str, count: int) -> SymmetricBuffer:
-        found = self._memory.signals(key, count)
-        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
 
 
 def inputs(epoch: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -88,7 +65,7 @@ class Engines:
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
         self.rank, self.world = memory.rank % world, world
-        streams: Any = Streams(memory, world)
+        streams: Any = StreamMemory(memory, world)
         self.engines = current(engines).EngineGather(streams, "engines", SLOT_BYTES)
         self._x = streams.buffer("x", (SLOT_BYTES // 4,), torch.float32).local
 
@@ -248,7 +225,7 @@ class TestGathering(GatherSuite):
         Fault(
             "the new epoch after an abort",
             replace(
-                engine_gather.open_gather_kernel,
+                engine_gather.open_copies_kernel,
                 "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
                 by="barrier(flags_ptr, abort_ptr, epoch, rank, WORLD)\ntl.store(stamp_ptr, epoch)",
             ),
@@ -283,17 +260,17 @@ class TestTwoStreams(GatherSuite):
         Fault("copied to another place", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
         Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
         Fault("the own chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
-        Fault("copied before all have come", replace(SEND, "open_gather(self.endpoint, self._stamp)", by="pass")),
+        Fault("copied before all have come", replace(SEND, "open_copies(self.endpoint, self._stamp)", by="pass")),
         Fault(
-            "closed before all have copied", replace(SEND, "if not told:\n    close_gather(self.endpoint)", by="pass")
+            "closed before all have copied", replace(SEND, "if not told:\n    close_copies(self.endpoint)", by="pass")
         ),
         Fault(
             "one barrier for both ends",
-            replace(engine_gather.close_gather_kernel, "1", by="0", call="barrier"),
+            replace(engine_gather.close_copies_kernel, "1", by="0", call="barrier"),
         ),
         Fault(
             "closed twice",
-            replace(SEND, "if not told:\n    close_gather(self.endpoint)", by="close_gather(self.endpoint)"),
+            replace(SEND, "if not told:\n    close_copies(self.endpoint)", by="close_copies(self.endpoint)"),
         ),
         Fault(
             "one source is not waited for",
@@ -302,7 +279,7 @@ class TestTwoStreams(GatherSuite):
         Fault(
             "stamped before the wait",
             replace(
-                engine_gather.open_gather_kernel,
+                engine_gather.open_copies_kernel,
                 "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
                 by="tl.store(stamp_ptr, epoch)",
             ),

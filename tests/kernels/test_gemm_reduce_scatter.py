@@ -12,8 +12,9 @@ from torch import Tensor
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import launch, recording
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
@@ -22,6 +23,7 @@ from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((70, 36, 68), (1, 65, 33), (0, 5, 9), (7, 0, 9), (7, 3, 0), (150, 70, 16))  # M, N, K
+X, WEIGHT = torch.zeros(4, 3), torch.zeros(5, 3)
 Connect = Callable[..., Endpoint]
 Run = Callable[..., Tensor]
 
@@ -305,3 +307,27 @@ def test_bad_input_is_named(alone: Endpoint, changes: dict[str, Any], message: s
 def test_too_few_flags(alone: Endpoint) -> None:
     with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
         gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda end, words: await_part(end, words[:1], words[0, :1], 0), r"await_part: stored has shape \(1, 3\)"),
+        (
+            lambda end, words: await_part(end, words, words[0], 0),
+            r"await_part: stamp has shape \(3,\)",
+        ),
+        (lambda end, words: await_part(end, words, words[0, :1], 3), "await_part: owner 3 of 3"),
+        (lambda end, words: gemm_for_copies(X, WEIGHT, end, words[:1]), r"gemm_for_copies: stored has shape \(1, 3\)"),
+        (lambda end, words: sum_parts(X, end, words[0], 3), r"sum_parts: out has shape \(4, 3\): expected .* 3 rows"),
+        (lambda end, words: sum_parts(X, end, words[0], 2**28), "sum_parts: .* bytes to stage"),
+        (lambda end, words: sum_parts(X, end, words[0], 4, bias=X[0, :2]), r"sum_parts: bias has shape \(2,\)"),
+        (lambda end, words: sum_parts(X.half(), end, words[0, :2], 4), r"sum_parts: ready has shape \(2,\)"),
+        (lambda end, words: sum_parts(X.t(), end, words[0], 4), "sum_parts: out has strides"),
+    ],
+)
+def test_bad_input_beside_copy_engines_is_named(
+    alone: Endpoint, call: Callable[[Endpoint, Tensor], None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(alone, torch.zeros(alone.programs, 3, dtype=torch.int32))

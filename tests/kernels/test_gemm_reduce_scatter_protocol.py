@@ -1,6 +1,7 @@
 """gemm_reduce_scatter under many schedules: no false alarm, no line that is not needed, no wait without an end."""
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 import torch
@@ -62,11 +63,18 @@ TELL = gemm_reduce_scatter._signal
 WORDS = "peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD"
 
 
+COPIES = "it signals copies: test_engine_scatter_protocol.py has them"
+
+
 class TestGemmReduceScatter(ProtocolSuite):
     connect: Connect
     fixtures = ("connect",)
     modules = (signals, endpoint, gemm_reduce_scatter)
     needed = (gemm_reduce_scatter,)
+    unneeded: ClassVar = {
+        (gemm_reduce_scatter._signal_copies, "put"): COPIES,
+        (gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel, "_signal_copies"): COPIES,
+    }
     worlds = ((2, 2), (2, 1), (3, 1), (3, 2))
     faults = (
         Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),

@@ -101,10 +101,13 @@ SIGNALS = {
     "all_reduce_one_shot_kernel": (1, 1, 1, 2),
     "all_reduce_two_shot_kernel": (2, 2, 1, 3),
     "gemm_reduce_scatter_forward_kernel": (2, 1, 1, 2),
+    "gemm_reduce_scatter_forward_kernel out_ptr=None": (1, 0, 0, 1),
+    "await_part_kernel": (0, 1, 0, 1),
+    "sum_parts_kernel": (0, 1, 1, 2),
     "all_gather_gemm_forward_kernel": (2, 2, 1, 3),
     "all_gather_gemm_forward_kernel COPIERS=0": (0, 1, 1, 2),
-    "open_gather_kernel": (1, 1, 0, 2),
-    "close_gather_kernel": (1, 1, 1, 2),
+    "open_copies_kernel": (1, 1, 0, 2),
+    "close_copies_kernel": (1, 1, 1, 2),
     "ring_attention_forward_kernel": (2, 2, 1, 3),
     "ring_attention_forward_kernel RING=True": (3, 2, 1, 3),
     "ring_attention_forward_kernel COPIERS=0": (0, 0, 0, 0),
@@ -115,14 +118,15 @@ SIGNALS = {
     "sharded_adamw_kernel": (2, 2, 1, 3),
 }
 LOADS_OWN_BY_TMA = {  # operands that no peer writes
-    "all_gather_gemm_forward_kernel", "all_gather_gemm_forward_kernel COPIERS=0", "gemm_reduce_scatter_forward_kernel",
+    "all_gather_gemm_forward_kernel", "all_gather_gemm_forward_kernel COPIERS=0",
+    "gemm_reduce_scatter_forward_kernel", "gemm_reduce_scatter_forward_kernel out_ptr=None",
 }  # fmt: skip
 
 
 def variant(name: str) -> str:
     """What of a program's name says how often it signals."""
     kernel, *constants = name.split()
-    return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True"))])
+    return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True", "out_ptr=None"))])
 
 
 @pytest.mark.compile

@@ -1,4 +1,4 @@
-"""Shards that copy engines bring: the numbers of those that the product's own programs load, to the bit."""
+"""Shards and partial sums that copy engines move: the numbers of those that programs move, to the bit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import launch
 from tpfuse.ops import engine_gather, fused_linear
 from tpfuse.ops.engine_gather import EngineGather
+from tpfuse.ops.engine_scatter import EngineScatter
 from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
@@ -51,27 +52,37 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
     return [tensor for tensor in found if tensor is not None]
 
 
-def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
-    """Returns how often engines were sent."""
-    programs, engines, sent = FusedLinear(_memory()), FusedLinear(_memory(), engine_bytes=1), []
-    send = EngineGather.send
+def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
+    """Returns how often engines gathered and scattered."""
+    programs = FusedLinear(_memory())
+    engines, sent = programs.variant(engines=True, other_tiles=False), {"gathers": 0, "scatters": 0}
+
+    def counted(name: str, send: Any) -> Any:
+        def counting(*args: Any, **how: Any) -> None:
+            sent[name] += 1
+            send(*args, **how)
+
+        return counting
+
     for rows in sizes:
         expected = _everything(programs, dtype, rows)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineGather, "send", lambda *args, **how: (sent.append(1), send(*args, **how)))
+            patch.setattr(EngineGather, "send", counted("gathers", EngineGather.send))
+            patch.setattr(EngineScatter, "send", counted("scatters", EngineScatter.send))
             found = _everything(engines, dtype, rows)
         for other, wanted in zip(found, expected, strict=True):
             assert torch.equal(other, wanted)
-    return len(sent)
+    return sent
 
 
 @pytest.mark.parametrize("world", exhaustive(1, 2, 3))
 def test_copy_engines_bring_the_same_numbers(world: int) -> None:
-    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [12 if world > 1 else 0] * world
+    sent = {"gathers": 12, "scatters": 8} if world > 1 else {"gathers": 0, "scatters": 0}
+    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [sent] * world
 
 
 def test_copy_engines_bring_half_types() -> None:
-    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [6, 6]
+    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
 
 
 def _taking_turns() -> None:
@@ -105,7 +116,7 @@ def test_no_alarm_under_the_explorer() -> None:
 
     explore(program, 2, resident=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_gather, "open_gather", lambda end, stamp: stamp.copy_(end.state[:1] + 1))
+        patch.setattr(engine_gather, "open_copies", lambda end, stamp: stamp.copy_(end.state[:1] + 1))
         with pytest.raises(RaceError, match="nothing orders"):
             explore(program, 2, resident=3)
 
@@ -193,6 +204,8 @@ def _driver_calls(step: str) -> list[str]:
     def run() -> None:
         if step == "backward":
             products.all_gather_backward([grad], x, [weight], [True], True)
+        elif step == "scatter":
+            products.variant(engines=True, other_tiles=False).reduce_scatter(grad, weight.t(), None, None)
         elif step == "backward that fails":
             with pytest.raises(ValueError, match="weight has shape"):
                 products.all_gather_backward([grad], x, [weight[1:]], [True], True)
@@ -201,6 +214,7 @@ def _driver_calls(step: str) -> list[str]:
 
     products.all_gather(x, [weight], [None], None, False)
     products.all_gather_backward([grad], x, [weight], [True], True)
+    products.variant(engines=True, other_tiles=False).reduce_scatter(grad, weight.t(), None, None)
     with _streams(products, said):
         run()
     return said
@@ -217,11 +231,19 @@ def test_driver_calls_of_a_gather(world: int) -> None:
 
     One guard holds all that reads what is gathered.
     """
-    told = [BEFORE, "open_gather_kernel"] + ["copy", "word"] * (world - 1)
-    kept = [BEFORE, "open_gather_kernel"] + ["copy"] * world + ["close_gather_kernel"]
+    told = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
+    kept = [BEFORE, "open_copies_kernel"] + ["copy"] * world + ["close_copies_kernel"]
     assert pool(world).run(_driver_calls, "1") == [["guard", *told, PRODUCT, AFTER, "end"]] * world
     assert pool(world).run(_driver_calls, "2") == [["guard", *told, "copy", PRODUCT, AFTER, "mm", "end"]] * world
     assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+def test_driver_calls_of_a_scatter(world: int) -> None:
+    """For n ranks 3 n between the two edges of the streams, at tp 8: 24."""
+    sent = ["await_part_kernel", "copy", "word"] * (world - 1)
+    said = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
+    assert pool(world).run(_driver_calls, "scatter") == [said] * world
 
 
 def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:

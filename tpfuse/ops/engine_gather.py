@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpfuse.comm.launched import open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.kernels.engine_gather import close_gather, open_gather
+from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.kernels.launch import multiprocessors
 
 _VIEWS = 64  # that are kept, since shapes of a training step come again
@@ -55,7 +55,7 @@ class EngineGather:
         """
         memory, (_, places) = self._memory, self._places(x)
         rank, world = memory.rank, memory.world
-        open_gather(self.endpoint, self._stamp)
+        open_copies(self.endpoint, self._stamp)
         for step in range(1, world):
             peer = (rank - step) % world
             places[peer].copy_(x)
@@ -64,4 +64,4 @@ class EngineGather:
         if keep:
             places[rank].copy_(x)
         if not told:
-            close_gather(self.endpoint)
+            close_copies(self.endpoint)

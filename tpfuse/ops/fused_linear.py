@@ -3,7 +3,9 @@
 An all-gather is part of the product behind it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter of the product
 before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. Small shards are loaded from the
 peers by programs of the product itself; large ones are brought by copy engines on a stream of their own, chunk by chunk
-(`tpfuse.ops.engine_gather`), in backward while the other product of the layer runs. On CPUs all of it is interpreted.
+(`tpfuse.ops.engine_gather`), in backward while the other product of the layer runs. Partial sums are stored in their
+owners' memory by the product itself; copy engines take them there (`tpfuse.ops.engine_scatter`) where that was measured
+to be faster. On CPUs all of it is interpreted.
 
 Each operator is one guard of the memory, which holds all that reads what is gathered: the next gather writes there.
 """
@@ -28,6 +30,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.engine_gather import EngineGather
+from tpfuse.ops.engine_scatter import EngineScatter
 from tpfuse.ops.gemm import flat, product, weight_gradient
 
 MOST_BYTES = 2**30  # of a slot: kernels count what is in it in 32 bits
@@ -44,12 +47,33 @@ class _Channel:
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
 
 
+class _Copies:
+    """The copies of one operation, on a stream that begins behind the current one; None on CPUs, which copy at once.
+
+    The operation ends with `join`, also where it raises: what is copied may be freed or overwritten then.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None, device: torch.device) -> None:
+        self._stream, self._device = stream, device
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Within the block the stream of the copies is the current one."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """The current stream waits for the copies, once."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._stream = None
+
+
 @dataclass
 class _Gather:
     """All ranks' rows [world, n, K] on their way; whole at the end of the product with them if `keep`.
 
-    words, endpoint: for that product. copied: by copy engines, on `engine`, a stream of its own until the current one
-    has waited for it (None on CPUs); else by the product.
+    words, endpoint: for that product. copies: those of copy engines; None where the product brings the rows.
     """
 
     rows: Tensor
@@ -57,8 +81,7 @@ class _Gather:
     words: Tensor
     endpoint: Endpoint
     keep: bool
-    copied: bool
-    engine: torch.cuda.Stream | None = None
+    copies: _Copies | None
 
 
 class FusedLinear:
@@ -68,18 +91,21 @@ class FusedLinear:
         """Collective. engine_bytes: of a shard, from which on copy engines bring it; by default on GPUs alone."""
         self.memory = memory
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
-        self._other_tiles = False
+        self._other_tiles = self._engines_scatter = False
         self._engine: torch.cuda.Stream | None = None
         self._channels: dict[tuple[str, int], _Channel] = {}
         self._engine_gathers: dict[int, EngineGather] = {}
+        self._engine_scatters: dict[int, EngineScatter] = {}
 
     def variant(self, *, engines: bool, other_tiles: bool) -> "FusedLinear":
         """The same products for a measurement to compare; they share what they keep.
 
-        engines: whether copy engines bring all shards, or programs do; other_tiles: as in `configurations.choose`.
+        engines: whether copy engines move all shards and partial sums, or programs do; other_tiles: as in
+        `configurations.choose`.
         """
         other = copy.copy(self)
-        other._engine_bytes, other._other_tiles = (0 if engines else None), other_tiles
+        other._engine_bytes, other._engines_scatter = (0 if engines else None), engines
+        other._other_tiles = other_tiles
         return other
 
     def all_gather(
@@ -166,37 +192,23 @@ class FusedLinear:
         """
         rows = x.detach().contiguous()  # what it is copied to is kept, and must not remember
         world, nbytes = self.memory.world, rows.nbytes
-        copied = self._engine_bytes is not None and nbytes >= self._engine_bytes and world > 1
-        if not copied:
+        if self._engine_bytes is None or nbytes < self._engine_bytes or world == 1:
             channel = self._channel("all_gather_linear", nbytes)
-            gathered = rows.new_empty(world, *rows.shape)
-            yield _Gather(rows, gathered, channel.words, channel.endpoint, keep, copied)
+            yield _Gather(rows, rows.new_empty(world, *rows.shape), channel.words, channel.endpoint, keep, None)
             return
-        engines = self._engine_gather(nbytes)
-        gather = _Gather(rows, engines.chunks(rows), engines.ready, engines.endpoint, keep, copied)
+        engines, copies = self._engine_gather(nbytes), self._copies()
         try:
-            with self._copy_stream(gather):
+            with copies.stream():
                 engines.send(rows, told=multiplied, keep=keep)
-            yield gather
+            yield _Gather(rows, engines.chunks(rows), engines.ready, engines.endpoint, keep, copies)
         finally:
-            self._await_copies(gather)
+            copies.join()
 
-    @contextlib.contextmanager
-    def _copy_stream(self, gather: _Gather) -> Iterator[None]:
-        """On GPUs a stream that begins behind the current one; `_await_copies` makes the current one wait for it."""
-        if self.memory.device.type != "cuda":
-            yield
-            return
-        gather.engine = self._engine = self._engine or _engine_stream(self.memory.device)
-        gather.engine.wait_stream(torch.cuda.current_stream(self.memory.device))
-        with torch.cuda.stream(gather.engine):
-            yield
-
-    def _await_copies(self, gather: _Gather) -> None:
-        """On the current stream, once."""
-        if gather.engine is not None:
-            torch.cuda.current_stream(self.memory.device).wait_stream(gather.engine)
-            gather.engine = None
+    def _copies(self) -> _Copies:
+        on_gpu = self.memory.device.type == "cuda"
+        if on_gpu and self._engine is None:
+            self._engine = _engine_stream(self.memory.device)
+        return _Copies(self._engine if on_gpu else None, self.memory.device)
 
     def _product(
         self,
@@ -210,15 +222,17 @@ class FusedLinear:
         found = all_gather_gemm_forward(
             gather.rows, weight, bias, gather.gathered, gather.words, gather.endpoint,
             activation=activation, keep_preactivation=keep,
-            keep_own=gather.keep and not gather.copied, copied=gather.copied, other_tiles=self._other_tiles,
+            keep_own=gather.keep and gather.copies is None, copied=gather.copies is not None,
+            other_tiles=self._other_tiles,
         )  # fmt: skip
-        self._await_copies(gather)
+        if gather.copies is not None:
+            gather.copies.join()
         return found
 
     def _finish(self, gather: _Gather) -> Tensor:
         """All ranks' rows, [world * n, K], where no product is to gather them."""
-        if gather.copied:
-            self._await_copies(gather)
+        if gather.copies is not None:
+            gather.copies.join()
         else:
             all_gather_forward(gather.rows.view(-1), gather.gathered.flatten(1), gather.endpoint)
         return gather.gathered.flatten(0, 1)
@@ -244,10 +258,27 @@ class FusedLinear:
     def _piece_scattering(self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
+        if self._engines_scatter and world > 1:
+            return self._engine_scattering(nbytes, rows, weight, bias, residual)
         channel = self._channel("linear_reduce_scatter", nbytes)
         return gemm_reduce_scatter_forward(
             rows, weight, channel.endpoint, bias=bias, residual=residual, other_tiles=self._other_tiles
         )
+
+    def _engine_scattering(
+        self, nbytes: int, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        engines, copies = self._engine_scatter(nbytes), self._copies()
+        product = len(rows), len(weight), rows.dtype
+        try:
+            with copies.stream():
+                engines.open()
+            engines.multiply(rows, weight, other_tiles=self._other_tiles)
+            with copies.stream():
+                engines.send(*product)
+            return engines.sum(*product, bias, residual)
+        finally:
+            copies.join()
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
         size = slot_size(nbytes)
@@ -262,6 +293,14 @@ class FusedLinear:
         if found is None:
             name = f"all_gather_linear by engines, {size} bytes"
             found = self._engine_gathers[size] = EngineGather(self.memory, name, size)
+        return found
+
+    def _engine_scatter(self, nbytes: int) -> EngineScatter:
+        size = slot_size(nbytes)
+        found = self._engine_scatters.get(size)
+        if found is None:
+            name = f"linear_reduce_scatter by engines, {size} bytes"
+            found = self._engine_scatters[size] = EngineScatter(self.memory, name, size)
         return found
 
 

@@ -33,7 +33,7 @@ ISSUE_EXCEPTIONS = {
 }
 
 # Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16.
-NARROW_EXCEPTIONS = {r" (open|close)_gather_kernel ": "one warp, which moves signals alone"}
+NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "one program, which moves signals alone"}
 
 # Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
 _SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"

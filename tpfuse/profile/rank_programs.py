@@ -97,9 +97,11 @@ def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> 
     return _Exact(rounds)
 
 
-def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes) -> Program:
-    """reduce_scatter(x Wᵀ) + residual; and all_reduce(x Wᵀ), the same with an all-gather behind it."""
-    products, (rank, world) = FusedLinear(memory, 1), (memory.rank, memory.world)
+def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
+    """reduce_scatter(x Wᵀ) + residual, the partial sums moved by programs of the product or by copy engines; and
+    all_reduce(x Wᵀ), the same with an all-gather after it."""
+    products = FusedLinear(memory).variant(engines=engines, other_tiles=False)
+    rank, world = memory.rank, memory.world
     weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
     rounds = []
     for seed in range(VARIANTS):
@@ -257,7 +259,8 @@ def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: li
 PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
     "all_gather_gemm": partial(all_gather_gemm, engines=False),
     "all_gather_gemm, copy engines": partial(all_gather_gemm, engines=True),
-    "gemm_reduce_scatter": gemm_reduce_scatter,
+    "gemm_reduce_scatter": partial(gemm_reduce_scatter, engines=False),
+    "gemm_reduce_scatter, copy engines": partial(gemm_reduce_scatter, engines=True),
     "collectives": collectives,
     "ring_attention": partial(ring_attention, ring=True),
     "ring_attention, from owners": partial(ring_attention, ring=False),

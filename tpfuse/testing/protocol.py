@@ -26,14 +26,17 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
+from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.explore import PCT, Report, RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.explore.fresh_modules import fresh
 from tpfuse.testing.explore.mutants import Mutant, mutants_of, span_of, surviving
 from tpfuse.testing.explore.planting import Fault, replace
 from tpfuse.testing.tiers import exhaustive
 
-__all__ = ["Fault", "ProtocolSuite", "current", "replace"]
+__all__ = ["Fault", "ProtocolSuite", "StreamMemory", "current", "replace"]
 
 SCHEDULES = (Sequential(), RoundRobin(), PCT(0))
 _unchanged: dict[type, Report] = {}
@@ -42,6 +45,29 @@ _unchanged: dict[type, Report] = {}
 def current(module: ModuleType) -> Any:
     """The copy of the module that is explored now, mutated or not; outside an exploration the module itself."""
     return sys.modules[module.__name__]
+
+
+class StreamMemory:
+    """A group's memory as one stream of a rank sees it: each rank of the explored memory is a stream of its own.
+
+    The first `world` are the streams of products, those behind them the streams of copies.
+    """
+
+    def __init__(self, memory: SimulatedMemory, world: int) -> None:
+        self._memory, self.rank, self.world = memory, memory.rank % world, world
+        self.device, self.put, self.resident_programs = memory.device, memory.put, memory.resident_programs
+
+    @property
+    def abort(self) -> Tensor:
+        return self._memory.abort
+
+    def buffer(self, key: str, shape: Any, dtype: torch.dtype) -> SymmetricBuffer:
+        found = self._memory.buffer(key, shape, dtype)
+        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+
+    def signals(self, key: str, count: int) -> SymmetricBuffer:
+        found = self._memory.signals(key, count)
+        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
 
 
 class ProtocolSuite:

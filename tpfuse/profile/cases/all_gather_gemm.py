@@ -10,7 +10,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.kernels.engine_gather import close_gather, open_gather
+from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.profile.case import Case
@@ -32,7 +32,7 @@ def _alone(
     options |= {"copied": True} if copied else {"keep_own": True}
     for _ in range(_EPOCHS):
         if copied:
-            open_gather(endpoint, stamp)
+            open_copies(endpoint, stamp)
             gathered[0].copy_(x)
         out, preactivation = all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
     return out, preactivation, gathered[0]
@@ -105,8 +105,8 @@ def launches(dtype: torch.dtype) -> None:
         endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, 8 * world, state, stamp, programs=108)
         x, gathered = empty(m, weight.shape[1]), empty(world, m, weight.shape[1])
         if options.get("copied"):
-            open_gather(endpoint, stamp)
-            close_gather(endpoint)
+            open_copies(endpoint, stamp)
+            close_copies(endpoint)
         all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
 
     m, n, k = 1024, 4096, 8192

@@ -1,0 +1,198 @@
+"""Reduce-scatters by copy engines under many schedules: no alarm, no line too many, and no wait without an end."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.symmetric_memory import SymmetricBuffer
+from tpfuse.kernels import endpoint, engine_gather, engine_scatter, gemm_reduce_scatter, signals
+from tpfuse.ops import engine_scatter as engines
+from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
+
+SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: several tiles of an owner, owners without rows, no rows
+K = 4
+SLOT_BYTES = 4096
+TILES = {  # of 16 by 16: small tensors have several programs
+    "gemm_reduce_scatter": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EPILOGUE_PARTS": 1, "SUM_WIDTH": 16}
+}
+
+pytestmark = pytest.mark.usefixtures("tiny_tiles")
+
+
+class Scatter:
+    """One stream of a rank."""
+
+    def __init__(self, memory: SimulatedMemory, world: int) -> None:
+        streams: Any = StreamMemory(memory, world)
+        self.rank, self.world = streams.rank, world
+        self.engines = current(engines).EngineScatter(streams, "engines", SLOT_BYTES)
+
+    def inputs(self, epoch: int) -> tuple[list[Tensor], Tensor]:
+        """Every rank's x, the weight."""
+        m, n = SIZES[epoch]
+        return [integers(10 * epoch + rank, m, K) for rank in range(self.world)], integers(epoch, n, K)
+
+    def open(self) -> None:
+        self.engines.open()
+
+    def multiply(self, epoch: int) -> None:
+        xs, weight = self.inputs(epoch)
+        self.engines.multiply(xs[self.rank], weight, other_tiles=False)
+
+    def send(self, epoch: int) -> None:
+        self.engines.send(*SIZES[epoch], torch.float32)
+
+    def sum(self, epoch: int) -> Tensor:
+        found: Tensor = self.engines.sum(*SIZES[epoch], torch.float32, None, None)
+        return found
+
+    def check(self, epoch: int, found: Tensor) -> None:
+        xs, weight = self.inputs(epoch)
+        chunk = -(-SIZES[epoch][0] // self.world)
+        expected = (torch.stack(xs).sum(0) @ weight.t())[self.rank * chunk : (self.rank + 1) * chunk]
+        assert torch.equal(found, expected), f"epoch {epoch + 1}"
+
+
+def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
+    """Every size, with copies on a stream of their own: half of the ranks are the other ones' second streams."""
+    world = memory.world // 2
+    rank, copies = memory.rank % world, memory.rank >= world
+    stream, events = Scatter(memory, world), memory.signals("events", 1)
+    for epoch in range(epochs):
+        if copies:
+            memory.wait(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
+            stream.open()
+            stream.send(epoch)
+            memory.put(events, rank, 0, epoch + 1)
+        else:
+            memory.put(events, rank + world, 0, epoch + 1)
+            stream.multiply(epoch)
+            stream.check(epoch, stream.sum(epoch))
+            memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
+
+
+SEND = engines.EngineScatter.send
+OPEN = "open_copies(self._endpoint, self._stamp)"
+AWAIT = "await_part(self._endpoint, self._stored, self._stamp, owner)"
+COPY = "place.copy_(part)"
+TELL = "memory.put(self._words, owner, rank, self._stamp)"
+KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
+TELL_COPIES = gemm_reduce_scatter._signal_copies
+STORED = "_signal_copies(stored_ptr, owner, epoch, WORLD)"
+PART = "part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chunk * N"
+
+
+class TestEngineScatter(ProtocolSuite):
+    """Copies by a stream of their own, between the launches of the other one."""
+
+    modules = (signals, endpoint, engine_gather, gemm_reduce_scatter, engine_scatter, engines)
+    needed = (engine_scatter, engines, TELL_COPIES)
+    worlds = ((4, 2), (4, 1), (6, 2))
+    seeds = 20
+    faults = (
+        Fault("copied before it is stored", replace(SEND, AWAIT, by="pass")),
+        Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
+        Fault("nobody is told", replace(SEND, TELL, by="pass")),
+        Fault("told for another rank", replace(SEND, "rank", by="owner", call="put")),
+        Fault("another rank is told", replace(SEND, "owner", by="(owner + 1) % world", call="put")),
+        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="put")),
+        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="put")),
+        Fault("one owner is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
+        Fault("another owner's part", replace(SEND, "parts[owner]", by="parts[rank]")),
+        Fault(
+            "one program is not awaited",
+            replace(engine_scatter.await_part_kernel, "index < programs", by="index < programs - 1", call="wait"),
+        ),
+        Fault(
+            "any epoch is awaited",
+            replace(engine_scatter.await_part_kernel, "tl.load(stamp_ptr)", by="tl.load(stamp_ptr) - 1"),
+        ),
+        Fault("copied before all have come", replace(engines.EngineScatter.open, OPEN, by="pass")),
+        Fault(
+            "signalled before it is stored",
+            replace(KERNEL, STORED, by="pass"),
+            replace(KERNEL, PART, by=f"{PART}\n{STORED}"),
+        ),
+        Fault(
+            "one word for all owners",
+            replace(
+                TELL_COPIES, "stored_ptr + tl.program_id(0) * WORLD + owner", by="stored_ptr + tl.program_id(0) * WORLD"
+            ),
+        ),
+        Fault(
+            "the sum takes any epoch",
+            replace(engine_scatter.sum_parts_kernel, "epoch", by="epoch - 1", call="wait"),
+        ),
+        Fault(
+            "one source is not waited for",
+            replace(engine_scatter.sum_parts_kernel, "sources < WORLD", by="sources < WORLD - 1", call="wait"),
+        ),
+        Fault(
+            "another rank's parts are summed",
+            replace(
+                engine_scatter.sum_parts_kernel,
+                "slots_ptr + rank",
+                by="slots_ptr + (rank + 1) % WORLD",
+            ),
+        ),
+        Fault("all parts in one half", replace(KERNEL, "owner != rank", by="owner < 0")),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        two_streams(memory)
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        two_streams(memory, 2)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        """Rank 0 does not come. The barriers in front: copies after an abort may overwrite what a peer still sums."""
+        scatter = Scatter(memory, memory.world)
+
+        def run(epoch: int) -> Tensor:
+            scatter.open()
+            scatter.multiply(epoch)
+            scatter.send(epoch)
+            return scatter.sum(epoch)
+
+        for _ in range(2):
+            scatter.check(0, run(0))
+            memory.barrier()
+            state = scatter.engines._endpoint.state
+            with pytest.raises(PeerTimeout), memory.guard("gemm_reduce_scatter"):
+                if memory.rank == 0:
+                    memory.barrier("elsewhere")
+                for _ in range(2):
+                    run(1)
+                    assert state[0] == 1, "the epoch is not over"
+                    told = [words[memory.rank].item() for words in scatter.engines._words.peers]
+                    assert not any(word > 1 for word in told), "nobody is told of it"
+            memory.reset()
+            memory.barrier()
+            assert state.tolist() == [0, 0]
+
+
+def _without(what: str) -> Any:
+    """`two_streams` with an edge between the streams of a rank left out."""
+
+    def program(memory: SimulatedMemory) -> None:
+        def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:
+            if op != what:
+                real_wait(flags, *arguments, op=op, **options)
+
+        real_wait = memory.wait
+        memory.wait = wait  # type: ignore[method-assign]
+        two_streams(memory)
+
+    return program
+
+
+@pytest.mark.parametrize("what", ["P has come here", "C has copied"])
+def test_both_streams_wait_for_each_other(what: str) -> None:
+    """Copies that begin before the last sum, or whose parts are overwritten, are found."""
+    with pytest.raises(ExploreError):
+        explore(_without(what), 4, resident=2)
