@@ -1,6 +1,7 @@
-"""Tile sizes, warps and stages of every kernel: a table per operator and GPU family, in configurations.toml.
+"""Tile sizes, warps and stages of every kernel: a table per operator, in configurations.toml.
 
-A row holds for the sizes that its `at_most` names; of an operator's rows for a family the first that fits is taken, and
+A line of the table holds for some GPU families and element types. It is a row for each of them, which holds for the
+sizes that its `at_most` names. Of an operator's rows for a family and an element type the first that fits is taken, and
 the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
 
 One size is computed from the row itself: `idle`, the percentage of multiprocessors' time that its tiles leave unused,
@@ -63,17 +64,21 @@ class Configuration:
 
 
 def read_table(path: Path) -> list[Configuration]:
-    """The rows of a table file, in order. Raises ValueError that names the file and the row."""
+    """The rows of a table file, in order. Raises ValueError that names the file and the line of the operator."""
+    return rows_of(path.read_text(encoding="utf-8"), str(path))
+
+
+def rows_of(text: str, name: str) -> list[Configuration]:
+    """The rows of a table's text, in order. Raises ValueError that begins with `name`."""
     rows = []
-    with path.open("rb") as file:
-        document = tomllib.load(file)
-    for operator, families in document.items():
-        for name, entries in families.items():
-            for index, entry in enumerate(entries):
-                try:
-                    rows.append(Configuration(operator, name, **({"at_most": {}} | entry)))
-                except TypeError as error:
-                    raise ValueError(f"{path}: row {index + 1} of {operator}.{name}: {error}") from None
+    for operator, lines in tomllib.loads(text).items():
+        for number, line in enumerate(lines, 1):
+            fields = {"at_most": {}} | line
+            try:
+                families, widths = fields.pop("families"), fields.pop("bits")
+                rows += [Configuration(operator, x, bits, **fields) for x in families for bits in widths]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{name}: line {number} of {operator}: {error}") from None
     return rows
 
 

@@ -8,20 +8,11 @@ from tpfuse.kernels.configurations import choose, read_table
 from tpfuse.kernels.launch import recording
 
 TEXT = """
-[[toy.sm_90]]
-bits = 16
-at_most = {M = 64}
-blocks = {BLOCK_M = 16}
-num_warps = 4
-num_stages = 3
-measured = "never"
-[[toy.sm_90]]
-bits = 16
-blocks = {BLOCK_M = 128}
-num_warps = 8
-num_stages = 4
-measured = "never"
-"""
+toy = [
+    {families = ["sm_90"], bits = [16], at_most = {M = 64}, blocks = {BLOCK_M = 16}, num_warps = 4, num_stages = 3, measured = "never"},
+    {families = ["sm_90", "sm_80"], bits = [16], blocks = {BLOCK_M = 128}, num_warps = 8, num_stages = 4, measured = "never"},
+]
+"""  # noqa: E501
 
 
 def test_the_first_row_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,8 +45,11 @@ def test_the_second_best_has_tiles_of_another_shape(operator: str, n: int, width
 
 def test_a_row_with_a_key_too_many_is_named(tmp_path: Path) -> None:
     path = tmp_path / "table.toml"
-    path.write_text(TEXT + "colour = 3\n")
-    with pytest.raises(ValueError, match=r"row 2 of toy.sm_90.*colour"):
+    path.write_text(TEXT.replace("num_warps = 8", "num_warps = 8, colour = 3"))
+    with pytest.raises(ValueError, match=r"table.toml: line 2 of toy: .*colour"):
+        read_table(path)
+    path.write_text(TEXT.replace('families = ["sm_90"], ', ""))
+    with pytest.raises(ValueError, match=r"table.toml: line 1 of toy: 'families'"):
         read_table(path)
 
 

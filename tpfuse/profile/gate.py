@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import triton
 
+from tpfuse.kernels.launch import FAMILIES
 from tpfuse.profile.resources import LIMITS, Compilation
 
 # The newest matrix instruction of each family.
@@ -156,66 +157,69 @@ def _features(result: Compilation) -> list[str]:
 HEADER = """\
 # What the kernels take
 
-Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. Registers are those
-of a thread, shared memory is a program's, in bytes; programs: how many fit on a multiprocessor at once. Kernels of
-float16 differ from those of bfloat16 in conversions alone, so that they are compiled for sm_90 only. Issue: issue slots
-for each cycle of the tensor cores in the main loop around wgmma; then that loop's barriers, the wgmma groups that a
-step leaves running, and the instructions of each tile beside the loop (sm_90 alone).
+Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. A line is a kernel
+on a GPU family, over all launches that the rows of kernels/configurations.toml and the dtypes make of it: the least and
+the most of each figure. Registers are those of a thread; spilled is how many launches spill; shared memory is a
+program's, in bytes; programs: how many fit on a multiprocessor at once. Issue: issue slots for each cycle of the tensor
+cores in the main loop around wgmma; then the wgmma groups that a step of it leaves running (both sm_90 alone). float16
+is compiled for sm_90 only, since it differs from bfloat16 in conversions alone.
+`python -m tpfuse.profile.compilation OPERATOR` prints each launch.
+
 """
 
 COLUMNS = (
     "kernel",
-    "constants",
-    "dtype",
-    "warps",
-    "stages",
+    "family",
+    "launches",
     "registers",
+    "spilled",
     "shared",
     "programs",
     "issue",
-    "barriers",
     "pending",
-    "tile",
     "instructions",
 )
 
 
 def table(results: Sequence[Compilation], version: str) -> str:
-    """Markdown, a section for each operator and family."""
-    lines = [HEADER.format(version=version)]
-    sections: dict[tuple[str, str], list[Compilation]] = {}
+    """Markdown, a line for each kernel and family."""
+    groups: dict[tuple[str, str], list[Compilation]] = {}
     for result in results:
-        sections.setdefault((result.operator, result.family), []).append(result)
-    for (operator, family), entries in sections.items():
-        lines += [f"## {operator}, {family}", "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
-        lines += sorted(_row(_cells(entry)) for entry in entries)
-        lines.append("")
-    return "\n".join(lines)
+        kernel = result.kernel.removesuffix("_kernel") or f"{result.operator}'s launcher"
+        groups.setdefault((kernel, result.family), []).append(result)
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    lines += [_row([*group, *_cells(groups[group])]) for group in sorted(groups, key=_by_kernel)]
+    return HEADER.format(version=version) + "\n".join(lines) + "\n"
+
+
+def _by_kernel(group: tuple[str, str]) -> tuple[str, int]:
+    kernel, family = group
+    return kernel, FAMILIES.index(family)
 
 
 def _row(cells: Sequence[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _cells(result: Compilation) -> list[object]:
+def _cells(results: Sequence[Compilation]) -> list[object]:
+    whole = [result for result in results if not result.error]
+    loops = [result for result in whole if result.issue_share]
+    features = {name for result in whole for name in _features(result)}
     return [
-        result.kernel.removesuffix("_kernel"),
-        _constants(result),
-        result.dtype,
-        result.num_warps,
-        result.num_stages,
-        result.error or f"{result.registers}{' (spills)' * bool(result.spilled)}",
-        result.shared,
-        result.programs,
-        *_loop_cells(result),
-        " ".join(_features(result)),
+        f"{len(results)}{f', {len(results) - len(whole)} failed' * (len(whole) < len(results))}",
+        _range(result.registers for result in whole),
+        sum(bool(result.spilled) for result in whole) or "",
+        _range(result.shared for result in whole),
+        _range(result.programs for result in whole),
+        _range(result.issue_share for result in loops),
+        _range(result.pending for result in loops),
+        " ".join(sorted(features)),
     ]
 
 
-def _loop_cells(result: Compilation) -> tuple[object, ...]:
-    if not result.issue_share:
-        return ("",) * 4
-    return result.issue_share, result.barriers, result.pending, result.tile_instructions
+def _range(values: Iterable[float]) -> str:
+    found = sorted(set(values))
+    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else ""
 
 
 def version_of(table: str) -> str:

@@ -1,57 +1,95 @@
-"""configurations.toml as text: rows are replaced one by one, and everything else stays as people wrote it."""
+"""configurations.toml as text: the lines of an operator are written anew, and all others stay as people wrote them."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from tpfuse.kernels.configurations import Configuration
+from tpfuse.kernels.configurations import Configuration, rows_of
+from tpfuse.kernels.launch import FAMILIES
 
-Key = tuple[str, str, int]
-"""(operator, family, how many rows of both stand before it)."""
+_OPERATOR = re.compile(r"^(\w+) = \[$")
+
+
+@dataclass
+class _Line:
+    """Rows that agree. content: what they have in common, as TOML."""
+
+    families: list[str]
+    bits: list[int]
+    content: str
+
+    def __str__(self) -> str:
+        return f"    {{families = {_value(self.families)}, bits = {_value(self.bits)}, {self.content}}},"
 
 
 def _value(value: Any) -> str:
-    """A TOML value; strings and booleans are written as JSON writes them."""
+    """A TOML value; strings, numbers and booleans are written as JSON writes them."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_value(x)}" for key, x in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
 
 
-def written(row: Configuration) -> str:
-    """A row as TOML, its header first."""
-    lines = [f"[[{row.operator}.{row.family}]]", f"bits = {row.bits}"]
-    if row.at_most:
-        lines.append(f"at_most = {_value(row.at_most)}")
-    lines.append(f"blocks = {_value(row.blocks)}")
-    lines += [f"num_warps = {row.num_warps}", f"num_stages = {row.num_stages}", f"measured = {_value(row.measured)}"]
-    return "\n".join(lines)
+def _content(row: Configuration) -> str:
+    fields = {"at_most": row.at_most} if row.at_most else {}
+    fields |= {"blocks": row.blocks, "num_warps": row.num_warps, "num_stages": row.num_stages}
+    return ", ".join(f"{name} = {_value(value)}" for name, value in (fields | {"measured": row.measured}).items())
 
 
-def _is_row_line(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith(("#", "["))
+def section(operator: str, rows: Sequence[Configuration]) -> list[str]:
+    """The lines of an operator's rows; rows that agree share one where the order of all rows allows it.
 
-
-def with_rows(text: str, rows: Mapping[Key, Configuration]) -> str:
-    """The text of a table with rows replaced.
-
-    Comments, blank lines and all other rows stay. Raises ValueError for a row that the text does not have.
+    The order of the rows of one family and element type says which of them is taken, so it is kept.
     """
-    counts: dict[str, int] = {}
-    headers = {f"[[{operator}.{family}]]": (operator, family) for operator, family, _ in rows}
-    left, lines, skipping = dict(rows), [], False
+    lines: list[_Line] = []
+    for family in ("interpreted", *FAMILIES):
+        _append_family(lines, _lines_of_family([row for row in rows if row.family == family]))
+    return [f"{operator} = [", *map(str, lines), "]"]
+
+
+def _lines_of_family(rows: Sequence[Configuration]) -> list[_Line]:
+    lines: list[_Line] = []
+    last: dict[int, int] = {}  # where the last row of these bits is
+    for row in rows:
+        content, after = _content(row), last.get(row.bits, -1)
+        found = next((i for i, line in enumerate(lines) if i > after and line.content == content), len(lines))
+        if found == len(lines):
+            lines.append(_Line([row.family], [], content))
+        lines[found].bits.append(row.bits)
+        last[row.bits] = found
+    return lines
+
+
+def _append_family(lines: list[_Line], more: Sequence[_Line]) -> None:
+    """Adds a family's lines to those of others."""
+    after = -1
+    for new in more:
+        same = (i for i, x in enumerate(lines) if i > after and (x.bits, x.content) == (new.bits, new.content))
+        after = next(same, len(lines))
+        if after == len(lines):
+            lines.append(_Line([], new.bits, new.content))
+        lines[after].families += new.families
+
+
+def with_rows(text: str, rows: Iterable[Configuration]) -> str:
+    """The text of a table with rows replaced by those for the same place.
+
+    What is between operators stays, comments included; an operator's own lines have no comments. Raises ValueError for
+    a row whose place the text does not have.
+    """
+    left = {row.place: row for row in rows}
+    operators = {row.operator for row in left.values()}
+    lines, block = [], list[str]()
     for line in text.splitlines():
-        if line.lstrip().startswith("["):
-            skipping = False
-            header = line.partition("#")[0].strip()
-            if header in headers:
-                counts[header] = counts.get(header, -1) + 1
-                row = left.pop((*headers[header], counts[header]), None)
-                if row is not None:
-                    lines += written(row).splitlines()
-                    skipping = True
-                    continue
-        if not (skipping and _is_row_line(line)):
+        if block or ((found := _OPERATOR.match(line)) and found[1] in operators):
+            block.append(line)
+            if line == "]":
+                known = rows_of("\n".join(block), "the table")
+                lines += section(known[0].operator, [left.pop(row.place, row) for row in known])
+                block = []
+        else:
             lines.append(line)
     if left:
-        raise ValueError(f"the table has no row {', '.join(f'{index + 1} of {o}.{f}' for o, f, index in left)}")
+        raise ValueError(f"the table has no row for {', '.join(map(str, left))}")
     return "\n".join(lines) + "\n"

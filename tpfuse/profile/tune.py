@@ -33,7 +33,7 @@ from tpfuse.profile.gate import complaints
 from tpfuse.profile.recorded import Job, source_of
 from tpfuse.profile.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.profile.search_space import SPACES, Step
-from tpfuse.profile.table_file import Key, with_rows
+from tpfuse.profile.table_file import with_rows
 from tpfuse.profile.trial import Trial
 from tpfuse.profile.trials import trials
 from tpfuse.train.errors import RunError, UserError
@@ -74,7 +74,7 @@ def _tuned(
     out: Path,
 ) -> list[Configuration]:
     text = configurations.TABLE.read_text(encoding="utf-8")
-    found: dict[Key, Configuration] = {}
+    found: list[Configuration] = []
     for place in places(operators, tuner, all_trials):
         if not place.fitting or monotonic() > tuner.deadline:
             tuner.say(f"{place.name}: left as it is, {'no time left' if place.fitting else 'no trial chooses it'}")
@@ -82,18 +82,17 @@ def _tuned(
         best = place.best(tuner, spaces)
         if best is None:
             continue
-        found[place.key] = best
+        found.append(best)
         out.write_text(with_rows(text, found), encoding="utf-8")
     configurations.forget()
-    return list(found.values())
+    return found
 
 
 @dataclass(frozen=True)
 class Place:
-    """A row of the table and where it stands (`table_file.with_rows`). fitting: the trials that choose it."""
+    """A row of the table. fitting: the trials that choose it."""
 
     row: Configuration
-    key: Key
     fitting: list[Trial]
 
     @property
@@ -116,12 +115,7 @@ def places(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) 
     rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
     mine = [row for row in rows if row.family == family and row.operator in operators]
     chosen = _chosen_rows(mine, all_trials, tuner)
-    found = []
-    for row in mine:
-        index = [x for x in rows if (x.operator, x.family) == (row.operator, row.family)].index(row)
-        fitting = [trial for trial, served in chosen if row in served]
-        found.append(Place(row, (row.operator, row.family, index), fitting))
-    return found
+    return [Place(row, [trial for trial, served in chosen if row in served]) for row in mine]
 
 
 def _chosen_rows(
