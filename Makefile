@@ -70,7 +70,7 @@ offload: install
 
 compiled: install
 	mkdir -p build
-	$(BIN)/python -m tpfuse.profile.compilation --markdown > build/compiled.md
+	$(BIN)/python -m tpfuse.tools.compilation --markdown > build/compiled.md
 	mv build/compiled.md benchmarks/results/compiled.md
 	$(BIN)/python -m benchmarks.waves > build/waves.md
 	mv build/waves.md benchmarks/results/waves.md
@@ -82,7 +82,7 @@ build/triton-%: | install
 compiled-matrix: $(addprefix build/triton-,$(TRITONS))
 	for version in $(TRITONS); do \
 		echo "Triton $$version"; \
-		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/profile/test_compilation.py tests/kernels/test_signal_ptx.py || exit 1; \
+		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/tools/test_compilation.py tests/kernels/test_signal_ptx.py || exit 1; \
 	done
 
 lint: install

@@ -22,13 +22,13 @@ from torch import Tensor
 from benchmarks.contenders import poisoned
 from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
 from benchmarks.timing import Contender, one_line
-from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_attention_dkdv, ring_attention_dq
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
-from tpfuse.ops.ring_call import RingCall
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Yardstick
 
 PLAIN = "attention"

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import keep, percentiles
+from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.connect import connect
-from tpfuse.comm.direct import DirectCollectives
 from tpfuse.testing.ranks import RankPool
 
 SIZES = (2**12, 2**16, 2**18, 2**22, 2**26)  # bytes

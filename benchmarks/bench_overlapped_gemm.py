@@ -30,7 +30,7 @@ from benchmarks.contenders import poisoned
 from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Contender, one_line
-from tpfuse.comm.launched import open_channel
+from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward

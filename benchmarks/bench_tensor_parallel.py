@@ -39,7 +39,6 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.parallel.bucket_layout import decays
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.batches import Windows
@@ -48,6 +47,7 @@ from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
 from tpfuse.train.trainer import Trainer
+from tpfuse.zero.bucket_layout import decays
 
 TORCH, ALONE = "torch", "one_process"
 _SECONDS = 0.15  # of a turn, about

@@ -26,19 +26,20 @@ from benchmarks.timing import Ceilings
 from tpfuse.comm.probe import probe
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration
-from tpfuse.profile import cases, tune, verify
-from tpfuse.profile.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
-from tpfuse.profile.search import Tuner
-from tpfuse.profile.search_space import SPACES
-from tpfuse.profile.table_file import with_rows
-from tpfuse.profile.trials import tiny_trials, trials
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
+from tpfuse.tools import operators as cases
+from tpfuse.tools import tune, verify
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
+from tpfuse.tools.search import Tuner
+from tpfuse.tools.search_space import SPACES
+from tpfuse.tools.table_file import with_rows
+from tpfuse.tools.trials import tiny_trials, trials
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float32")
 WORLDS = (2, 4)
 ROUNDS = 200
-TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/test_cuda_linear.py", "tests/parallel/test_cuda_zero.py")
+TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/linear/test_cuda.py", "tests/zero/test_cuda.py")
 TUNED = ("gemm", "all_gather_gemm", "attention_forward")
 # Benchmarks in the order of their importance, with the seconds that a turn of each may take.
 TIMED = {
@@ -138,7 +139,7 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
     wanted = plan.compared[:1] if plan.rehearse else plan.compared
     family = "sm_90" if plan.rehearse else launch.family(plan.device)
     dtypes = DTYPES[:1] if plan.rehearse else DTYPES
-    command = [sys.executable, "-m", "tpfuse.profile.compilation", *wanted, "--warm"]
+    command = [sys.executable, "-m", "tpfuse.tools.compilation", *wanted, "--warm"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [*command, "--families", family, "--dtypes", *dtypes],

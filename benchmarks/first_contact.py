@@ -29,7 +29,7 @@ from benchmarks.contact_steps import TIMED, Plan, kept_ceilings, steps
 from benchmarks.figures import FIGURES, figures_table
 from benchmarks.harness import OURS, table, unable
 from tpfuse.kernels.launch import interpreter_problem
-from tpfuse.profile import cases
+from tpfuse.tools import operators as cases
 
 GROUPS = (
     "device",

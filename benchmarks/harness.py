@@ -58,7 +58,7 @@ def _commit() -> str:
 def _sources() -> str:
     """A fingerprint of the kernels and operators, which says what was measured where there is no commit to name."""
     root = Path(__file__).parent.parent
-    files = sorted([*root.glob("kernels/*.py"), *root.glob("kernels/*.toml"), *root.glob("tpfuse/ops/*.py")])
+    files = sorted([*root.glob("kernels/*.py"), *root.glob("kernels/*.toml"), *root.glob("tpfuse/ops/**/*.py")])
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:12]
 
 

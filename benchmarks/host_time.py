@@ -29,8 +29,8 @@ from benchmarks.driver_stand_in import DriverStandIn
 from benchmarks.harness import aligned, machine
 from benchmarks.lone_rank import LoneRank
 from tpfuse.kernel_choice import set_kernels
-from tpfuse.ops.fused_linear import FusedLinear
 from tpfuse.ops.gemm import gemm, product
+from tpfuse.ops.linear.fused import FusedLinear
 
 WORLD = 8
 ROWS, COLUMNS, K = 8, 1024, 512  # of one rank: small, since copies are made in earnest

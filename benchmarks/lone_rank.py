@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm import board
-from tpfuse.comm.board import RECORDS, Part
+from tpfuse.comm import control_block
+from tpfuse.comm.control_block import RECORDS, Part
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.testing.cuda_stand_in import StandIn
@@ -74,7 +74,7 @@ class LoneRank:
     def __init__(self, world: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        board.say = _said_by_all  # type: ignore[assignment]
+        control_block.say = _said_by_all  # type: ignore[assignment]
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
         group = dist.group.WORLD
         assert group is not None
@@ -87,13 +87,13 @@ class LoneRank:
         self.memory = CudaMemory(group, torch.device("cpu"), 60.0, calls)
 
     def _board_made(self, calls: StandIn) -> None:
-        made = board.Board.__init__
+        made = control_block.Board.__init__
 
-        def make(this: board.Board, *arguments: Any) -> None:
+        def make(this: control_block.Board, *arguments: Any) -> None:
             made(this, *arguments)
             self._parts = this.parts
 
-        board.Board.__init__ = make  # type: ignore[method-assign]
+        control_block.Board.__init__ = make  # type: ignore[method-assign]
 
     def _follow(self) -> None:
         """The others come wherever this rank waits for them, until `alone`."""

@@ -34,8 +34,8 @@ from benchmarks.shapes import Model, layers, model
 from benchmarks.timing import one_line
 from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.kernels.launch import INTERPRETED
-from tpfuse.ops.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.testing.compare import check_error
 
 MODELS = (Model("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783

@@ -3,7 +3,7 @@
     python -m benchmarks.offload_step [--preset gpt2-1558m] [--folder .] [--tokens 64] [--steps 1]
 
 One process. Parameters and gradients are bfloat16, 3.1 GB each; master and moments, float32, are 18.7 GB in a file that
-`tpfuse.parallel.offload` maps, and that is gone with the process. One sequence of a few tokens: the activations are
+`tpfuse.zero.offload` maps, and that is gone with the process. One sequence of a few tokens: the activations are
 small, what is measured is the rest. The peak is the kernel's own count of this process's resident memory (VmHWM), from
 the start of Python to the end of the last step; pages of the file that are mapped count, and those that only the
 kernel's cache holds do not. Freed memory is kept, as `tpfuse train` does on CPUs. A folder without the space is refused
@@ -20,13 +20,13 @@ import torch
 
 from benchmarks.harness import Row, aligned, keep
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, plan_buckets
-from tpfuse.parallel.flat_adamw import FlatAdamW
-from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.offload import FileStore, check_space, state_bytes
 from tpfuse.train.config import PRESETS, load_preset
 from tpfuse.train.hardware import keep_freed_memory
+from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, plan_buckets
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import FileStore, check_space, state_bytes
 
 LIMIT = 10.0  # GiB
 _CLIP = 1.0

@@ -26,12 +26,12 @@ from benchmarks.harness import OURS
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import decays
-from tpfuse.parallel.flat_adamw import FlatAdamW
-from tpfuse.parallel.fully_sharded import FullySharded
-from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.sharded_adamw import ShardedAdamW
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
 STAGES = tuple(f"{OURS} stage {stage}" for stage in range(4))

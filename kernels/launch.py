@@ -2,7 +2,7 @@
 
 Every launcher asks this module what it launches for and launches through `launch`. On meta tensors, inside
 `recording(family)`, nothing runs: the launches are collected with the arguments that a GPU of that family would get, so
-that what is compiled ahead of time is what would be launched (`tpfuse.profile.compilation`).
+that what is compiled ahead of time is what would be launched (`tpfuse.tools.compilation`).
 
 On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). Launchers of products also plan a call
 once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. What is

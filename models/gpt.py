@@ -57,12 +57,12 @@ class GPT(nn.Module):
 
     device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: of the ranks that share
     each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring"; context_schedule and
-    context_balance: of `tpfuse.parallel.ring_attention`. recompute: what is computed again in the backward pass, of
-    `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
+    context_balance: of `tpfuse.ops.ring_attention.ring_attention`. recompute: what is computed again in the backward
+    pass, of `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
     `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
 
     Context ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
-    as over data-parallel ranks (`tpfuse.parallel.gradient_buckets`). Raises ValueError for a configuration that the
+    as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a configuration that the
     meshes cannot hold.
     """
 

@@ -8,7 +8,7 @@ _EXTRA = ("tyro", "rich", "matplotlib", "tensorboard", "tokenizers", "huggingfac
 def main() -> None:
     """Runs the command of sys.argv and exits with its status."""
     try:
-        from tpfuse.train.command_line import run
+        from tpfuse.cli import run
 
         sys.exit(run(sys.argv[1:]))
     except ModuleNotFoundError as error:

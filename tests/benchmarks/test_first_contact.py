@@ -22,15 +22,15 @@ from benchmarks.first_contact import GROUPS, measurements
 from benchmarks.harness import OURS, command
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import all_gather_gemm
-from tpfuse.ops import fused_linear
-from tpfuse.profile import rank_programs
-from tpfuse.profile.rank_programs import Sizes
+from tpfuse.ops.linear import fused as fused_linear
 from tpfuse.testing import ranks
 from tpfuse.testing.explore.fresh_modules import fresh
 from tpfuse.testing.patience import patient
 from tpfuse.testing.protocol import Fault
 from tpfuse.testing.protocol import replace as replaced
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.tools import rank_programs
+from tpfuse.tools.rank_programs import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 FAR = float("inf")

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import offload_step
 from benchmarks.offload_step import Phase, bytes_on_disk, gpt2, report
 from tpfuse.models.gpt import GPT
-from tpfuse.parallel import offload
+from tpfuse.zero import offload
 
 
 @pytest.fixture

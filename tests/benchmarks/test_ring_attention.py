@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks import bench_ring_attention as bench
 from benchmarks.bench_ring_attention import ALONE, IDEAL, PLAIN, TEMPLATES, PlainRing, Subject, measure, report
-from tpfuse.comm.sequence import SequenceLayout
+from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.comm.collectives.fused import LaunchedCollectives
 from tpfuse.comm.connect import connect
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
-from tpfuse.comm.launched import LaunchedCollectives
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.symmetric_memory import wrapped
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool

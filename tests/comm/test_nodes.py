@@ -13,11 +13,11 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
 from tpfuse.comm.settings import set_settings
-from tpfuse.ops.bucket_exchange import BucketSpec
-from tpfuse.ops.open_exchange import open_exchange
 from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankError, pool
+from tpfuse.zero.reducer.backend import open_exchange
+from tpfuse.zero.reducer.base import BucketSpec
 
 
 def on_two_nodes(test: Callable[[], None]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm import board, shared_memory
+from tpfuse.comm import control_block, shared_memory
 from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
@@ -331,7 +331,7 @@ def _exhausted(rank: int, name: str) -> tuple[str, bool]:
         raise OSError(28, "No space left on device")
 
     if memory.rank == rank:
-        owner = board if name == "_map" else os
+        owner = control_block if name == "_map" else os
         real = getattr(owner, name)
         setattr(owner, name, fails)
     try:

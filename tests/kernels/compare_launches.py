@@ -3,10 +3,10 @@
     python tests/kernels/compare_launches.py gemm rope
 
 Nothing is compiled and nothing runs: compiler and driver are stand-ins, which note what a compiled kernel is started
-with. Each launch of the operators (`tpfuse.profile.cases`) is compared as it is, and, once for each kernel and types of
-its arguments, with one argument after the other changed to something that Triton may compile for anew. Launchers that
-plan their calls are compared with themselves, planned anew for each call. Prints, as JSON, how many launches there were
-of which kernels, and what was different. For a Python that does not interpret.
+with. Each launch of the operators (`tpfuse.tools.operators`) is compared as it is, and, once for each kernel and types
+of its arguments, with one argument after the other changed to something that Triton may compile for anew. Launchers
+that plan their calls are compared with themselves, planned anew for each call. Prints, as JSON, how many launches there
+were of which kernels, and what was different. For a Python that does not interpret.
 """
 
 import itertools
@@ -30,7 +30,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import Launch
-from tpfuse.profile import cases
+from tpfuse.tools import operators
 
 _INTEGERS = (1, 2, 16, 17, 2**31 - 1, 2**31, 2**63)
 _UNALIGNED = {dtype: torch.empty(32, dtype=dtype)[1:] for dtype in (torch.bfloat16, torch.float32, torch.int32)}
@@ -220,7 +220,7 @@ def main() -> None:
     varied: set[tuple[Any, ...]] = set()
     for operator in sys.argv[1:]:
         with launch.recording("sm_90") as recording:
-            cases.load(operator).launches(torch.bfloat16)
+            operators.load(operator).launches(torch.bfloat16)
         for recorded in recording.launches:
             form = recorded.kernel.__name__, *map(type, recorded.arguments.values())
             more = [] if form in varied else list(_variants(recorded))

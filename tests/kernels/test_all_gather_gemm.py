@@ -17,7 +17,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
-from tpfuse.ops.engine_gather import EngineGather
+from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal

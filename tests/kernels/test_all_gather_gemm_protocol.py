@@ -10,7 +10,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.kernels import all_gather_gemm, endpoint, engine_gather, signals
 from tpfuse.kernels.endpoint import Endpoint
-from tpfuse.ops import engine_gather as engines
+from tpfuse.ops.linear import engine_gather as engines
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace

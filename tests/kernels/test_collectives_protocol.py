@@ -13,7 +13,7 @@ import torch
 import tpfuse.kernels
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signal_wait, signals
-from tpfuse.ops import engine_gather
+from tpfuse.ops.linear import engine_gather
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.explore.mutants import Mutant, mutants_of
 from tpfuse.testing.inputs import integers

@@ -19,8 +19,8 @@ from triton.compiler import CompiledKernel
 from tpfuse.kernels import compiled_launch, configurations
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels.launch import Launch, launch, planned, recording
-from tpfuse.profile import cases
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.tools import operators as cases
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("gemm", "gemm_reduce_scatter", "all_gather_gemm")

@@ -9,7 +9,7 @@ from torch import Tensor
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.kernels import endpoint, engine_gather, engine_scatter, gemm_reduce_scatter, signals
-from tpfuse.ops import engine_scatter as engines
+from tpfuse.ops.linear import engine_scatter as engines
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace

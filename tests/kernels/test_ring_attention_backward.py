@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.sequence import BALANCES, SequenceLayout
 from tpfuse.kernels.block_exchange import BlockExchange
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_backward import (
@@ -17,7 +16,8 @@ from tpfuse.kernels.ring_attention_backward import (
     ring_attention_dq,
 )
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.ops.sight import Sight, sights
+from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
+from tpfuse.ops.ring_attention.visibility import Sight, sights
 from tpfuse.testing.compare import Yardstick, check_error
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.block_exchange import BlockExchange
 from tpfuse.kernels.configurations import TABLE, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
-from tpfuse.ops.sight import sights
+from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.ring_attention.visibility import sights
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.kernels import block_exchange, endpoint, ring_attention_forward, signals
-from tpfuse.ops.sight import sights
+from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.ring_attention.visibility import sights
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace

@@ -17,10 +17,10 @@ SCRIPT = """
 import json, sys
 import torch
 from tpfuse.kernels import launch
-from tpfuse.profile import cases
-from tpfuse.profile.cases import collectives
-from tpfuse.profile.compilation import compiled
-from tpfuse.profile.recorded import Job, source_of
+from tpfuse.tools import operators as cases
+from tpfuse.tools.operators import collectives
+from tpfuse.tools.compilation import compiled
+from tpfuse.tools.recorded import Job, source_of
 
 def signals(kernel):
     return any(getattr(x, "__module__", "") == "tpfuse.kernels.signals" for x in kernel.fn.__globals__.values())

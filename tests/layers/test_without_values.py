@@ -24,19 +24,19 @@ from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.ops import collectives
 from tpfuse.ops.activation import ACTIVATIONS, activation
-from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.dropout import dropout, dropout_keys
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
-from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
-from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.ops.rope import rope
-from tpfuse.parallel.ring_attention import ring_attention
 from tpfuse.testing.cases import naming
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool

@@ -11,7 +11,7 @@ from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.ops.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh

@@ -19,13 +19,13 @@ from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.flat_adamw import FlatAdamW
-from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
 
 Loss = Callable[[nn.Module], Tensor]
 

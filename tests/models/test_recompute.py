@@ -29,13 +29,13 @@ from tpfuse.kernel_choice import kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.context import Schedule
-from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.gradient_buckets import GradientBuckets
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 B, T, C, H = 3, 12, 32, 4

@@ -8,10 +8,10 @@ import torch
 from benchmarks.long_context import SavedBytes
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
-from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
+from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute

@@ -11,15 +11,15 @@ from tpfuse.comm import collectives
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
-from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.attention import attention
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.layer_norm import layer_norm
-from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
-from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 

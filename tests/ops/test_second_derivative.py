@@ -9,12 +9,12 @@ from torch import Tensor
 
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops import collectives
-from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.cross_entropy import cross_entropy
-from tpfuse.ops.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
-from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
-from tpfuse.parallel.ring_attention import ring_attention
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from tpfuse.comm.collectives.fused import LaunchedCollectives, open_channel
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.launched import LaunchedCollectives, open_channel
 from tpfuse.testing.explore import SimulatedMemory, explore
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory, set_epochs
 

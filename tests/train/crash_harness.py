@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm import process_group
+from tpfuse.comm.collectives import collective
 from tpfuse.testing.patience import Deadline, patient
 from tpfuse.train import checkpoint, safetensors_file
 from tpfuse.train.checkpoint import Part
@@ -135,7 +135,7 @@ class Disk:
 def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, object]:
     """Saves step 10 on the given disk; unless ranks were to be killed, then looks at it and saves step 11."""
     group = None
-    process_group._PATIENCE = 0.0  # nobody reads which rank is missing
+    collective._PATIENCE = 0.0  # nobody reads which rank is missing
     if world > 1:
         store = dist.FileStore(str(run.with_suffix(".store")), world)
         limit = timedelta(seconds=patient(DEADLINE / 2))

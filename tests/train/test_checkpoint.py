@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tpfuse.comm.layout import Slices
-from tpfuse.parallel.pieces import pieces_of, rectangles
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest, safetensors_file
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Part
+from tpfuse.zero.rectangles import pieces_of, rectangles
 
 SHAPES = {
     "scalar": ((), torch.float64),

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from tpfuse.cli import run
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.train.batches import Windows
-from tpfuse.train.command_line import run
 from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.trainer import Trainer
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tpfuse.cli import run
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train import evaluate
-from tpfuse.train.command_line import run
 from tpfuse.train.token_file import write_token_file
 from tpfuse.train.tokenizer import ByteTokenizer, CharTokenizer
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse import cli
 from tpfuse.testing.patience import patient, wait_until
-from tpfuse.train import command_line, launch
+from tpfuse.train import launch
 from tpfuse.train.errors import PeerLost, RunError
 from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.messages import fail
@@ -119,7 +120,7 @@ def test_context_parallel_ranks_of_torchrun_train_as_one_rank(
     double = ("--train.dtype", "float64", "--model.dropout", "0.1")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
     shared = start(*double, "--parallel.cp", "2", "--out", str(tmp_path / "b"), program=torchrun)
-    assert command_line.run(["train", *flags, *double, "--out", str(tmp_path / "a")]) == 0
+    assert cli.run(["train", *flags, *double, "--out", str(tmp_path / "a")]) == 0
     status, out, err = shared.end()
     assert status == 0, err
     assert "ranks    tp 1 x cp 2 x dp 1 on cpu" in out

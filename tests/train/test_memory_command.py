@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.long_context import SavedBytes
+from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.gradient_buckets import GradientBuckets
-from tpfuse.parallel.memory import MemoryAccount, account
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
-from tpfuse.train.command_line import run
 from tpfuse.train.config import parse_train
 from tpfuse.train.memory import BUCKET_BYTES, count
 from tpfuse.train.setup import with_layout
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.memory import MemoryAccount, account
 
 TOY = "--model.n-layer 3 --model.n-embd 48 --model.n-head 4 --model.n-positions 16 --train.batch 6 --kernels torch"
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
@@ -23,7 +24,6 @@ from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train.batches import Windows
-from tpfuse.train.command_line import run
 from tpfuse.train.config import read_toml
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.metrics import read_metrics

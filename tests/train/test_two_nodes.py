@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tpfuse.cli import run
 from tpfuse.testing.nodes import torchrun_on_nodes, why_not_permitted
-from tpfuse.train.command_line import run
 from tpfuse.train.metrics import read_metrics
 
 pytestmark = [

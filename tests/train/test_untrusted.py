@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpfuse.train import command_line
+from tpfuse import cli
 from tpfuse.train.checkpoint import open_checkpoint
 from tpfuse.train.config import read_toml
 from tpfuse.train.errors import UserError
@@ -103,7 +103,7 @@ def test_what_has_the_schema_is_read(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("a small text for a small model\n" * 40)
-    assert command_line.run(["train", *FLAGS, "--data.path", str(folder / "text.txt"), "--out", str(folder / "r")]) == 0
+    assert cli.run(["train", *FLAGS, "--data.path", str(folder / "text.txt"), "--out", str(folder / "r")]) == 0
     return folder / "r"
 
 
@@ -141,7 +141,7 @@ def test_a_manifest_that_is_wrong_inside_is_a_damaged_checkpoint(
         saved_state(open_checkpoint(run / "step-2"))
     assert len(str(caught.value)) < 700
     capsys.readouterr()
-    assert command_line.run(["sample", str(run)]) == 3
+    assert cli.run(["sample", str(run)]) == 3
     assert capsys.readouterr().err.count("\n") <= 2
 
 
@@ -160,7 +160,7 @@ def test_a_tokenizer_that_is_wrong_inside_is_one_line(
     run: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "tokenizer.json").write_text(text)
-    assert command_line.run(["sample", str(run)]) == 2
+    assert cli.run(["sample", str(run)]) == 2
     error = capsys.readouterr().err
     assert "tokenizer.json" in error and error.count("\n") == 1
     assert re.search(message, error)

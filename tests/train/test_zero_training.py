@@ -17,8 +17,6 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.ops.shard_update import ShardUpdate
-from tpfuse.parallel import offload
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.patience import patient
@@ -30,6 +28,8 @@ from tpfuse.train.checkpoint import newest_good, save
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.trainer import Trainer
+from tpfuse.zero import offload
+from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
 BATCH = 12

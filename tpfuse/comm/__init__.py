@@ -1,1 +1,1 @@
-"""Device meshes, collectives and (later) symmetric memory: what moves bytes between ranks."""
+"""Device meshes, shards and symmetric memory: what moves bytes between ranks, and the deadline of every wait."""

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.board_memory import BoardMemory
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.host_coordinated_memory import BoardMemory
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tpfuse.comm.connect import connect
 from tpfuse.comm.decisions import Decision, Decisions, add_decisions, default_file, machine, read_decisions
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.meeting import say
+from tpfuse.comm.rendezvous import say
 from tpfuse.comm.settings import settings
 
 MARGIN = 0.02  # by which another candidate must be faster than the usual one: less is noise

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from tpfuse.comm import host
-from tpfuse.comm.meeting import say
+from tpfuse.comm.rendezvous import say
 from tpfuse.comm.settings import settings
 
 

@@ -1,7 +1,7 @@
 """Symmetric memory of the CPU ranks of one host, and of one rank alone.
 
-Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.board` says why) and maps the others'.
-Interpreted kernels and torch operations reach all parts as ordinary memory.
+Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.control_block` says why) and maps the
+others'. Interpreted kernels and torch operations reach all parts as ordinary memory.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tpfuse.comm.board import Mapping
-from tpfuse.comm.board_memory import BoardMemory
+from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
+from tpfuse.comm.futex import Pace, load_acquire, store_release
+from tpfuse.comm.host_coordinated_memory import BoardMemory
 from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
-from tpfuse.comm.words import Pace, load_acquire, store_release
 
 _ZERO = np.zeros(1, np.int32)
 _LARGE = 2**24  # bytes of all ranks, from which on it is worth a look whether there is so much

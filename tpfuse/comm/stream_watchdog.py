@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tpfuse.comm.board import Board
+from tpfuse.comm.control_block import Board
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse.comm.futex import Stopwatch
 from tpfuse.comm.watchdog import look_often, write_flight_record
-from tpfuse.comm.words import Stopwatch
 
 
 @dataclass

@@ -11,10 +11,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tpfuse.comm.board import Board
+from tpfuse.comm.control_block import Board
 from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.futex import Stopwatch
 from tpfuse.comm.settings import settings
-from tpfuse.comm.words import Stopwatch
 
 INTERVAL = 0.1  # seconds
 

@@ -25,9 +25,9 @@ from tpfuse.layers.parameter import (
     take_,
 )
 from tpfuse.ops.activation import GATED, check_activation
-from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import gather_last, replicate
 from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 
 
 class ColumnParallelLinear(OnMesh, nn.Linear):

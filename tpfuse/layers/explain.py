@@ -12,7 +12,7 @@ from tpfuse.comm.choice import choose
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
-from tpfuse.ops.parallel_linear import measured_products
+from tpfuse.ops.linear.backend import measured_products
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class LayerNorm(OnMesh, nn.LayerNorm):
 
     elementwise_affine: False for neither weight nor bias. sequence_parallel: each rank sees other rows, so the
     gradients of weight and bias are summed over the mesh in backward. `sum_gradients` turns that off where somebody
-    else sums them, all layers' in one go (`tpfuse.parallel.gradient_buckets` does).
+    else sums them, all layers' in one go (`tpfuse.zero.gradient_buckets` does).
 
     Raises ValueError for a normalized_shape of several dimensions.
     """

@@ -140,7 +140,7 @@ def splits(size: int, most: int) -> str:
 def offer_leaf(parameter: DTensor) -> Tensor:
     """Makes `local(parameter)` a leaf of its own, on the same memory, whose gradient the caller collects.
 
-    For an engine that keeps gradients in buffers of its own (`tpfuse.parallel.gradient_buckets`): the way
+    For an engine that keeps gradients in buffers of its own (`tpfuse.zero.gradient_buckets`): the way
     through DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
     """
     leaf = local_tensor(parameter).requires_grad_()

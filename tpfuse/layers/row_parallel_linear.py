@@ -25,8 +25,8 @@ from tpfuse.layers.parameter import (
     take_,
 )
 from tpfuse.ops.collectives import split_last
-from tpfuse.ops.linear_all_reduce import linear_all_reduce
-from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 
 
 class RowParallelLinear(OnMesh, nn.Linear):

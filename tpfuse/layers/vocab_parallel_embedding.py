@@ -19,10 +19,10 @@ from tpfuse.layers.parameter import (
     shared_generator,
     take_,
 )
-from tpfuse.ops.all_gather_linear import all_gather_linear
 from tpfuse.ops.collectives import all_gather, gather_last, replicate
 from tpfuse.ops.embedding import embedding
 from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 
 

@@ -1,1 +1,1 @@
-"""Differentiable operators, one per file: forward, backward, and the choice of implementation."""
+"""Differentiable operators: forward, backward, and the choice between Triton and torch."""

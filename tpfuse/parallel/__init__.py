@@ -1,1 +1,1 @@
-"""What is done to a whole model: initial weights, gradient buckets, data parallelism."""
+"""What is done to a whole model: context parallelism, recomputation, initial weights, whole parameters."""

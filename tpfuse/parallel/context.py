@@ -1,10 +1,11 @@
 """Which part of every sequence a rank of a context-parallel group holds, and how parts become whole again.
 
 Each rank holds its tokens from the embedding to the loss; attention alone needs those of the others
-(`tpfuse.parallel.ring_attention`). All ranks are given whole sequences and take their part: ids, targets (which were
-shifted while the sequence was whole) and positions by one rule, `tpfuse.comm.sequence.SequenceLayout`. So a token keeps
-its label, its place in the position table and its row of the dropout masks wherever it is held. Sequences that the
-ranks do not divide are padded; padding has no loss and is not seen.
+(`tpfuse.ops.ring_attention.ring_attention`). All ranks are given whole sequences and take their part: ids, targets
+(which were shifted while the sequence was whole) and positions by one rule,
+`tpfuse.ops.ring_attention.layout.SequenceLayout`. So a token keeps its label, its place in the position table and its
+row of the dropout masks wherever it is held. Sequences that the ranks do not divide are padded; padding has no loss and
+is not seen.
 
 Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and the sum over the
 group is that of the whole sequences.
@@ -20,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.choice import choose
 from tpfuse.comm.measurement import decisions
-from tpfuse.comm.sequence import BALANCES, SequenceLayout
-from tpfuse.comm.sequence import Balance as Balance
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
-from tpfuse.parallel.ring_attention import SCHEDULES, choose_schedule, ring_attention
-from tpfuse.parallel.ring_attention import Schedule as Schedule
+from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
+from tpfuse.ops.ring_attention.layout import Balance as Balance
+from tpfuse.ops.ring_attention.ring_attention import SCHEDULES, choose_schedule, ring_attention
+from tpfuse.ops.ring_attention.ring_attention import Schedule as Schedule
 
 
 def heads_to_exchange(ranks: int, heads: int) -> int:

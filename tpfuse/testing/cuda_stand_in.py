@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.board import Mapping
+from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.symmetric_memory import wrapped
 

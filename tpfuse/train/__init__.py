@@ -1,1 +1,1 @@
-"""Configuration, data, training loop, checkpoints, metrics and the command line."""
+"""Configuration, data, training loop, checkpoints and metrics."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from tpfuse.comm.process_group import gather_objects
+from tpfuse.comm.collectives.collective import gather_objects
 
 _T = TypeVar("_T")
 

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.comm.collectives.collective import gather_objects
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.process_group import gather_objects
-from tpfuse.parallel.fully_sharded import FullySharded
-from tpfuse.parallel.gradient_buckets import GradientBuckets
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
 
 
 def _finite(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 The model is the real one, on the meta device, built as the first tensor-parallel rank would build it: torch's fake
 process group stands in for the others. That rank has the most, since it has the longest shards. What autograd saves is
-a formula's (`tpfuse.models.saved_activations`), the rest is that of `tpfuse.parallel.memory`.
+a formula's (`tpfuse.models.saved_activations`), the rest is that of `tpfuse.zero.memory`.
 """
 
 import contextlib
@@ -16,12 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.sequence import SequenceLayout
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
-from tpfuse.parallel.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
-from tpfuse.parallel.memory import STAGES, MemoryAccount, Width, account, account_sharded
-from tpfuse.parallel.taken_parameters import take_partial_gradients
+from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
@@ -29,6 +26,9 @@ from tpfuse.train.options import MemoryCommand, TrainCommand
 from tpfuse.train.setup import exchanging, model_config, with_layout
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
+from tpfuse.zero.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
+from tpfuse.zero.memory import STAGES, MemoryAccount, Width, account, account_sharded
+from tpfuse.zero.taken_parameters import take_partial_gradients
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
 _VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # of tokenizers that need no file to be known

@@ -15,9 +15,7 @@ import torch
 from tpfuse import kernel_choice
 from tpfuse.kernel_choice import implementation, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
 from tpfuse.parallel.context import check_context, heads_to_exchange
-from tpfuse.parallel.offload import check_space, state_bytes
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.compiled import check_compiler
 from tpfuse.train.config import resolved
@@ -32,6 +30,8 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.schedule import steps_of
 from tpfuse.train.token_file import TokenFiles, write_token_file
 from tpfuse.train.tokenizer import Tokenizer
+from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, Kind, plan_buckets
+from tpfuse.zero.offload import check_space, state_bytes
 
 _LONGEST_TIMEOUT = 1e6
 

@@ -16,17 +16,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
+from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
-from tpfuse.comm.process_group import set_timeout
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.compression import Bf16Compression, PowerSGDCompression, compression_of
-from tpfuse.parallel.flat_adamw import FlatAdamW
-from tpfuse.parallel.fully_sharded import FullySharded
-from tpfuse.parallel.gradient_buckets import GradientBuckets
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.offload import StateStore, state_bytes, state_store
-from tpfuse.parallel.sharded_adamw import ShardedAdamW
 from tpfuse.train.batches import Windows
 from tpfuse.train.checkpoint import Part
 from tpfuse.train.compiled import compiled, compiler_errors
@@ -34,6 +28,12 @@ from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
 from tpfuse.train.options import TrainCommand
 from tpfuse.train.schedule import learning_rate
+from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import StateStore, state_bytes, state_store
+from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 _FIRST_SCALE = 2.0**16  # of the loss in float16; halved at an overflow, doubled after 2000 steps without one
 _SCALE_INTERVAL = 2000

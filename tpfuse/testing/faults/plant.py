@@ -10,10 +10,10 @@ from pathlib import Path
 # Each area's files; a pattern is relative to the root of the checkout.
 AREAS = {
     "kernels": ("kernels/*.py",),
-    "communication": ("tpfuse/comm/*.py",),
-    "operators": ("tpfuse/ops/*.py", "tpfuse/kernel_choice.py", "tpfuse/implementation_choice.py"),
+    "communication": ("tpfuse/comm/**/*.py",),
+    "operators": ("tpfuse/ops/**/*.py", "tpfuse/kernel_choice.py", "tpfuse/implementation_choice.py"),
     "layers": ("tpfuse/layers/*.py", "models/*.py"),
-    "engines": ("tpfuse/parallel/*.py",),
+    "engines": ("tpfuse/parallel/*.py", "tpfuse/zero/**/*.py"),
     "checkpoints": (
         "tpfuse/train/checkpoint.py",
         "tpfuse/train/manifest.py",

@@ -1,0 +1,312 @@
+"""Every implementation of every collective, exact: integers that differ per rank, so that a wrong index shows."""
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import collectives
+from tpfuse.comm.collectives import collective, direct
+from tpfuse.comm.collectives.fused import LaunchedCollectives
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.mesh import group_of
+from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernel_choice import kernels
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.patience import patient
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "fused", "collective")
+
+
+def _collect(name: Implementation, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        _collect_one(name, dtype)
+
+
+def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
+    group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
+    whole = integers(1, world, 7 * world, 9, dtype=dtype)
+    mine = whole[rank]
+    with implementation(name):
+        for x in (mine, mine.t().contiguous().t()):  # strides must not matter
+            before = x.clone()
+            assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
+            assert torch.equal(collectives.reduce_scatter(x, group), whole.sum(0)[7 * rank : 7 * rank + 7])
+            assert torch.equal(collectives.all_reduce(x, group), whole.sum(0))
+            assert torch.equal(collectives.all_reduce_max(x, group), whole.amax(0))
+            rows = x.view(world, 7, 9) if x.is_contiguous() else x.reshape(world, 7, 9)
+            assert torch.equal(collectives.all_to_all(rows, group), whole.view(world, world, 7, 9)[:, rank])
+            assert torch.equal(x, before)
+        out = mine.clone()
+        collectives.start_all_reduce(out, group).wait()
+        assert torch.equal(out, whole.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("world", "dtypes"),
+    [(2, DTYPES[:1]), (3, DTYPES[1:3]), *exhaustive((1, DTYPES), (2, DTYPES), (3, DTYPES), (4, DTYPES))],
+)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_collectives(world: int, dtypes: tuple[torch.dtype, ...], name: Implementation) -> None:
+    pool(world).run(_collect, name, dtypes)
+
+
+def _taken(name: Implementation, triton: bool) -> str:
+    """Which class brings a collective about; and an integer's maximum is direct wherever there is memory."""
+    group, taken = dist.group.WORLD, []
+
+    def spy(kind: type, method: str) -> None:
+        run = getattr(kind, method)
+        patch.setattr(kind, method, lambda *args, **options: taken.append(kind) or run(*args, **options))
+
+    with pytest.MonkeyPatch.context() as patch, implementation(name), kernels("triton" if triton else "auto"):
+        for kind, method in ((direct.DirectCollectives, "_run"), (LaunchedCollectives, "_run")):
+            spy(kind, method)
+        patch.setattr(collective, "Work", _counting(taken))
+        for run in (collectives.all_gather, collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all):
+            run(torch.ones(dist.get_world_size(), 2), group)
+        assert len(taken) == 4 and len(set(taken)) == 1
+        collectives.all_reduce_max(torch.ones(3, dtype=torch.int64), group)
+    found = taken[0].__name__
+    assert taken[4].__name__ == ("Work" if found == "Work" else "DirectCollectives")
+    return found
+
+
+def _counting(taken: list[type]) -> Callable[..., collective.Work]:
+    work = collective.Work
+
+    def make(*args: Any) -> collective.Work:
+        taken.append(work)
+        return work(*args)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "triton", "taken"),
+    [
+        ("auto", False, "DirectCollectives"),
+        ("auto", True, "LaunchedCollectives"),
+        ("direct", True, "DirectCollectives"),
+        ("fused", False, "LaunchedCollectives"),
+        ("collective", True, "Work"),
+    ],
+)
+def test_the_switch_is_obeyed(name: Implementation, triton: bool, taken: str) -> None:
+    assert pool(2).run(_taken, name, triton) == [taken] * 2
+
+
+def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    with implementation(name):
+        for n in sizes:
+            whole = integers(n, world, world, n).to(dtype)
+            mine = whole[rank].clone()
+            assert torch.equal(collectives.all_gather(mine[0], group), whole[:, 0].flatten())
+            assert torch.equal(collectives.all_to_all(mine, group), whole[:, rank])
+            assert torch.equal(collectives.reduce_scatter(mine.flatten(), group), whole.sum(0, dtype=dtype)[rank])
+            assert torch.equal(collectives.all_reduce(mine, group), whole.sum(0, dtype=dtype))
+            assert torch.equal(collectives.all_reduce_max(mine, group), whole.amax(0))
+
+
+def _pieces() -> None:
+    """Kernels with slots that hold less than a row."""
+    group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    launched = LaunchedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
+    whole = integers(1, world, world, 50)
+    mine, row, rows = whole[rank].clone(), torch.empty(50), torch.empty(world, 50)
+    for operation, x, out, expected in (
+        (launched.all_gather, mine[0], rows, whole[:, 0]),
+        (launched.all_to_all, mine, rows, whole[:, rank]),
+        (launched.reduce_scatter, mine, row, whole.sum(0)[rank]),
+        (launched.all_reduce, mine, rows, whole.sum(0)),
+    ):
+        operation(x, out).wait()
+        assert torch.equal(out, expected)
+
+
+def test_kernels_pass_what_a_slot_does_not_hold_in_pieces() -> None:
+    pool(2).run(_pieces)
+
+
+F32, BF16, I32, I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, I64), (3, F32), *exhaustive((2, BF16), (3, BF16), (4, F32), (4, I64), (2, I32), (3, I32), (4, BF16))],
+)
+def test_any_size(world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_sizes, "direct", (0, 1, 63, 1000, 100_003, 700_001), dtype)
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(2)])
+def test_any_size_interpreted(world: int) -> None:
+    pool(world).run(_sizes, "fused", (0, 1, 63, 1000, 4099), torch.float32)
+    pool(world).run(_sizes, "fused", (0, 63, 1000), torch.int32)
+
+
+def _delayed(iterations: int) -> list[torch.Tensor]:
+    """Ranks that come in any order, over and over the same memory."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late = random.Random(rank)
+    found = []
+    for i in range(iterations):
+        if late.random() < 0.1:
+            time.sleep(late.random() * 2e-3)
+        n = 1 + i * 37 % 2000
+        whole = integers(i, world, n)
+        assert torch.equal(collectives.all_reduce(whole[rank], group), whole.sum(0))
+        assert torch.equal(collectives.all_gather(whole[rank], group), whole.flatten())
+        found.append(whole.sum())
+    return found
+
+
+@pytest.mark.parametrize(("world", "iterations"), [(3, 150), *exhaustive((2, 500), (4, 500))])
+def test_many_iterations_of_ranks_that_are_late(world: int, iterations: int) -> None:
+    assert len(pool(world).run(_delayed, iterations)[0]) == iterations
+
+
+def _under_way() -> None:
+    group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
+    whole = integers(2, world, 4 * world)
+    large = integers(3, world, 300_000 * world)
+    gathered, gather = collectives.start_all_gather(whole[rank], group)
+    scattered, scatter = collectives.start_reduce_scatter(large[rank], group)
+    third, handle = collectives.start_all_gather(large[rank], group)
+    assert torch.equal(collectives.all_reduce(whole[rank], group), whole.sum(0)), "one that overtakes all of them"
+    for under_way in (scatter, gather, handle, handle):
+        under_way.wait()
+    assert torch.equal(gathered, whole.flatten())
+    assert torch.equal(scattered, large.sum(0).view(world, -1)[rank])
+    assert torch.equal(third, large.flatten())
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_several_collectives_under_way(world: int) -> None:
+    pool(world).run(_under_way)
+
+
+def _overlapping() -> None:
+    """Pairs of ranks and all of them, by turns, and a collective of the one begun inside of the other's."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    pair, first = pairs[rank // 2], rank // 2 * 2
+    for i in range(20):
+        whole = integers(i, world, 500 + i)
+        out = whole[rank].clone()
+        handle = collectives.start_all_reduce(out, dist.group.WORLD)
+        assert torch.equal(collectives.all_gather(whole[rank], pair), whole[first : first + 2].flatten())
+        handle.wait()
+        assert torch.equal(out, whole.sum(0))
+
+
+def test_groups_that_overlap() -> None:
+    pool(4).run(_overlapping)
+
+
+def _halves() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    both = []
+    for limit in (0, 2**20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(direct, "ONE_SHOT_BYTES", limit)
+            both.append(collectives.all_reduce(x, dist.group.WORLD))
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
+    results = pool(world).run(_halves)
+    x = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)).bfloat16().float() for rank in range(world)]
+    total = x[0].clone()
+    for part in x[1:]:
+        total += part
+    for in_two, in_one in results:
+        assert torch.equal(in_two, total.bfloat16()) and torch.equal(in_one, in_two)
+
+
+def _late(objects: bool) -> str:
+    """Over Gloo, whose group is of no use afterwards: one of its own, and no rank uses it again."""
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    set_settings(timeout=patient(0.5))
+    try:
+        if objects:
+            collective.set_timeout(group)
+            collective.gather_objects("anything", group, op="all_reduce")
+        with implementation("collective"):
+            collectives.all_reduce(torch.zeros(3), group)
+    except PeerTimeout as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        set_settings(timeout=60.0)
+        dist.barrier()
+    return "no error"
+
+
+@pytest.mark.parametrize("objects", [False, True])
+def test_a_collective_of_gloo_without_its_peer(objects: bool) -> None:
+    texts = pool(3).run(_late, objects)
+    for rank in (0, 2):
+        assert re.match(rf"PeerTimeout: all_reduce: rank {rank} waited \d+\.\d s for rank 1$", texts[rank]), texts
+
+
+def _nobody_there() -> str:
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    set_settings(timeout=0.3)
+    try:
+        collectives.all_reduce(torch.zeros(3), group)
+    except PeerTimeout as error:
+        return str(error)
+    finally:
+        set_settings(timeout=60.0)
+        dist.barrier()
+    return "no error"
+
+
+def test_the_first_collective_without_a_peer() -> None:
+    texts = pool(3).run(_nobody_there)
+    for rank in (0, 2):
+        expected = rf"symmetric memory: rank {rank} waited \d+\.\d s for rank 1; it has not come"
+        assert re.match(expected, texts[rank]), texts
+
+
+def _outside_of_autograd() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for out in (collectives.all_gather(x, dist.group.WORLD), collectives.all_reduce(x, dist.group.WORLD)):
+        assert not out.requires_grad
+    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    assert not any(memory.buffer(key, b.shape, b.dtype).local.requires_grad for key, b in memory._buffers.items())
+
+
+def test_gradients_do_not_go_through_shared_memory() -> None:
+    pool(2).run(_outside_of_autograd)
+
+
+def _uneven() -> None:
+    group = group_of(tensor_mesh())
+    with pytest.raises(ValueError, match="7 rows cannot be split among 2 ranks"):
+        collectives.reduce_scatter(torch.zeros(7, 2), group)
+    with pytest.raises(ValueError, match="all_to_all: 7 rows: expected one for each of 2 ranks"):
+        collectives.all_to_all(torch.zeros(7, 2), group)
+
+
+def test_rows_that_cannot_be_scattered_are_refused() -> None:
+    pool(2).run(_uneven)

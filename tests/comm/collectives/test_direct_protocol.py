@@ -1,0 +1,79 @@
+"""Collectives by torch operations, rank by rank in one process: what orders every access, under many schedules."""
+
+import pytest
+import torch
+
+from tpfuse.comm import channel
+from tpfuse.comm.collectives import direct
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+
+SCATTER = direct.DirectCollectives._reduce_scatter
+
+
+class TestDirectCollectives(ProtocolSuite):
+    modules = (channel, direct)
+    needed = (channel, direct)
+    worlds = ((3, 1), (2, 1), (1, 1))  # three ranks take two shots, two ranks one
+    seeds = 50
+    faults = (
+        Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
+        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait")),
+        Fault(
+            "what is under way is not finished first",
+            replace(direct.DirectCollectives._run, "self._finish_pending()", by="pass"),
+        ),
+        Fault(
+            "signalled before it is staged",
+            replace(
+                SCATTER,
+                "slots[own].copy_(piece)\nepoch = channel.signal()",
+                by="epoch = channel.signal()\nslots[own].copy_(piece)",
+            ),
+        ),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """Every collective, several epochs of each, in slots of three or four elements a row; then some under way."""
+        current(direct).ONE_SHOT_BYTES = 12
+        rank, world = memory.rank, memory.world
+        collectives = current(direct).DirectCollectives(memory, 16 * world, 32 * world)
+        for n in (5, 1, 11):
+            whole = integers(n, world, world, n)
+            mine = whole[rank].clone()
+            gathered, turned = torch.empty(world, n), torch.empty(world, n)
+            part, total, top = torch.empty(n), torch.empty(world * n), torch.empty(world * n)
+            collectives.all_gather(mine[0], gathered)
+            assert torch.equal(gathered, whole[:, 0])
+            collectives.all_to_all(mine, turned)
+            assert torch.equal(turned, whole[:, rank])
+            collectives.reduce_scatter(mine, part)
+            assert torch.equal(part, whole.sum(0)[rank])
+            collectives.all_reduce(mine.view(-1), total)
+            assert torch.equal(total, whole.sum(0).view(-1))
+            collectives.all_reduce_max(mine.view(-1), top)
+            assert torch.equal(top, whole.amax(0).view(-1))
+        outs = [torch.empty(world, 11) for _ in range(3)]  # more than there are halves
+        handles = [collectives.all_gather(mine[0], out, later=True) for out in outs]
+        for handle in handles:
+            handle.wait()
+        assert all(torch.equal(out, whole[:, 0]) for out in outs)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        collectives = current(direct).DirectCollectives(memory, 64, 64)
+        whole, out = integers(1, memory.world, 20), torch.empty(20)
+        under_way = collectives.all_reduce(whole[memory.rank], torch.empty(20), later=True)
+        if memory.rank == 0:
+            with pytest.raises(PeerTimeout), memory.guard("elsewhere"):
+                memory.barrier("elsewhere")
+        else:
+            with pytest.raises(PeerTimeout):
+                collectives.all_reduce(whole[memory.rank], out)
+        memory.reset()
+        if not under_way.done:
+            with pytest.raises(PeerTimeout, match="begun before a reset"):
+                under_way.wait()
+        collectives.all_reduce(whole[memory.rank], out)
+        assert torch.equal(out, whole.sum(0))

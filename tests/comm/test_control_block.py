@@ -1,0 +1,397 @@
+"""The board: what ranks of one host say to each other when one of them may not be there."""
+
+import fcntl
+import gc
+import os
+import pickle
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm import control_block, host
+from tpfuse.comm.connect import connect
+from tpfuse.comm.control_block import Board, Mapping
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.testing.patience import wait_until
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+
+def _board(timeout: float = 60.0) -> Board:
+    group = dist.group.WORLD
+    assert group is not None
+    return Board(group, timeout)
+
+
+def _open() -> tuple[int, int]:
+    """How many descriptors this process has, and how many mappings of ours."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
+
+
+def _exchange(texts: list[str]) -> list[list[str]]:
+    board = _board()
+    return [board.exchange(f"{text}{board.rank}" if len(text) < 4000 else text, "test") for text in texts]
+
+
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
+def test_every_rank_hears_what_every_rank_says(world: int) -> None:
+    texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
+    for heard in pool(world).run(_exchange, texts):
+        for text, said in zip(texts, heard, strict=True):
+            assert said == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
+
+
+def _many_exchanges() -> None:
+    board = _board()
+    for turn in range(500):
+        texts = board.exchange(f"{turn} {board.rank}" + "." * (turn * 37 % 300), "test")
+        assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(board.world)]
+
+
+def test_a_text_is_not_overwritten_before_it_is_read() -> None:
+    pool(3).run(_many_exchanges)
+
+
+def _compare() -> list[str]:
+    """Ranks begin the same operations, other ones, and more of them, in turn; returns what this rank hears of each."""
+    board, heard = _board(), []
+
+    def begin(*ops: str) -> None:
+        for op in ops:
+            board.begin(op)
+        dist.barrier()
+        try:
+            board.compare()
+            heard.append("")
+        except Disagreement as error:
+            heard.append(str(error))
+        dist.barrier()
+        assert board.disagreed is bool(heard[-1]) and not board.aborted
+        if board.disagreed:
+            board.reset(lambda: None)
+
+    begin("all_gather [4]", "all_gather [5]")
+    begin("all_gather [4]", f"all_gather [{4 + board.rank}]", f"all_gather [{6 + board.rank}]")
+    begin("all_gather [4]")
+    begin(*["all_reduce [4]"] * (control_block.RECORDS - 1))
+    begin(*[f"only rank {board.rank}"] * board.rank)
+    begin(*["all_reduce [4]"] * (board.world - 1 - board.rank))
+    begin(*["all_reduce [4]"] * 2 * control_block.RECORDS)
+    begin("long " * 50 + str(board.rank))
+    return heard
+
+
+def _overtaken() -> None:
+    """What a watchdog compares while this rank, which is far ahead, begins one operation more."""
+    board = _board()
+    for _ in range(1 if board.rank else control_block.RECORDS):
+        board.begin("turn")
+    dist.barrier()
+    if board.rank == 0:
+        board._digests[1] = (control_block.RECORDS + 1) << 32  # as `begin` has it, which has not said so yet
+        board.compare()
+    dist.barrier()
+
+
+def test_an_operation_that_is_overwritten_is_not_compared() -> None:
+    pool(2).run(_overtaken)
+
+
+def test_operations_that_differ_are_named_without_waiting() -> None:
+    first, second = pool(2).run(_compare)
+    assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
+    assert second[1] == "operation 4: rank 0 runs all_gather [4], rank 1 runs all_gather [5]"
+    for heard in (first, second):
+        assert [bool(text) for text in heard] == [False, True, False, False, False, True, False, True]
+
+
+def _meet_in_vain() -> tuple[str, str]:
+    """Rank 0 waits for what the others, in another operation, never come to; what it says, and what follows."""
+    board = _board()
+    board.begin(f"operation of {min(board.rank, 1)}")
+    try:
+        if board.rank == 0:
+            board.exchange("", "test")
+        else:
+            wait_until(lambda: board.parts[0].begun, "rank 0 has begun")
+            board.stop_if_others_differ()
+            assert board.aborted
+            raise board.fail("test", None, 0.0)
+    except Disagreement as error:
+        board.reset(lambda: None)
+        return str(error), "".join(board.exchange(str(board.rank), "after"))
+    return "", ""
+
+
+def test_ranks_that_wait_for_others_in_another_operation_are_told() -> None:
+    """Rank 0 names the one of the others that it has seen first."""
+    for rank, (text, after) in enumerate(pool(3).run(_meet_in_vain)):
+        others = (0,) if rank else (1, 2)
+        own = f"rank {rank} runs operation of {min(rank, 1)}"
+        assert text in [f"operation 1: rank {other} runs operation of {min(other, 1)}, {own}" for other in others]
+        assert after == "012"
+
+
+def _agree() -> str:
+    board = _board()
+    board.agree("the same", "test")
+    with pytest.raises(Disagreement) as caught:
+        board.agree("a" if board.rank < 2 else "b", "test")
+    board.reset(lambda: None)
+    board.agree("the same again", "test")
+    return str(caught.value)
+
+
+def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
+    said = pool(3).run(_agree)
+    assert said[:2] == [f"operation 2: rank 2 runs b, rank {rank} runs a" for rank in range(2)]
+    assert said[2] == "operation 2: rank 0 runs a, rank 2 runs b"
+
+
+def _record() -> None:
+    board = _board()
+    assert board.mine.operations() == [] and board.mine.last_operation() == ""
+    for number in range(1, control_block.RECORDS + 11):
+        begun = board.begin(f"operation {number} " + "n" * 300)
+        if number % 2:
+            board.end(begun)
+    operations = board.mine.operations()
+    assert [entry["number"] for entry in operations] == list(range(11, control_block.RECORDS + 11))
+    assert str(operations[-1]["operation"]).startswith(f"operation {control_block.RECORDS + 10} nnn")
+    assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
+    board.begin("x" + "ü" * 300)  # which is cut within a letter
+    assert board.mine.last_operation().startswith("x" + "ü" * 70)
+    board.begin("short")
+    assert board.mine.last_operation() == "short"
+    board.exchange("", "test")
+    for part in board.parts:
+        assert part.operations()[-1]["operation"] == "short"
+    assert board.behind() is None
+    board.exchange("", "test")
+    if board.rank != 1:
+        board.begin("one more")
+    board.exchange("", "test")
+    assert board.behind() == (None if board.rank == 1 else 1)
+
+
+def test_the_flight_record_holds_the_last_operations() -> None:
+    pool(3).run(_record)
+
+
+def _abort() -> tuple[str, int | None]:
+    board = _board()
+    board.step = 5
+    if board.rank == 0:
+        board.abort(1, 2)
+        board.abort(1, 0)  # too late: the first one to tell is heard
+    try:
+        board.exchange("", "second")
+        board.exchange("", "third")
+    except PeerTimeout as error:
+        assert (error.op, error.rank, error.step) in (("second", board.rank, 5), ("third", board.rank, 5))
+        found = error.peer
+    board.reset(lambda: None)
+    assert not board.aborted
+    return "".join(board.exchange(str(board.rank), "after")), found
+
+
+def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
+    assert pool(3).run(_abort) == [("012", 2)] * 3
+
+
+def _reset_late() -> None:
+    board = _board()
+    if board.rank == 0:
+        board.timeout = 0.3
+        with pytest.raises(PeerTimeout) as caught:
+            board.reset(lambda: None)
+        assert caught.value.peer == 1 and caught.value.op == "reset"
+        board.timeout = 60.0
+    dist.barrier()
+    cleared: list[int] = []
+    for turn in range(3):
+        board.reset(lambda: cleared.append(1))
+        assert board.exchange(str(turn), "after") == [str(turn)] * board.world
+    assert len(cleared) == 3
+
+
+def test_a_reset_that_nobody_came_to_can_be_tried_again() -> None:
+    pool(2).run(_reset_late)
+
+
+def _come_and_end() -> None:
+    """Rank 1 comes, and its process ends, between rank 0's look at its word and rank 0's look at its process."""
+    group = dist.group.WORLD
+    assert group is not None
+    memory = SharedMemory(group, 60.0)
+    flags, looks = memory.signals("flags", 1), memory.signals("looks", 1)
+    if memory.rank == 0:
+
+        def ended(rank: int) -> bool:
+            """Says at each look at rank 1's process that it has ended, but not before rank 1 has gone on."""
+            look = int(looks.peers[1][0]) + 1
+            memory.put(looks, 1, 0, look)
+            if look == 1:
+                wait_until(lambda: int(flags.peers[1][0]), "rank 1 has come to the wait")
+            else:
+                wait_until(lambda: epoch() == memory.board._epoch, "rank 1 has come to the barrier")
+            return True
+
+        def epoch() -> int:
+            return int(memory.board.parts[1].numbers[control_block._EPOCH])
+
+        memory.board.ended = ended  # type: ignore[method-assign]
+        memory.wait(flags, 1, 0, 1, op="test")
+        memory.barrier()
+        assert int(looks.peers[1][0]) == 2, "both waits have looked at the process"
+    else:
+        memory.wait(looks, 1, 0, 1, op="the first look")
+        memory.put(flags, 1, 0, 1)
+        memory.wait(looks, 1, 0, 2, op="the second look")
+        memory.barrier()
+
+
+def test_a_rank_that_has_come_may_end() -> None:
+    pool(2).run(_come_and_end)
+
+
+def _is_through() -> list[int | None]:
+    board, found = _board(), []
+
+    def gone() -> int | None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(board, "ended", lambda rank: rank == 1)
+            return board.gone()
+
+    for number in range(3):
+        begun = board.begin(f"operation {number}")
+        board.exchange("begun", "test")
+        found.append(gone())
+        board.exchange("seen", "test")
+        if board.rank == 1:
+            board.end(begun)
+        board.exchange("ended", "test")
+        found.append(gone())
+        board.end(begun)
+    return found
+
+
+def test_a_rank_is_gone_only_before_it_is_through() -> None:
+    for rank, found in enumerate(pool(2).run(_is_through)):
+        assert found == ([1, None] * 3 if rank == 0 else [None] * 6)
+
+
+def _elsewhere() -> str:
+    if dist.get_rank() == 1:
+        real, host.node_identity = host.node_identity, lambda: "boot pid:[1] net:[1] elsewhere"
+    try:
+        _board()
+    except Unavailable as error:
+        return str(error)
+    finally:
+        if dist.get_rank() == 1:
+            host.node_identity = real
+    return "made"
+
+
+def test_ranks_on_two_hosts_are_told_so() -> None:
+    messages = pool(3).run(_elsewhere)
+    assert (
+        messages
+        == [f"the group spans hosts or containers: rank 0 is on {socket.gethostname()}, rank 1 on elsewhere"] * 3
+    )
+
+
+def _poor(rank: int, function: str) -> tuple[str, bool]:
+    """On one rank a system call fails."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(23, "Too many open files in system")
+
+    before = _open()
+    if dist.get_rank() == rank:
+        owner = control_block if function == "_map" else os
+        real = getattr(owner, function)
+        setattr(owner, function, fails)
+    try:
+        _board()
+        message = "made"
+    except Unavailable as error:
+        message = str(error)
+    finally:
+        if dist.get_rank() == rank:
+            setattr(owner, function, real)
+    return message, _open() == before
+
+
+def test_what_fails_on_one_rank_is_said_on_all() -> None:
+    for rank, function, verb in ((0, "memfd_create", "made"), (0, "posix_fallocate", "made"), (2, "_map", "opened")):
+        found = pool(3).run(_poor, rank, function)
+        assert len({message for message, _ in found}) == 1, found
+        assert f"bytes of shared memory for board cannot be {verb}" in found[0][0]
+        assert "Too many open files in system" in found[0][0]
+        assert all(clean for _, clean in found)
+
+
+def _come_and_go() -> None:
+    _board()
+    before = _open()
+    for _ in range(20):
+        _board()
+    assert _open() == before
+
+
+def test_boards_leave_nothing_open() -> None:
+    pool(2).run(_come_and_go)
+
+
+def test_a_mapping_that_is_too_large_says_why() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(Unavailable, match=r"100000 bytes of shared memory for x cannot be made: .*too large"):
+            Mapping("x", 100000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(Unavailable, match=r"for y cannot be opened \(made by process 1\)"):
+        Mapping("y", 4096, (1, 12345))
+
+
+def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
+    error = PeerTimeout("all_reduce", step=7, rank=1, peer=2, waited=1.25, detail="its process (5) has ended")
+    assert str(error) == "all_reduce, step 7: rank 1 waited 1.2 s for rank 2; its process (5) has ended"
+    assert str(PeerTimeout("x", step=-1, rank=0, peer=None, waited=0)) == "x: rank 0 waited 0.0 s for a rank"
+    late = PeerTimeout("x", step=-1, rank=0, peer=0, waited=0.0, detail="its process (5) has ended")
+    assert str(late) == "x: rank 0 came too late: the other ranks have stopped waiting for it"
+    later = PeerTimeout("x", step=-1, rank=0, peer=1, waited=None, detail="y: its process (5) has ended")
+    assert str(later).startswith("x: rank 0 cannot begin it after an earlier failure (y: its process (5) has ended): ")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.op, copy.step, copy.peer) == (str(error), "all_reduce", 7, 2)
+
+
+def _many_files_are_open() -> None:
+    memory = connect(dist.group.WORLD, torch.device("cpu"))
+    assert isinstance(memory, SharedMemory)
+    part = memory.board.parts[1 - memory.rank]
+    assert part.pidfd is not None
+    before, part.pidfd = part.pidfd, fcntl.fcntl(part.pidfd, fcntl.F_DUPFD, 2000)
+    try:
+        assert not memory.board.ended(1 - memory.rank)
+    finally:
+        os.close(part.pidfd)
+        part.pidfd = before
+
+
+def test_a_rank_with_many_open_files_still_sees_its_peers() -> None:
+    """Descriptors from 1024 on, which select(2) does not take."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 < soft <= 2000:
+        pytest.skip(f"a process of this machine may open {soft} files")
+    pool(2).run(_many_files_are_open)

@@ -1,0 +1,104 @@
+"""What all_gather_linear alone can do: several weights behind one gather, and ranks without rows of the weight.
+
+test_parallel_products.py compares its results and gradients, as those of the other products, with plain torch.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import collectives
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
+
+
+class _Counted:
+    """How often the ranks' rows were gathered and scattered by whole collectives."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        for name in ("all_gather", "start_all_gather", "start_reduce_scatter"):
+            patch.setattr(collectives, name, self._counting(name, getattr(collectives, name)))
+
+    def _counting(self, name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls.append(name)
+            return function(*args)
+
+        return call
+
+
+def _several(name: Implementation, activation: str | None) -> None:
+    """Three weights, one without a bias, one that is not trained; and the same one by one."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x = integers(1, world, 4, 2, 5)[rank]
+    weights = [integers(2 + i, world, height, 5)[rank] for i, height in enumerate((3, 7, 2))]
+    biases = [integers(6, world, 3)[rank], None, integers(7, world, 2)[rank]]
+    grads = [integers(8 + i, world, 4 * world, 2, len(weight))[rank] for i, weight in enumerate(weights)]
+
+    def leaves() -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        ws = [weight.clone().requires_grad_(i != 1) for i, weight in enumerate(weights)]
+        return x.clone().requires_grad_(), ws, [b if b is None else b.clone().requires_grad_() for b in biases]
+
+    with implementation(name), pytest.MonkeyPatch.context() as patch:
+        x1, ws1, bs1 = leaves()
+        apart = [all_gather_linear(x1, w, b, group, activation=activation) for w, b in zip(ws1, bs1, strict=True)]
+        torch.autograd.backward(apart, grads)
+        calls = _Counted(patch).calls
+        x2, ws2, bs2 = leaves()
+        together = all_gather_linear(x2, ws2, bs2, group, activation=activation)
+        torch.autograd.backward(together, grads)
+    if name == "collective":
+        assert sorted(calls) == ["all_gather", "all_gather", "start_all_gather", "start_reduce_scatter"], (
+            "one of them compares the numbers of rows"
+        )
+    assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
+    assert torch.equal(x2.grad, x1.grad)
+    for one, other in (*zip(ws2, ws1, strict=True), *zip(bs2, bs1, strict=True)):
+        if one is not None:
+            assert (one.grad is None) == (other.grad is None) == (one is ws2[1])
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "world"),
+    [
+        *((name, "relu", 2) for name in IMPLEMENTATIONS),
+        *((name, None, 3) for name in ("direct", "collective")),
+        *exhaustive(("fused", None, 3)),
+    ],
+)
+def test_several_weights_are_fed_by_one_gather(name: Implementation, activation: str | None, world: int) -> None:
+    pool(world).run(_several, name, activation)
+
+
+def test_several_weights_without_a_group() -> None:
+    x, weight = normal(1, 4, 2, 6), normal(2, 8, 6)
+    first, second = all_gather_linear(x, [weight, -weight], None, None, activation="relu")
+    assert torch.equal(first, gemm(x, weight, activation="relu"))
+    assert torch.equal(second, gemm(x, -weight, activation="relu"))
+
+
+def _empty_shard(name: Implementation) -> None:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x = integers(1, world, 3, 4)[rank].requires_grad_()
+    weight = integers(2, 0 if rank else 5, 4).requires_grad_()
+    with implementation(name):
+        out = all_gather_linear(x, weight, None, group)
+        assert out.shape == (3 * world, 0 if rank else 5)
+        out.sum().backward()
+    assert torch.equal(x.grad, integers(2, 5, 4).sum(0).expand(3, 4)) and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_ranks_without_rows_of_the_weight(name: Implementation) -> None:
+    pool(3).run(_empty_shard, name)

@@ -1,0 +1,401 @@
+"""What all tensor-parallel products have in common beside their numbers, which test_parallel_products.py compares.
+
+Which implementation computes them, that ranks may come in any order, that runs and ranks agree to the bit, and what is
+said where ranks have unequal numbers of rows.
+"""
+
+import itertools
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import measurement
+from tpfuse.comm.connect import connect
+from tpfuse.comm.measurement import measuring
+from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import configurations, reference
+from tpfuse.ops.linear import backend as parallel_linear_module
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.backend import FUSED, ParallelLinear, parallel_linear
+from tpfuse.ops.linear.collective import CollectiveLinear
+from tpfuse.ops.linear.direct import DirectLinear
+from tpfuse.ops.linear.engine_gather import EngineGather
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.testing.cases import naming
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
+F32, BF16 = torch.float32, torch.bfloat16
+K, N = 5, 3
+
+
+def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
+    """By what, under each switch, and whether it is the same when it is asked for again."""
+    x, group, found = torch.ones(2, K, dtype=dtype), dist.new_group(), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("auto", *IMPLEMENTATIONS):
+            with implementation(name):  # type: ignore[arg-type]
+                one = parallel_linear(x, group)
+                found.append((type(one), parallel_linear(x, group) is one))
+        with kernels("triton"):
+            found.append((type(parallel_linear(x, group)), True))
+    return found
+
+
+METHODS = ("all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatter_backward", "all_reduce")
+
+
+def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
+    """One of two implementations is slowed down.
+
+    Returns what is decided in a `measuring` block, what computes after it, whether results and gradients are those of
+    the other implementation alone, and how many cases there are.
+    """
+    group = dist.new_group()
+    rows = len(slow)  # cases of their own: decisions hold for the job, which has both parameters of the test
+    shapes = ((rows, K), (N, K), (K, N))
+    x, weight, back = (normal(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes))
+    calls: list[str] = []
+
+    def step() -> list[Tensor]:
+        x.grad = weight.grad = back.grad = None
+        hidden = all_gather_linear(x, weight, None, group, activation="gelu_tanh")
+        out = linear_reduce_scatter(hidden, back, None, group) + linear_all_reduce(hidden, back, None, group)[:rows]
+        out.square().sum().backward()
+        assert x.grad is not None and weight.grad is not None and back.grad is not None
+        return [out.detach(), x.grad, weight.grad, back.grad]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (DirectLinear, CollectiveLinear):
+            for name in METHODS:
+                method, seconds = getattr(kind, name), 0.02 if kind.__name__.lower().startswith(slow) else 0.0
+
+                def recorded(*args: Any, method: Any = method, seconds: float = seconds, **options: Any) -> Any:
+                    calls.append(method.__qualname__)
+                    time.sleep(seconds)
+                    return method(*args, **options)
+
+                patch.setattr(kind, name, recorded)
+        with measuring(20, file=Path(file)) as found:
+            step()
+        calls.clear()
+        results = step()
+        computed = list(calls)
+    with implementation("collective" if slow == "direct" else "direct"):
+        same = all(torch.equal(one, other) for one, other in zip(results, step(), strict=True))
+    taken = sorted({decision.taken for decision in found.decisions.values()})
+    return taken, sorted({call.partition(".")[0] for call in computed}), same, len(found.decisions)
+
+
+@pytest.mark.parametrize(("slow", "taken"), [("direct", "collective"), ("collective", "direct")])
+def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: Path, slow: str, taken: str) -> None:
+    kind = CollectiveLinear if taken == "collective" else DirectLinear
+    found = pool(2).run(_measured, slow, str(tmp_path / "decisions.json"))
+    assert found == [([taken], [kind.__name__], True, 5)] * 2
+
+
+def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
+    """What is decided where one candidate is timed to be the fastest, and whether the results are right.
+
+    Between them, for the call after the measurement: how many gathers copy engines made, and how many launches asked
+    for other tiles.
+    """
+    group, sent, tiles = dist.new_group(), [], []
+    x, weight = integers(1, len(wanted), K), integers(2, N, K)
+    send, find = EngineGather.send, configurations._with_other_tiles
+
+    def recorded(*args: Any, **options: Any) -> None:
+        sent.append(args)
+        send(*args, **options)
+
+    def found_tiles(*key: Any) -> Any:
+        tiles.append(key)
+        return find(*key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(parallel_linear_module.CANDIDATES, "cpu", ("direct", *FUSED))
+        patch.setattr(configurations, "_with_other_tiles", found_tiles)
+        patch.setattr(EngineGather, "send", recorded)
+        patch.setattr(measurement, "_milliseconds", lambda run, device: 1.0 + (run.args[0] != wanted))
+        with measuring(20, file=Path(file)) as found, torch.no_grad():
+            measured = all_gather_linear(x, weight, None, group)
+            sent.clear(), tiles.clear()
+            again = all_gather_linear(x, weight, None, group)
+    same = torch.equal(measured, again) and torch.equal(again, torch.cat([x] * group.size()) @ weight.t())
+    return [decision.taken for decision in found.decisions.values()], len(sent), len(tiles), same
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["fused with copiers, other tiles", "fused with copy engines", *exhaustive("fused with copiers")],
+)
+def test_fused_products_are_computed_in_the_way_that_was_measured(tmp_path: Path, wanted: str) -> None:
+    found = pool(2).run(_fused_ways, wanted, str(tmp_path / "decisions.json"))
+    assert found == [([wanted], int("engines" in wanted), int("tiles" in wanted), True)] * 2
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
+def test_who_computes(world: int) -> None:
+    expected = [DirectLinear, DirectLinear, CollectiveLinear, FusedLinear, FusedLinear]
+    assert pool(world).run(_served, F32) == [[(kind, True) for kind in expected]] * world
+    expected[3:] = [DirectLinear, DirectLinear]
+    assert pool(world).run(_served, torch.float64) == [[(kind, True) for kind in expected]] * world
+
+
+def _warned() -> list[str]:
+    """Two groups, of which ranks 0 and 2 are the first."""
+    group = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]
+    x = torch.ones(2, K, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with implementation("fused"):
+                all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
+            for name in ("auto", "direct", "collective"):
+                with implementation(name):  # type: ignore[arg-type]
+                    all_gather_linear(x, torch.ones(N, K, dtype=torch.float64), None, group)
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_cannot_be_is_said_once_by_one_rank() -> None:
+    said = ["tensor-parallel products are direct: there are no kernels for float64"]
+    assert pool(3).run(_warned) == [said, [], said]
+
+
+PRODUCTS = (
+    gathering(all_gather_linear, reference.linear),
+    scattering(linear_reduce_scatter, reference.linear),
+    summing(linear_all_reduce, reference.linear),
+)
+
+
+def _case(rows: int, *middle: int, dtype: torch.dtype = F32) -> Case:
+    """Whole numbers, which differ where the numbers of rows do."""
+    return Case(dtype, (rows, *middle), k=K, n=N, whole_numbers=True, seed=rows)
+
+
+def _late(name: Implementation, iterations: int) -> int:
+    """Ranks that come in any order, over and over the same memory."""
+    group, late = dist.group.WORLD, random.Random(dist.get_rank())
+    calls = list(itertools.product((1, 3, 8), PRODUCTS))
+    with implementation(name):
+        for i in range(iterations):
+            if late.random() < 0.1:
+                time.sleep(late.random() * 2e-3)
+            rows, product = calls[i % len(calls)]
+            with naming(f"iteration {i}, {product.function.__name__}, {rows} rows"):
+                product.check(_case(rows), group, backward=name != "fused" or i % 8 == 0)
+    return iterations
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "iterations"),
+    [
+        ("direct", 3, 60),
+        ("collective", 2, 30),
+        ("fused", 2, 18),
+        *exhaustive(("direct", 4, 200), ("fused", 2, 120)),
+    ],
+)
+def test_iterations_of_ranks_that_are_late(name: Implementation, world: int, iterations: int) -> None:
+    assert pool(world).run(_late, name, iterations) == [iterations] * world
+
+
+def _in_pieces() -> None:
+    """Pieces of one row in the backward of an all-gather, and of two or three rows elsewhere."""
+    group = dist.group.WORLD
+    small = DirectLinear(connect(group, torch.device("cpu")), (1 + group.size()) * K * 8)
+    with pytest.MonkeyPatch.context() as patch:
+        _serve_by(small, patch)
+        for product in PRODUCTS:
+            for case in (_case(17), _case(3, 2, 2, dtype=torch.float64), _case(7, 2, dtype=BF16)):
+                with naming((product.function.__name__, case)):
+                    product.check(case, group)
+
+
+def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(parallel_linear_module._made, dist.group.WORLD, {type(products): products})
+
+
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+def test_shards_longer_than_a_piece(world: int) -> None:
+    pool(world).run(_in_pieces)
+
+
+def _by_copy_engines() -> None:
+    """Shards of 8 rows come by copy engines, those of 1 row by the products, through one channel."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
+    with pytest.MonkeyPatch.context() as patch, implementation("fused"):
+        _serve_by(products, patch)
+        for rows, product in itertools.product((8, 1, 8), PRODUCTS):
+            with naming((product.function.__name__, rows)):
+                product.check(_case(rows), group)
+        _several_by_copy_engines(rank, world)
+
+
+def _several_by_copy_engines(rank: int, world: int) -> None:
+    x, weights = integers(1, world * 4, K), [integers(2 + i, world, N, K)[rank] for i in range(2)]
+    leaf = x[4 * rank : 4 * rank + 4].clone().requires_grad_()
+    outs = all_gather_linear(leaf, [weight.requires_grad_() for weight in weights], None, dist.group.WORLD)
+    torch.autograd.backward(outs, [out.detach() for out in outs])
+    for out, weight in zip(outs, weights, strict=True):
+        assert torch.equal(out, x @ weight.t()) and torch.equal(weight.grad, out.t() @ x)
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
+def test_shards_that_copy_engines_bring(world: int) -> None:
+    pool(world).run(_by_copy_engines)
+
+
+def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
+    """known: the numbers of rows that ranks have agreed on before; the last rank has one more than the others."""
+    group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    said = []
+    with implementation(name):
+        for product in PRODUCTS:
+            for rows in known:
+                product.check(_case(rows), group)
+            odd = _case(4 if rank == world - 1 else 3)
+            with pytest.raises(ValueError) as caught:
+                product.run(odd, product.leaves(odd, group), group)
+            said.append(str(caught.value))
+            for rows in (3, 4):
+                product.check(_case(rows), group)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("direct", (3,)),
+        ("collective", (3, 4)),
+        ("fused", ()),
+        *exhaustive(("direct", ()), ("direct", (3, 4)), ("collective", ()), ("fused", (3, 4))),
+    ],
+)
+def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
+    world = 2 if name == "fused" else 3
+    for rank, said in enumerate(pool(world).run(_uneven, name, known)):
+        for product, text in zip(PRODUCTS, said, strict=True):
+            operator = product.function.__name__
+            times = world if operator == "linear_reduce_scatter" else 1
+            if name == "collective":
+                found = [3 * times] * (world - 1) + [4 * times]
+                assert text == f"{operator}: the ranks have {found} rows: all must have equally many"
+            else:
+                shapes = {side: [(4 if side == world - 1 else 3) * times] for side in range(world)}
+                others = range(world - 1) if rank == world - 1 else [world - 1]
+                sides = [f"rank {side} runs {operator} torch.float32 {shapes[side]}"[:-1] for side in (*others, rank)]
+                assert sides[-1] in text and any(side in text for side in sides[:-1]), text
+
+
+def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Tensor]]:
+    """Real numbers, whose sums depend on their order."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late, runs = random.Random(rank), []
+    for _ in range(2):
+        x = normal(1, world, rows, 40, dtype=dtype)[rank].requires_grad_()
+        first, second = (normal(2 + i, world, 24, 40, dtype=dtype)[rank].requires_grad_() for i in range(2))
+        last = normal(4, world, 40, 24, dtype=dtype)[rank].requires_grad_()
+        bias = normal(5, 40, dtype=dtype).requires_grad_()
+        with implementation(name):
+            one, other = all_gather_linear(x, [first, second], None, group, activation="gelu_tanh")
+            time.sleep(late.random() * 3e-3)
+            out = linear_reduce_scatter(one * other, last, bias, group, residual=x)
+            total = linear_all_reduce(one, last, bias, group)
+            (out.square().sum() + total.sum()).backward()
+        runs.append([total, bias.grad, out, x.grad, first.grad, second.grad, last.grad])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    return [x.detach() for x in runs[0][:2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [
+        ("direct", 3, F32),
+        ("direct", 3, BF16),
+        ("collective", 3, F32),
+        ("fused", 2, BF16),
+        *exhaustive(("direct", 4, F32), ("collective", 4, BF16), ("fused", 3, F32)),
+    ],
+)
+def test_runs_and_ranks_agree_to_the_bit(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    """The sum over all ranks, and the gradient of a bias, which every rank has whole."""
+    first, *others = pool(world).run(_twice, name, dtype, 9)
+    for other in others:
+        assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
+
+
+def _sums(name: Implementation, dtype: torch.dtype) -> None:
+    """One feature: every product has one term, and only the order of the sum over ranks is left."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x, weight = normal(1, world, 5 * world, 1, dtype=dtype), normal(2, world, 7, 1, dtype=dtype)
+    bias, residual = normal(3, 7, dtype=dtype), normal(4, 5 * world, 7, dtype=dtype)
+    total = torch.zeros(5 * world, 7)
+    for products in x * weight.transpose(1, 2):
+        total += products.float()
+    expected = ((total + bias) + residual).to(dtype)
+    own = slice(5 * rank, 5 * rank + 5)
+    with implementation(name):
+        out = linear_reduce_scatter(x[rank], weight[rank], bias, group, residual=residual[own])
+        whole = linear_all_reduce(x[rank], weight[rank], bias, group, residual=residual)
+        leaf = torch.ones(5, 7, dtype=dtype, requires_grad=True)
+        all_gather_linear(leaf, weight[rank].t(), None, group).backward(x[rank])
+    assert torch.equal(out, expected[own])
+    assert name == "collective" or torch.equal(whole, expected), "Gloo's all-reduce has an order of its own"
+    assert torch.equal(leaf.grad, total.to(dtype)[own])
+
+    grad = integers(5, 5 * world, 7, low=-100, high=100)  # whose sums float32 has, but not every bfloat16
+    for wanted in (True, False):
+        bias, last = bias.detach().requires_grad_(), weight[rank].detach().requires_grad_(wanted)
+        with implementation(name):
+            linear_reduce_scatter(x[rank], last, bias, group).backward(grad[own].to(dtype))
+        assert torch.equal(bias.grad, grad.sum(0).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [
+        ("direct", 3, F32),
+        ("direct", 3, BF16),
+        ("collective", 3, F32),
+        ("fused", 3, BF16),
+        *exhaustive(("direct", 4, BF16), ("collective", 4, F32), ("fused", 3, F32)),
+    ],
+)
+def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    pool(world).run(_sums, name, dtype)
+
+
+def _never_waits(name: Implementation) -> None:
+    """Each rank in a group of its own."""
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    set_settings(timeout=0.5)
+    try:
+        with implementation(name):
+            for product in PRODUCTS:
+                with naming(product.function.__name__):
+                    product.check(_case(4), group)
+    finally:
+        set_settings(timeout=60.0)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_group_of_one(name: Implementation) -> None:
+    pool(2).run(_never_waits, name)

@@ -1,0 +1,130 @@
+"""The tensor-parallel products of ranks on GPUs, one for each rank or one for all; compiled, not interpreted.
+
+What the ranks do here is also done by CPU ranks, so that this file is known to be right where there is no GPU.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernels import reference
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.backend import parallel_linear
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.testing.cases import naming
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.parallel_products import Case, gathering, scattering, summing
+from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    running = GpuRankPool(request.param)
+    yield running
+    running.close()
+
+
+PRODUCTS = (
+    gathering(all_gather_linear, reference.linear),
+    scattering(linear_reduce_scatter, reference.linear),
+    summing(linear_all_reduce, reference.linear),
+)
+
+
+def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -> None:
+    cases = [Case(torch.float32, (5,), k=24, n=48, activation="gelu")]
+    if not small:
+        cases += [Case(torch.bfloat16, (200,), k=64, n=128, activation=name) for name in ("gelu_tanh", "swiglu", None)]
+        cases += [
+            Case(torch.float16, (1,), k=128, n=256, activation="silu"),
+            Case(torch.bfloat16, (2100,), k=512, n=1024, activation="geglu"),
+            Case(torch.float32, (63,), k=100, n=200),
+        ]
+    for name, product, case in itertools.product(names, PRODUCTS, cases):
+        activation = None if "residual" in product.held else case.activation
+        with implementation(name), naming((name, product.function.__name__, case)):
+            product.check(replace(case, activation=activation, device=device), dist.group.WORLD)
+
+
+def _iterations(device: str, count: int, large: int) -> None:
+    """Whole numbers over the same buffers, ranks late at random, shards loaded by programs and by copy engines."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    late = random.Random(rank)
+    weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
+    with implementation("fused"):
+        products = parallel_linear(weight, group)
+        assert isinstance(products, FusedLinear)
+        products._engine_bytes = 4 * 32 * large  # of `large` rows on
+        for step in range(count):
+            if late.random() < 0.1:
+                time.sleep(late.random() * 2e-3)
+            rows = 1 + step * 37 % (2 * large)
+            whole = integers(step, world, rows, 32).to(device)
+            out = all_gather_linear(whole[rank], weight, None, group)
+            assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
+            back = linear_reduce_scatter(out, down, None, group)
+            assert torch.equal(back, world * (whole[rank] @ weight.t() @ down.t()))
+
+
+def _graph(device: str) -> None:
+    """A captured pair, replayed: epochs go on counting."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
+    x = torch.zeros(40, 32, device=device)
+    with implementation("fused"), torch.no_grad():
+
+        def pair() -> Tensor:
+            out = all_gather_linear(x, weight, None, group)
+            return linear_reduce_scatter(all_gather_linear(out[:40, :32], weight, None, group), down, None, group)
+
+        pair()  # buffers are made before
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = pair()
+        for step in range(5):
+            whole = integers(step, world, 40, 32).to(device)
+            x.copy_(whole[rank])
+            dist.barrier()
+            graph.replay()
+            torch.cuda.synchronize()
+            gathered = whole.flatten(0, 1) @ weight.t()
+            expected = world * (gathered[:40, :32] @ weight.t() @ down.t())
+            assert torch.equal(out, expected), f"replay {step}"
+
+
+@pytest.mark.gpu
+@GPU
+def test_against_reference(ranks: RankPool) -> None:
+    ranks.run(_all_products, "cuda", ("fused", "collective"), False)
+
+
+@pytest.mark.gpu
+@GPU
+def test_200_iterations(ranks: RankPool) -> None:
+    ranks.run(_iterations, "cuda", 200, 100)
+
+
+@pytest.mark.gpu
+@GPU
+def test_graphs(ranks: RankPool) -> None:
+    ranks.run(_graph, "cuda")
+
+
+@pytest.mark.exhaustive
+def test_what_the_gpus_are_asked() -> None:
+    pool(2).run(_all_products, "cpu", ("fused", "collective"), True)
+    pool(2).run(_iterations, "cpu", 20, 4)

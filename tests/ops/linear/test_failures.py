@@ -1,0 +1,160 @@
+"""Ranks that stay away from a tensor-parallel product, or are killed in the middle of it: a named error, in time."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.collectives import collective
+from tpfuse.comm.connect import connect
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.settings import set_settings
+from tpfuse.comm.shared_memory import SharedMemory
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.backend import _made
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
+from tpfuse.testing.patience import patient
+
+TIMEOUT = 0.4  # seconds on an idle machine
+# What communicates.
+STEPS = ("all_gather", "all_gather backward", "reduce_scatter", "reduce_scatter backward", "all_reduce")
+
+
+def _later(*rows: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*row, marks=pytest.mark.processes) for row in rows]
+
+
+def _forward(step: str, group: dist.ProcessGroup) -> Tensor:
+    weight = torch.ones(3, 4, requires_grad=True)
+    if step.startswith("all_gather"):
+        return all_gather_linear(torch.ones(2, 4, requires_grad=True), weight, None, group)
+    x = torch.ones(2 * group.size(), 4, requires_grad=True)
+    return (linear_all_reduce if step == "all_reduce" else linear_reduce_scatter)(x, weight, None, group)
+
+
+def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
+    """The step; out: what its forward has returned."""
+    if step.endswith("backward"):
+        out.sum().backward(retain_graph=True)
+    else:
+        expected = 4 if step == "all_gather" else 4 * group.size()
+        assert torch.equal(_forward(step, group), torch.full_like(out, expected))
+
+
+def _by_copy_engines(group: dist.ProcessGroup) -> None:
+    """From now on, and not by the products themselves."""
+    _made.setdefault(group, {})[FusedLinear] = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=0)
+
+
+def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation) -> None:
+    """From now on; the ranks come at once to what is no part of the test, but on a busy machine at once may be late."""
+    set_settings(timeout=seconds)
+    if name != "collective":
+        memory = connect(group, torch.device("cpu"))
+        assert isinstance(memory, SharedMemory)
+        memory.timeout = memory.board.timeout = seconds
+
+
+def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tuple[str, ...], timeout: float) -> None:
+    """In each step rank 1 does not come, then comes late; and all do it again."""
+    world = rank.join()
+    collective._PATIENCE = timeout
+    if engines:
+        _by_copy_engines(world)
+    for step in steps:
+        # Gloo's groups are of no use after an error.
+        group = dist.new_group() if name == "collective" else world
+        with implementation(name):
+            _set_timeout(patient(10.0), group, name)
+            out = _forward(step, group)
+            _run(step, group, out)
+            dist.barrier(world)
+            _set_timeout(timeout, group, name)
+            if rank.rank == 1:
+                rank.hear()
+            if rank.rank != 1 or name != "collective":
+                with pytest.raises(PeerTimeout) as caught:
+                    _run(step, group, out)
+                rank.tell(caught.value)
+            rank.hear()
+            if name != "collective":
+                _set_timeout(patient(10.0), group, name)
+                connect(group, torch.device("cpu")).reset()
+                _run(step, group, out)
+                connect(group, torch.device("cpu")).barrier()
+
+
+@pytest.mark.parametrize(
+    ("name", "engines", "steps"),
+    [
+        ("direct", False, STEPS),
+        ("collective", False, STEPS[:1]),
+        ("fused", False, STEPS[:3]),
+        *_later(("collective", False, STEPS[1:]), ("fused", False, STEPS[3:]), ("fused", True, STEPS)),
+    ],
+)
+def test_a_rank_that_never_comes_is_named(
+    name: Implementation, engines: bool, steps: tuple[str, ...], tmp_path: Path
+) -> None:
+    timeout = patient(TIMEOUT)
+    with ranks(3, tmp_path, _one_stays_away, name, engines, steps, timeout) as running:
+        for step in steps:
+            for rank in (0, 2):
+                error = running.hear(rank)
+                assert isinstance(error, PeerTimeout), error
+                assert (error.peer, error.rank) == (1, rank), (step, error)
+                assert 0.9 * timeout < error.waited < timeout + patient(2.0)
+                if name != "collective":
+                    operator = f"{'all_gather_linear' if step.startswith('all_gather') else 'linear_' + step}"
+                    assert error.op.startswith(operator.removesuffix(" backward")), (step, error)
+            running.connections[1].send("go")
+            if name != "collective":
+                assert isinstance(running.hear(1), PeerTimeout), "it comes late, and does not wait in turn"
+            running.go()
+        assert [running.result(rank)[1] for rank in range(3)] == [None] * 3
+
+
+def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
+    group = rank.join()
+    collective._PATIENCE = patient(0.4)
+    set_settings(timeout=patient(LIMIT))
+    with implementation(name):
+        out = _forward(step, group)
+        _run(step, group, out)
+        rank.tell("here")
+        while True:
+            _run(step, group, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("direct", "all_gather backward"),
+        ("collective", "reduce_scatter"),
+        ("fused", "all_reduce"),
+        *_later(("direct", "reduce_scatter backward"), ("direct", "all_reduce")),
+        *_later(("collective", "all_gather backward"), ("collective", "all_reduce")),
+        *_later(*(("fused", step) for step in STEPS[:-1])),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:
+    with ranks(3, tmp_path, _until_somebody_dies, name, step) as running:
+        running.heard_of_all()
+        killed = running.send(1, signal.SIGKILL)
+        for survivor in (0, 2):
+            when, error = running.result(survivor)
+            assert isinstance(error, PeerTimeout), error
+            assert error.rank == survivor
+            assert when - killed < patient(5.0)
+            if name == "collective":  # Gloo's error may come by way of a rank that has met it before
+                assert error.peer in (1, None)
+            else:
+                assert error.peer == 1 and f"its process ({running.processes[1].pid}) has ended" in str(error)

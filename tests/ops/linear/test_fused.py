@@ -1,0 +1,269 @@
+"""Shards and partial sums that copy engines move: the numbers of those that programs move, to the bit."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tpfuse.comm.connect import connect
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels import engine_gather as kernel_engine_gather
+from tpfuse.kernels import launch as launching
+from tpfuse.kernels.launch import launch
+from tpfuse.ops.linear import engine_gather
+from tpfuse.ops.linear import fused as fused_linear
+from tpfuse.ops.linear.engine_gather import EngineGather
+from tpfuse.ops.linear.engine_scatter import EngineScatter
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.testing.explore import RaceError, SimulatedMemory, explore
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+
+def _memory() -> SymmetricMemory:
+    group = dist.group.WORLD
+    assert group is not None
+    return connect(group, torch.device("cpu"))
+
+
+def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Tensor]:
+    """Outputs and gradients of both kinds of layers, for weights of one gather and of several."""
+    rank, world = products.memory.rank, products.memory.world
+    x, y = normal(1 + rank, rows, 2, 24, dtype=dtype), normal(20 + rank, world * rows, 2, 40, dtype=dtype)
+    gate, down = normal(3, 36, 24, dtype=dtype), normal(4, 24, 40, dtype=dtype)
+    found: list[Tensor | None] = []
+    for weights, activation in (([gate], "swiglu"), ([gate, gate[:20]], "gelu")):
+        pairs = products.all_gather(x, weights, [None] * len(weights), activation, True)
+        lefts = [normal(5 + rank, *kept.shape, dtype=dtype) for _, kept in pairs if kept is not None]
+        grad_x, grad_weights = products.all_gather_backward(lefts, x, weights, [True] * len(weights), True)
+        found += [grad_x, *grad_weights]
+        for pair in pairs:
+            found += pair
+    found.append(products.reduce_scatter(y, down, None, None))
+    for needs_x in (True, False):
+        found += products.reduce_scatter_backward(x, y, down, (needs_x, True, True))
+    found.append(products.all_reduce(y[: world * rows - 1], down, None, None))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
+    """Returns how often engines gathered and scattered."""
+    programs = FusedLinear(_memory())
+    engines, sent = programs.variant(engines=True, other_tiles=False), {"gathers": 0, "scatters": 0}
+
+    def counted(name: str, send: Any) -> Any:
+        def counting(*args: Any, **how: Any) -> None:
+            sent[name] += 1
+            send(*args, **how)
+
+        return counting
+
+    for rows in sizes:
+        expected = _everything(programs, dtype, rows)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineGather, "send", counted("gathers", EngineGather.send))
+            patch.setattr(EngineScatter, "send", counted("scatters", EngineScatter.send))
+            found = _everything(engines, dtype, rows)
+        for other, wanted in zip(found, expected, strict=True):
+            assert torch.equal(other, wanted)
+    return sent
+
+
+@pytest.mark.parametrize("world", exhaustive(1, 2, 3))
+def test_copy_engines_bring_the_same_numbers(world: int) -> None:
+    sent = {"gathers": 12, "scatters": 8} if world > 1 else {"gathers": 0, "scatters": 0}
+    assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [sent] * world
+
+
+def test_copy_engines_bring_half_types() -> None:
+    assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
+
+
+def _taking_turns() -> None:
+    """Shards around the limit: by programs and by engines in any order."""
+    products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
+    rank, world = products.memory.rank, products.memory.world
+    weight = integers(1, 10, 24)
+    for step, rows in enumerate((5, 4, 5, 5, 3, 4, 6, 5)):
+        whole = integers(10 + step, world, rows, 24)
+        ((out, _),) = products.all_gather(whole[rank], [weight], [None], None, False)
+        assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(4)])
+def test_engines_and_programs_take_turns(world: int) -> None:
+    pool(world).run(_taking_turns)
+
+
+def test_no_alarm_under_the_explorer() -> None:
+    """The copies too are accesses that signals must order."""
+
+    def program(memory: SimulatedMemory) -> None:
+        products = FusedLinear(memory, engine_bytes=4 * 8 * 3)
+        weight = integers(1, 5, 8)
+        for step, rows in enumerate((3, 3, 2, 3)):
+            whole = integers(step, memory.world, rows, 8)
+            ((out, _),) = products.all_gather(whole[memory.rank], [weight], [None], None, False)
+            assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
+            with products._gathering(whole[memory.rank], keep=True, multiplied=False) as gather:
+                assert torch.equal(products._finish(gather), whole.flatten(0, 1))
+
+    explore(program, 2, resident=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_gather, "open_copies", lambda end, stamp: stamp.copy_(end.state[:1] + 1))
+        with pytest.raises(RaceError, match="nothing orders"):
+            explore(program, 2, resident=3)
+
+
+def _more_than_a_slot(most: int) -> int:
+    """Rows that are not a multiple of the ranks too, for all_reduce. Returns how many launches there were."""
+    products, launched = FusedLinear(_memory()), []
+    rank, world = products.memory.rank, products.memory.world
+    weight, bias = integers(1, 5, 8), integers(2, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        real = products._piece_scattering
+        patch.setattr(fused_linear, "MOST_BYTES", most)
+        patch.setattr(products, "_piece_scattering", lambda *args: (launched.append(1), real(*args))[1])
+        for rows in (14 * world, 7 * world):
+            xs, residual = integers(3, world, rows, 8), integers(4, rows // world, 5)
+            expected = (xs.sum(0) @ weight.t()).view(world, -1, 5)[rank] + bias + residual
+            assert torch.equal(products.reduce_scatter(xs[rank], weight, bias, residual), expected)
+        xs, residual = integers(5, world, 9 * world + 1, 8), integers(6, 9 * world + 1, 5)
+        expected = xs.sum(0) @ weight.t() + bias + residual
+        assert torch.equal(products.all_reduce(xs[rank], weight, bias, residual), expected)
+    return len(launched)
+
+
+def test_products_that_slots_cannot_hold_are_cut_in_rows() -> None:
+    assert pool(2).run(_more_than_a_slot, 2 * 5 * 4 * 5) == [3 + 2 + 2] * 2  # 5 rows of each owner at once
+    assert pool(2).run(_more_than_a_slot, 2**30) == [3] * 2
+
+
+class Stream:
+    """In a GPU's place: what waits for it, and for what it waits, in order."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said = name, said
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._said.append(f"{self.name} waits for {other.name}")
+
+
+@contextlib.contextmanager
+def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
+    """The products are as on a GPU: engines have a stream; `said` gets what driver calls there are."""
+    engine, current = Stream("engines", said), Stream("current", said)
+
+    def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
+        before = len(said)
+        launch(kernel, *arguments, **options)
+        said[before:] = [kernel.fn.__name__]  # and not what the interpreter copies
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in NAMES:
+                said.append(NAMES[func])
+            return func(*args, **(kwargs or {}))
+
+    def put(*arguments: Any) -> None:
+        said.append("word")
+        real_put(*arguments)
+
+    @contextlib.contextmanager
+    def guard(op: str, *, kernel: bool) -> Iterator[None]:
+        said.append("guard")
+        with real_guard(op, kernel=kernel):
+            yield
+        said.append("end")
+
+    real_put, real_guard = products.memory.put, products.memory.guard
+    with pytest.MonkeyPatch.context() as patch, Copies():
+        patch.setattr(products.memory, "device", SimpleNamespace(type="cuda"))
+        patch.setattr(products.memory, "put", put)
+        patch.setattr(products.memory, "guard", guard)
+        patch.setattr(fused_linear, "_engine_stream", lambda device: engine)
+        patch.setattr(torch.cuda, "current_stream", lambda device: current)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        for module in (kernel_engine_gather, launching):
+            patch.setattr(module, "launch", launched)
+        yield
+
+
+def _driver_calls(step: str) -> list[str]:
+    """Of one operator whose shards engines bring, behind others that have made its buffers."""
+    products, said = FusedLinear(_memory(), engine_bytes=1), []
+    world = products.memory.world
+    x, weight, grad = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(4 * world, 6)
+
+    def run() -> None:
+        if step == "backward":
+            products.all_gather_backward([grad], x, [weight], [True], True)
+        elif step == "scatter":
+            products.variant(engines=True, other_tiles=False).reduce_scatter(grad, weight.t(), None, None)
+        elif step == "backward that fails":
+            with pytest.raises(ValueError, match="weight has shape"):
+                products.all_gather_backward([grad], x, [weight[1:]], [True], True)
+        else:
+            products.all_gather(x, [weight] * int(step), [None] * int(step), None, False)
+
+    products.all_gather(x, [weight], [None], None, False)
+    products.all_gather_backward([grad], x, [weight], [True], True)
+    products.variant(engines=True, other_tiles=False).reduce_scatter(grad, weight.t(), None, None)
+    with _streams(products, said):
+        run()
+    return said
+
+
+NAMES = {torch.ops.aten.copy_.default: "copy", torch.ops.aten.mm.default: "mm"}
+BEFORE, AFTER = "engines waits for current", "current waits for engines"
+PRODUCT, SCATTER = "all_gather_gemm_forward_kernel", "gemm_reduce_scatter_forward_kernel"
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+def test_driver_calls_of_a_gather(world: int) -> None:
+    """For n ranks 2 n - 1 between the two edges of the streams, at tp 8: 15. Without a product that waits n + 2: 10.
+
+    One guard holds all that reads what is gathered.
+    """
+    told = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
+    kept = [BEFORE, "open_copies_kernel"] + ["copy"] * world + ["close_copies_kernel"]
+    assert pool(world).run(_driver_calls, "1") == [["guard", *told, PRODUCT, AFTER, "end"]] * world
+    assert pool(world).run(_driver_calls, "2") == [["guard", *told, "copy", PRODUCT, AFTER, "mm", "end"]] * world
+    assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
+
+
+@pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
+def test_driver_calls_of_a_scatter(world: int) -> None:
+    """For n ranks 3 n between the two edges of the streams, at tp 8: 24."""
+    sent = ["await_part_kernel", "copy", "word"] * (world - 1)
+    said = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
+    assert pool(world).run(_driver_calls, "scatter") == [said] * world
+
+
+def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:
+    for said in pool(2).run(_driver_calls, "backward that fails"):
+        assert said[:2] == ["guard", BEFORE] and said[-1] == AFTER and SCATTER not in said
+
+
+def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, device: torch.device, priority: int) -> None:
+            self.priority = priority
+
+        @staticmethod
+        def priority_range() -> tuple[int, int]:
+            return 0, -5
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert fused_linear._engine_stream(torch.device("cuda")).priority == -5
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap"):
+        fused_linear._engine_stream(torch.device("cuda"))

@@ -1,0 +1,224 @@
+"""Every tensor-parallel product by every implementation: one suite, made from descriptions of the three products.
+
+`tpfuse.testing.parallel_products` has the checks, test_backend.py what concerns the order of ranks, and
+test_all_gather_linear.py what that product alone can do.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.kernels import reference
+from tpfuse.ops.activation import ACTIVATIONS
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.testing.cases import naming
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.parallel_products import Case, Tensors, gathering, scattering, summing
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+PRODUCTS = {
+    "all_gather_linear": gathering(all_gather_linear, reference.linear),
+    "linear_reduce_scatter": scattering(linear_reduce_scatter, reference.linear),
+    "linear_all_reduce": summing(linear_all_reduce, reference.linear),
+}
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+# Tiles of interpreted kernels are 64 rows by 64 columns.
+WHOLE_NUMBERS = [Case(F32, (13,), n=9, whole_numbers=True), Case(BF16, (3,), k=9, n=9, whole_numbers=True)]
+FEW = {
+    "all_gather_linear": [
+        Case(F32, (21, 2), k=63, n=50, activation="gelu_tanh"),
+        Case(BF16, (5,), k=63, n=50, bias=False),
+        Case(F32, (5,), k=63, n=50, activation="swiglu"),
+        Case(F32, (13,), n=9, activation="relu", whole_numbers=True),
+    ],
+    "linear_reduce_scatter": [Case(F32, (21, 2)), Case(BF16, (5,))],
+    "linear_all_reduce": [Case(F32, (7, 3)), Case(BF16, (5,), n=9)],
+}
+MANY = {
+    "all_gather_linear": [
+        *(Case(F32, (5,), k=63, n=50, activation=name) for name in (*ACTIVATIONS, None)),
+        Case(BF16, (21,), k=63, n=50, activation="swiglu"),
+        Case(F32, (67,), k=63, n=50, bias=False),
+        Case(F32, (1,), k=63, n=50, activation="gelu"),
+        Case(F32, (0,), k=63, n=50, activation="relu"),
+        Case(F32, (3, 2, 2), k=63, n=50, bias=False, activation="silu"),
+    ],
+    "linear_reduce_scatter": [
+        Case(F32, (67,), bias=False, residual=False),
+        Case(F32, (5,), residual=False),
+        Case(BF16, (21,), bias=False),
+        Case(F32, (1,)),
+        Case(F32, (0,)),
+        Case(BF16, (3, 2, 2), bias=False, residual=False),
+    ],
+    "linear_all_reduce": [
+        Case(F32, (131,), bias=False, residual=False),  # longer than what every rank sums by itself
+        Case(F32, (5,), n=9, residual=False),
+        Case(BF16, (21,), bias=False),
+        Case(F32, (1,), n=9),
+        Case(F32, (0,), n=9),
+        Case(F32, (), n=9),
+        Case(BF16, (3, 2, 2), n=9, bias=False, residual=False),
+    ],
+}
+# Those are torch's, which takes no time; the kernels of the fused products have no float64.
+OF_TORCH = {
+    "all_gather_linear": [Case(F64, (21,), k=63, n=50), Case(F64, (5, 2), bias=False, activation="geglu")],
+    "linear_reduce_scatter": [Case(F64, (21,)), Case(F64, (5, 2), bias=False, residual=False)],
+    "linear_all_reduce": [
+        Case(F64, (21,), n=9),
+        Case(F64, (131, 2)),
+        Case(F32, (307,), n=33, k=9, whole_numbers=True),
+    ],
+}
+
+
+def _check(product: str, name: Implementation, cases: list[Case]) -> list[Tensors]:
+    found = []
+    with implementation(name):
+        for case in cases:
+            with naming(case):
+                found.append(PRODUCTS[product].check(case, dist.group.WORLD))
+    return found
+
+
+def _cases(product: str, name: Implementation, world: int, many: bool) -> list[Case]:
+    """Torch does all cases in no time; interpreted kernels take a second for some."""
+    if name != "fused":
+        return FEW[product] + WHOLE_NUMBERS + MANY[product] + OF_TORCH[product]
+    if many:
+        return MANY[product]
+    return FEW[product] + WHOLE_NUMBERS if world != 3 else [FEW[product][1], WHOLE_NUMBERS[0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "many"),
+    [
+        *((name, world, True) for name in ("direct", "collective") for world in (2, 3)),
+        *(("fused", world, False) for world in (2, 3)),
+        *exhaustive(*((name, world, True) for name in ("direct", "collective") for world in (1, 4))),
+        *exhaustive(("fused", 2, True), ("fused", 1, False), ("fused", 4, False)),
+    ],
+)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_result_and_every_gradient(product: str, name: Implementation, world: int, many: bool) -> None:
+    cases = _cases(product, name, world, many)
+    first, *others = pool(world).run(_check, product, name, cases)
+    for other in others:
+        for case, one, same in zip(cases, first, other, strict=True):
+            assert all(torch.equal(one[key], same[key]) for key in one), f"ranks differ: {case}"
+
+
+def _check_what(product: str, name: Implementation, what: str) -> None:
+    with implementation(name):
+        getattr(PRODUCTS[product], what)(dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    "what", ["check_each_gradient_alone", "check_autocast", "check_second_derivative", "check_without_gradients"]
+)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_autograd(product: str, name: Implementation, what: str) -> None:
+    pool(3 if name == "direct" else 2).run(_check_what, product, name, what)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_one_rank_without_a_group_has_a_product_of_its_own(product: str) -> None:
+    inputs = {"x": normal(1, 4, 2, 6), "weight": normal(2, 8, 6), "bias": normal(3, 8)}
+    if "residual" in PRODUCTS[product].held:
+        inputs["residual"] = normal(4, 4, 2, 8)
+    assert torch.equal(PRODUCTS[product].run(Case(), inputs, None), gemm(**inputs))
+
+
+X, W, B = torch.ones(4, 3), torch.ones(6, 3), torch.ones(6)
+ALL, ROWS, RESIDUAL = tuple(PRODUCTS), tuple(PRODUCTS)[:2], tuple(PRODUCTS)[1:]
+# The products that refuse it, what differs from good inputs, and what is said.
+REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (ALL, {"x": X.int()}, "x is torch.int32: expected a float dtype"),
+    (ALL, {"x": torch.tensor(1.0)}, "x has shape (): expected [..., K]"),
+    (ROWS[:1], {"x": X[0]}, "x has shape (3,): expected [n, ..., K]"),
+    (ROWS[1:], {"x": X[0]}, "x has shape (3,): expected [world * n, ..., K]"),
+    (ROWS[1:], {"x": torch.ones(5, 3)}, "5 rows cannot be split among 2 ranks"),
+    (ALL, {"weight": torch.ones(3, 6)}, "weight has shape (3, 6): expected [N, 3]"),
+    (ALL, {"bias": B[:5]}, "bias has shape (5,): expected (6,)"),
+    (ALL, {"weight": W.double(), "bias": None}, "weight is torch.float64, x is torch.float32: expected one dtype"),
+    (ALL, {"bias": B.double()}, "bias is torch.float64, x is torch.float32: expected one dtype"),
+    (ALL, {"weight": W.to("meta")}, "weight is on meta, x on cpu: expected one device"),
+    (ALL, {"bias": B.to("meta")}, "bias is on meta, x on cpu: expected one device"),
+    (RESIDUAL[:1], {"residual": torch.ones(4, 6)}, "residual has shape (4, 6): expected (2, 6)"),
+    (RESIDUAL[1:], {"residual": torch.ones(2, 6)}, "residual has shape (2, 6): expected (4, 6)"),
+    (RESIDUAL[:1], {"residual": torch.ones(2, 6, device="meta")}, "residual is on meta, x on cpu"),
+    (RESIDUAL[1:], {"residual": torch.ones(4, 6, device="meta")}, "residual is on meta, x on cpu"),
+    (
+        ROWS[:1],
+        {"weight": W[:5], "bias": None, "activation": "geglu"},
+        "weight has 5 rows: geglu expects an even number, [gate | up]",
+    ),
+    (ROWS[:1], {"weight": [], "bias": []}, "0 weights and 0 biases: expected as many, one or more"),
+    (ROWS[:1], {"weight": [W, W], "bias": [B]}, "2 weights and 1 biases: expected as many, one or more"),
+    (
+        ROWS[:1],
+        {"weight": [W, W], "bias": [B, B], "activation": "swiglu"},
+        "swiglu expects one weight, [gate | up], not 2",
+    ),
+]
+
+
+def _refuse(product: str) -> None:
+    for products, changes, message in REFUSED:
+        if product in products:
+            with naming(message), pytest.raises(ValueError, match=re.escape(f"{product}: {message}")):
+                PRODUCTS[product].function(**{"x": X, "weight": W, "bias": B} | changes, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_bad_input_is_refused(product: str) -> None:
+    pool(2).run(_refuse, product)
+
+
+def test_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ValueError, match="activation 'tanh' is not known: expected None or one of gelu, gelu_tanh"):
+        all_gather_linear(X, W, B, None, activation="tanh")
+
+
+# What the suite must see: each calls the right product with something wrong before or after it.
+FAULTS: dict[str, Callable[[Callable[..., Tensor], Tensors], Tensor]] = {
+    "rows in another order": lambda right, inputs: right(**inputs).roll(1, 0),
+    "an input that was rounded": lambda right, inputs: right(**inputs | {"x": inputs["x"].bfloat16().float()}),
+    "a gradient that is missing": lambda right, inputs: right(**inputs | {"weight": inputs["weight"].detach()}),
+    "a gradient counted twice": lambda right, inputs: right(
+        **inputs | {"bias": 2 * inputs["bias"] - inputs["bias"].detach()}
+    ),
+}
+
+
+def _unseen(product: str) -> list[str]:
+    right, unseen = PRODUCTS[product], []
+    for fault, wrong in FAULTS.items():
+        try:
+            replace(right, function=lambda wrong=wrong, **inputs: wrong(right.function, inputs)).check(
+                Case(), dist.group.WORLD
+            )
+        except AssertionError:
+            continue
+        unseen.append(fault)
+    return unseen
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_suite_sees_what_is_wrong(product: str) -> None:
+    assert pool(2).run(_unseen, product) == [[], []]

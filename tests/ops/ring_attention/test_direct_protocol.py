@@ -1,0 +1,113 @@
+"""Ring attention on shared memory, rank by rank in one process: what orders every access, under many schedules."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.comm import channel
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.ops.ring_attention import direct as direct_ring
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
+from tpfuse.testing.explore import SimulatedMemory
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+
+D = 2
+
+
+def _call(rank: int, world: int, n: int, ring: bool = True) -> RingCall:
+    runs = SequenceLayout(world * n, world, "contiguous").runs
+    return RingCall(runs, rank, causal=False, window=None, scale=1.0, ring=ring)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """[world, 1, H, n, D] -> [1, H, world * n, D]."""
+    return x.movedim(0, 2).flatten(2, 3)
+
+
+def _check(ring: direct_ring.DirectRing, rank: int, world: int, n: int, in_order: bool) -> None:
+    """Against one rank that has everything."""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v, grad = (torch.randn(world, 1, 2, n, D, dtype=torch.float64, generator=generator) for _ in range(4))
+    call = _call(rank, world, n, in_order)
+    out, lse = ring.forward(q[rank], k[rank], v[rank], call)
+    gradients = ring.backward(grad[rank], q[rank], k[rank], v[rank], out, lse, call)
+
+    alone, alone_call = BlockForward(_whole(q), _call(0, 1, world * n)), _call(0, 1, world * n)
+    alone.add(0, _whole(k), _whole(v))
+    whole_out, whole_lse = alone.result()
+    backward = BlockBackward(_whole(grad), _whole(q), whole_out, whole_lse, alone_call)
+    parts = torch.empty(2, *_whole(k).shape, dtype=torch.float64)
+    backward.add(0, _whole(k), _whole(v), parts)
+    own = slice(rank * n, (rank + 1) * n)
+    for found, expected in zip((out, *gradients), (whole_out, backward.dq(), parts[0], parts[1]), strict=True):
+        torch.testing.assert_close(found, expected[:, :, own], rtol=1e-12, atol=1e-12)
+
+
+FORWARD, BACKWARD = direct_ring.DirectRing.forward, direct_ring.DirectRing.backward
+STAGE, SIGNAL = "_stage(slots[own], k[:, heads], v[:, heads])", "epoch = channel.signal()"
+
+
+class TestDirectRing(ProtocolSuite):
+    modules = (channel, direct_ring)
+    needed = (channel, direct_ring)
+    worlds = ((3, 1), (2, 1))
+    seeds = 30
+    faults = (
+        Fault(
+            "keys that are staged behind their signal",
+            replace(FORWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
+        ),
+        Fault(
+            "keys of backward that are staged behind their signal",
+            replace(BACKWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
+        ),
+        Fault(
+            "partial sums that are written before the half is free",
+            replace(
+                BACKWARD,
+                "_empty(k[:, heads], wide)",
+                by="_blocks(channel, k[:, heads], wide, self.memory.world)[own][own]",
+            ),
+        ),
+        Fault(
+            "the first block again in backward",
+            replace(
+                BACKWARD,
+                "block.add(source, slots[source][0], slots[source][1], sums[own][source])",
+                by="block.add(source, slots[own][0], slots[own][1], sums[own][source])",
+            ),
+        ),
+        Fault(
+            "sums of one rank alone",
+            replace(
+                BACKWARD,
+                "_sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+                by="_sum(parts[:1], [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+            ),
+        ),
+        Fault("sums of another's block", replace(BACKWARD, "part[own]", by="part[rank]")),
+    )
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """Several calls, of one piece and of a piece for each head."""
+        rank, world = memory.rank, memory.world
+        ring = current(direct_ring).DirectRing(
+            memory, 8 * 2 * world * 2 * D
+        )  # forward of two tokens: all heads at once
+        for n, in_order in ((2, True), (1, False), (2, False)):
+            _check(ring, rank, world, n, in_order)
+        _check(ring, rank, world, 1, True)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        rank, world = memory.rank, memory.world
+        ring = current(direct_ring).DirectRing(memory)
+        _check(ring, rank, world, 2, True)
+        with pytest.raises(PeerTimeout):
+            if rank == 0:
+                memory.barrier("elsewhere")
+            else:
+                _check(ring, rank, world, 2, True)
+        memory.reset()
+        _check(ring, rank, world, 2, True)

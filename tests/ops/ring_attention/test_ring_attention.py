@@ -1,0 +1,682 @@
+"""Ring attention and its siblings against full attention in float64 whose mask is written out.
+
+Padding, and tokens behind the last document, hold numbers that would show if anybody saw them.
+"""
+
+import functools
+import itertools
+import math
+import random
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tpfuse.comm.measurement import measuring
+from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
+from tpfuse.ops.attention import attention
+from tpfuse.ops.dropout import dropout_keys
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.ring_attention import ring_attention as ring_module
+from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
+from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
+from tpfuse.parallel.context import Context
+from tpfuse.testing.cases import naming
+from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+HOST: tuple[Implementation, ...] = ("direct", "collective")
+SIZE = 16  # of a head
+NAMES = ("out", "lse", "q", "k", "v")
+Whole = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """What attention is asked for; of `heads`, `kv_heads` have keys and values of their own."""
+
+    length: int = 37
+    causal: bool = True
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    heads: int = 4
+    kv_heads: int = 4
+    dtype: torch.dtype = F64
+
+    @property
+    def options(self) -> dict[str, Any]:
+        cu_seqlens = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
+        return {"causal": self.causal, "window": self.window, "cu_seqlens": cu_seqlens}
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, T] bool: whether a query (row) does not see a key (column)."""
+        bounds = torch.tensor(self.documents or (0, self.length))
+        position = torch.arange(self.length)
+        document = torch.bucketize(position, bounds, right=True)
+        distance = position.unsqueeze(1) - position
+        hidden = (document.unsqueeze(1) != document) | (document == len(bounds))
+        hidden |= (distance < 0) & self.causal
+        return hidden | (distance.abs() >= (self.window or self.length))
+
+    def inputs(self, seed: int) -> Whole:
+        """q, k, v, and what the output's gradient is."""
+        batch = 1 if self.documents else 2
+        heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad": self.heads}
+        draw = functools.partial(normal, dtype=self.dtype)
+        return {x: draw(7 * seed + i, batch, h, self.length, SIZE) for i, (x, h) in enumerate(heads.items())}
+
+
+def _full(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse): by the definition in float64, by what is behind torch's scaled_dot_product_attention otherwise.
+
+    A query that sees nothing has no gradient: it sees all here, and what it gets is replaced.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    blind = hidden.all(-1, keepdim=True)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden & ~blind, -torch.inf)
+    if q.dtype == F64:
+        scores = q @ k.mT / SIZE**0.5 + mask
+        out, lse = scores.softmax(-1) @ v, scores.logsumexp(-1)
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=mask)
+    return out * ~blind, lse.masked_fill(blind.squeeze(-1), -torch.inf)
+
+
+@dataclass(frozen=True)
+class _Truth:
+    """The whole result in float64, and what error each of its parts may have."""
+
+    inputs: Whole
+    whole: Whole
+    bounds: dict[str, float]
+
+
+def _new_truth(sequence: _Sequence, seed: int) -> _Truth:
+    inputs, hidden = sequence.inputs(seed), sequence.hidden
+    leaves = {name: x for name, x in inputs.items() if name != "grad"}
+    yardstick = Yardstick(lambda **x: _full(**x, hidden=hidden)[0], leaves, inputs["grad"])
+    lse = _full(**{name: x.double() for name, x in leaves.items()}, hidden=hidden)[1]
+    if sequence.dtype == F64:
+        return _Truth(inputs, yardstick.truth | {"lse": lse}, dict.fromkeys(NAMES, 1e-12))
+    seen = lse.isfinite()
+    error = (_full(**leaves, hidden=hidden)[1].double() - lse)[seen].abs().max().item()
+    bounds = {"lse": 2 * error + torch.finfo(F32).eps * lse[seen].abs().max().item()}
+    bounds |= {name: yardstick.bound(name) for name in yardstick.truth}
+    return _Truth(inputs, yardstick.truth | {"lse": lse}, bounds)
+
+
+_truth = functools.cache(_new_truth)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How it is computed. ulysses: how many ranks exchange heads for tokens."""
+
+    schedule: str
+    balance: Balance = "zigzag"
+    ulysses: int = 1
+
+    @property
+    def group(self) -> Any:
+        if self.schedule != "ulysses_ring":
+            return dist.group.WORLD
+        mesh = mesh_of(dist.get_world_size() // self.ulysses, self.ulysses)
+        return mesh["dp"].get_group(), mesh["tp"].get_group()
+
+    def layout(self, length: int) -> SequenceLayout:
+        return SequenceLayout(length, dist.get_world_size(), self.balance, self.ulysses)
+
+
+def _ways(world: int) -> Iterator[_Way]:
+    """Every schedule with every balance."""
+    pairs = {4: (2,), 8: (2, 4)}.get(world, ())
+    schedules = [("ring", 1), ("all_gather", 1), ("ulysses", world), *(("ulysses_ring", u) for u in pairs)]
+    for (schedule, ulysses), balance in itertools.product(schedules, BALANCES):
+        yield _Way(schedule, balance, ulysses)
+
+
+def _shards(way: _Way, sequence: _Sequence, inputs: Whole) -> Whole:
+    """This rank's, with loud padding."""
+    layout = way.layout(sequence.length)
+    return {name: layout.shard(x, dist.get_rank(), 2, value=20.0) for name, x in inputs.items()}
+
+
+def _run(way: _Way, sequence: _Sequence, inputs: Whole, attend: Any = ring_attention, **more: Any) -> Whole:
+    """This rank's out, lse and gradients."""
+    shards = _shards(way, sequence, inputs)
+    grad = shards.pop("grad")
+    leaves = {name: x.requires_grad_() for name, x in shards.items()}
+    options = sequence.options | {"schedule": way.schedule, "balance": way.balance, "length": sequence.length} | more
+    out, lse = attend(**leaves, group=way.group, return_lse=True, **options)
+    assert out.dtype == grad.dtype and lse.dtype == (F64 if grad.dtype == F64 else F32) and not lse.requires_grad
+    out.backward(grad)
+    return {"out": out.detach(), "lse": lse} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: Sequence[str] = NAMES) -> list[str]:
+    """What differs from the truth by more than it may; a line each."""
+    layout, rank, said = way.layout(sequence.length), dist.get_rank(), []
+    for name in names:
+        expected = layout.shard(truth.whole[name], rank, 2, value=-torch.inf if name == "lse" else 0.0)
+        same = found[name].double() == expected  # infinities among them
+        error = (found[name].double() - expected).abs().masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item()
+        if found[name].shape != expected.shape or not error <= truth.bounds[name]:
+            said.append(f"rank {rank} {way} {sequence}: {name} is off by {error:.2e} (> {truth.bounds[name]:.2e})")
+    return said
+
+
+def _heads(way: _Way, grouped: bool, least: int = 4) -> dict[str, int]:
+    """Of as many heads as can be divided; four of q for one of keys where they are grouped."""
+    u = way.ulysses
+    return {"heads": 4 * u, "kv_heads": u} if grouped else dict.fromkeys(("heads", "kv_heads"), math.lcm(least, u))
+
+
+MASKS = (
+    _Sequence(37),
+    _Sequence(48, causal=False),
+    _Sequence(41, window=11),
+    _Sequence(37, causal=False, window=6),
+    _Sequence(48, documents=(0, 5, 5, 23, 39)),
+    _Sequence(41, causal=False, documents=(0, 17, 41)),
+    _Sequence(37, window=7, documents=(0, 1, 14, 30)),
+)
+
+
+def _products(name: Implementation, stride: int) -> list[str]:
+    """Every stride-th of all; a stride that has no divisor with their numbers meets every pair of two kinds."""
+    said = []
+    products = itertools.product(_ways(dist.get_world_size()), MASKS, (False, True))
+    with implementation(name):
+        for way, mask, grouped in itertools.islice(products, 0, None, stride):
+            sequence = replace(mask, **_heads(way, grouped))
+            truth = _truth(sequence, 1)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stride"),
+    [
+        ("direct", 2, 11),
+        ("direct", 3, 5),
+        ("direct", 4, 11),
+        ("collective", 3, 11),
+        *exhaustive(*(("direct", world, stride) for world, stride in ((1, 5), (2, 5), (4, 5), (8, 11)))),
+        *exhaustive(*(("collective", world, stride) for world, stride in ((1, 11), (2, 5), (4, 5), (8, 17)))),
+    ],
+)
+def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, world: int, stride: int) -> None:
+    assert pool(world).run(_products, name, stride) == [[]] * world
+
+
+def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) -> list[str]:
+    """A mask for each way, by turns."""
+    said: list[str] = []
+    with implementation(name):
+        for i, way in enumerate(_ways(dist.get_world_size())):
+            sequence = replace(MASKS[masks[i % len(masks)]], dtype=dtype, **_heads(way, i % 2 == 1))
+            truth = _truth(sequence, 2)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "dtype"),
+    [
+        ("direct", 2, BF16),
+        ("direct", 3, F32),
+        *exhaustive(("direct", 8, BF16), ("collective", 2, F32), ("collective", 3, BF16), ("collective", 8, F32)),
+    ],
+)
+def test_float32_and_bfloat16(name: Implementation, world: int, dtype: torch.dtype) -> None:
+    assert pool(world).run(_in_dtype, name, dtype, range(len(MASKS))) == [[]] * world
+
+
+def _errors(name: Implementation) -> dict[tuple[str, str], float]:
+    """By schedule and name of the result: the sum of the squared errors, and the largest one, on this rank."""
+    sequence, found = _Sequence(160, heads=8, kv_heads=8, dtype=BF16), {}
+    truth = _truth(sequence, 3)
+    with implementation(name):
+        for way in (_Way("ring"), _Way("all_gather"), _Way("ulysses", ulysses=dist.get_world_size())):
+            result, layout = _run(way, sequence, truth.inputs), way.layout(sequence.length)
+            for key in ("out", "q", "k", "v"):
+                error = result[key].double() - layout.shard(truth.whole[key], dist.get_rank(), 2)
+                found[way.schedule, key] = error.square().sum().item()
+    return found
+
+
+@pytest.mark.parametrize(("name", "world"), [("direct", 4), *exhaustive(("direct", 8), ("collective", 8))])
+def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation, world: int) -> None:
+    (alone,), ranks = pool(1).run(_errors, name), pool(world).run(_errors, name)
+    for key, error in alone.items():
+        assert math.sqrt(sum(rank[key] for rank in ranks)) <= 1.5 * math.sqrt(error), key
+
+
+def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
+    """Two forwards before their backwards, as in a model; other data in every call, and ranks that are late."""
+    late, said = random.Random(dist.get_rank()), []
+    ways = [way for way in _ways(dist.get_world_size()) if way.balance == "zigzag"]
+    with implementation(name):
+        for call in range(0, calls, 2):
+            way = ways[call // 2 % len(ways)]
+            heads = _heads(way, grouped=False, least=1 if name == "fused" else 4)
+            sequence, grads = replace(MASKS[0], length=20, dtype=dtype, **heads), []
+            truths = [_new_truth(sequence, 100 + call + i) for i in range(2)]
+            results: list[Whole] = []
+            for truth in truths:
+                time.sleep(late.random() * 2e-3 if late.random() < 0.3 else 0)
+                leaves = {key: x.requires_grad_() for key, x in _shards(way, sequence, truth.inputs).items()}
+                grads.append(leaves.pop("grad").detach())
+                out, lse = ring_attention(
+                    **leaves, group=way.group, schedule=way.schedule, length=sequence.length, return_lse=True
+                )
+                results.append(leaves | {"out": out, "lse": lse})
+            for truth, result, grad in reversed(list(zip(truths, results, grads, strict=True))):
+                time.sleep(late.random() * 2e-3 if late.random() < 0.3 else 0)
+                result["out"].backward(grad)
+                found = {key: x if key in ("out", "lse") else x.grad for key, x in result.items()}
+                said += _wrong(way, sequence, found, truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "calls"), [("direct", 2, 12), *exhaustive(("direct", 4, 50), ("collective", 4, 24))]
+)
+def test_calls_with_other_data_by_ranks_that_are_late(name: Implementation, world: int, calls: int) -> None:
+    assert pool(world).run(_layers, name, calls, F64) == [[]] * world
+
+
+def _unsharded(sequence: _Sequence, inputs: Whole, dropout: dict[str, Any]) -> _Truth:
+    """What `attention` says in float64."""
+    leaves = {name: x.double().clone().requires_grad_() for name, x in inputs.items() if name != "grad"}
+    options = sequence.options | dropout
+    options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), options.pop("cu_seqlens"))
+    out, lse = attention(**leaves, **options, return_lse=True)
+    out.backward(inputs["grad"].double())
+    whole = {"out": out.detach(), "lse": lse.detach()} | {name: x.grad for name, x in leaves.items()}
+    # What is kept counts for more, and so do its errors.
+    return _Truth(inputs, whole, {name: 2 * bound for name, bound in _truth(sequence, 4).bounds.items()})
+
+
+def _dropped(
+    name: Implementation,
+    dtype: torch.dtype,
+    balances: Sequence[Balance],
+    masks: Sequence[int],
+    widths: Sequence[int | None] = (None, 50),
+    schedules: Sequence[str] = ("ring", "all_gather", "ulysses", "ulysses_ring"),
+) -> list[str]:
+    """head_rows are those of another part of the batch; the widths: that of the sequence, and a larger one."""
+    key, said = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
+    for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, widths):
+        if way.balance not in balances or way.schedule not in schedules:
+            continue
+        sequence = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True))
+        batch = 2 if sequence.documents is None else len(sequence.documents) - 1
+        rows = 5 + 64 * torch.arange(batch).unsqueeze(1) + torch.arange(sequence.heads)
+        dropout = {"dropout_p": 0.3, "key": key, "head_rows": rows, "dropout_width": width}
+        truth = _unsharded(sequence, _truth(sequence, 4).inputs, dropout)
+        with implementation(name):
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "balances", "masks"),
+    [
+        ("direct", 3, ("zigzag",), (0, 4)),
+        ("direct", 2, ("striped",), (2,)),
+        *exhaustive(("direct", 1, BALANCES, (0,)), ("direct", 3, BALANCES, (4,)), ("direct", 4, BALANCES, (0, 2))),
+        *exhaustive(("collective", 1, BALANCES, (2,)), ("collective", 3, BALANCES, (0,))),
+        *exhaustive(("collective", 4, BALANCES, (4,))),
+    ],
+)
+def test_dropout_is_that_of_unsharded_attention(
+    name: Implementation, world: int, balances: Sequence[Balance], masks: Sequence[int]
+) -> None:
+    assert pool(world).run(_dropped, name, F64, balances, masks) == [[]] * world
+
+
+def _twice(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
+    late = random.Random(dist.get_rank())
+    for way in _ways(dist.get_world_size()):
+        if way.balance not in balances:
+            continue
+        sequence = replace(MASKS[4], dtype=dtype, **_heads(way, grouped=True))
+        results = []
+        for _ in range(2):
+            time.sleep(late.random() * 3e-3)
+            with implementation(name):
+                results.append(_run(way, sequence, sequence.inputs(5)))
+        assert all(torch.equal(results[0][key], results[1][key]) for key in NAMES), way
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "balances"),
+    [("direct", BF16, ("zigzag",)), *exhaustive(("direct", F32, BALANCES), ("collective", BF16, BALANCES))],
+)
+def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype, balances: Sequence[Balance]) -> None:
+    pool(4).run(_twice, name, dtype, balances)
+
+
+def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
+    """Sums over ranks are taken in rank order by both, and blocks in the same order."""
+    for way, i in itertools.product(_ways(dist.get_world_size()), masks):
+        sequence, results = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True)), []
+        for name in HOST:
+            with implementation(name):
+                results.append(_run(way, sequence, sequence.inputs(5)))
+        for key in NAMES:
+            assert torch.equal(results[0][key], results[1][key]), (way, key)
+
+
+@pytest.mark.parametrize(("dtype", "masks"), [(BF16, (5,)), *exhaustive((F32, (0, 5)))])
+def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype, masks: Sequence[int]) -> None:
+    pool(3).run(_by_both, dtype, masks)
+
+
+def _seldom(name: Implementation, stride: int) -> list[str]:
+    """Documents that leave whole ranks nothing to see, or all of them; as few tokens as ranks; other scales."""
+    world, said = dist.get_world_size(), []
+    blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
+    short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
+    with implementation(name):
+        products = itertools.product(_ways(world), (*blind, *short))
+        for way, case in itertools.islice(products, 0, None, stride):
+            sequence = replace(case, **_heads(way, grouped=False))
+            truth = _truth(sequence, 6)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+            scaled = truth.inputs | {"q": truth.inputs["q"] * 2}  # with half of the scale, the same but for dQ
+            result = _run(way, sequence, scaled, scale=0.5 / SIZE**0.5)
+            said += _wrong(way, sequence, result | {"q": 2 * result["q"]}, truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "stride"),
+    [("direct", 3, 7), *exhaustive(("direct", 1, 2), ("direct", 4, 5), ("direct", 8, 7), ("collective", 3, 4))],
+)
+def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int, stride: int) -> None:
+    assert pool(world).run(_seldom, name, stride) == [[]] * world
+
+
+def _packed(name: Implementation) -> list[str]:
+    """q, k and v are views of [B, n, 3, H, D], as a projection gives them, and so is the output's gradient."""
+    sequence, said = MASKS[0], []
+    truth = _truth(sequence, 7)
+    for way in _ways(dist.get_world_size()):
+        if way.ulysses in (1, 2, 4):
+            shards = _shards(way, sequence, truth.inputs)
+            packed = torch.stack([shards[x].transpose(1, 2) for x in "qkv"], dim=2).requires_grad_()
+            q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+            options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
+            with implementation(name):
+                out, lse = ring_attention(q, k, v, group=way.group, return_lse=True, **options)
+                out.backward(shards["grad"].transpose(2, 3).contiguous().transpose(2, 3))
+            gradients = dict(zip("qkv", (x.transpose(1, 2) for x in packed.grad.unbind(2)), strict=True))
+            said += _wrong(way, sequence, {"out": out.detach(), "lse": lse} | gradients, truth)
+    return said
+
+
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
+def test_inputs_that_are_not_contiguous(name: Implementation) -> None:
+    assert pool(4).run(_packed, name) == [[]] * 4
+
+
+def _some_gradients(name: Implementation) -> list[str]:
+    said = []
+    for way, wanted in itertools.product(_ways(dist.get_world_size()), ("q", "k", "v", "kv", "")):
+        sequence = replace(MASKS[0], **_heads(way, grouped=False))
+        truth = _truth(sequence, 8)
+        shards = _shards(way, sequence, truth.inputs)
+        grad = shards.pop("grad")
+        for key in wanted:
+            shards[key].requires_grad_()
+        options = {"schedule": way.schedule, "balance": way.balance, "length": sequence.length}
+        with implementation(name):
+            out = ring_attention(**shards, group=way.group, **options)
+            assert out.requires_grad == bool(wanted)
+            if wanted:
+                out.backward(grad)
+            with torch.inference_mode():
+                again = ring_attention(**shards, group=way.group, **options)
+        assert torch.equal(again, out) and not again.requires_grad
+        assert all((x.grad is not None) == (key in wanted) for key, x in shards.items())
+        found = {"out": out.detach()} | {key: shards[key].grad for key in wanted}
+        said += _wrong(way, sequence, found, truth, tuple(found))
+    return said
+
+
+@pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
+def test_gradients_where_some_are_needed(name: Implementation) -> None:
+    assert pool(3).run(_some_gradients, name) == [[]] * 3
+
+
+@functools.cache
+def _second_group() -> dist.ProcessGroup:
+    return dist.new_group()
+
+
+def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length: int) -> list[str]:
+    """Both of them hold the same ranks; between forward and backward, each serves the other's and other products."""
+    said, rank, world = [], dist.get_rank(), dist.get_world_size()
+    way, layout = _Way("ring"), SequenceLayout(length, world)
+    weight = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+    for call in range(rounds):
+        sequence, runs = _Sequence(length, dtype=dtype, heads=2, kv_heads=1), []
+        for i, group in enumerate((dist.group.WORLD, _second_group())):
+            truth = _new_truth(sequence, 200 + 2 * call + i)
+            leaves = {key: layout.shard(x, rank, 2).requires_grad_() for key, x in truth.inputs.items()}
+            grad = leaves.pop("grad").detach()
+            with implementation(name):
+                out, lse = ring_attention(**leaves, group=group, schedule="ring", length=length, return_lse=True)
+                all_gather_linear(torch.ones(2, 3, dtype=dtype), weight, None, group).sum().backward()
+            runs.append((truth, leaves, grad, out, lse))
+        for truth, leaves, grad, out, lse in runs:
+            out.backward(grad)
+            found = {"out": out.detach(), "lse": lse} | {key: x.grad for key, x in leaves.items()}
+            said += _wrong(way, sequence, found, truth)
+    return said
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("direct", 2), *exhaustive(("collective", 3))])
+def test_two_groups_at_the_same_time(name: Implementation, rounds: int) -> None:
+    assert pool(3).run(_in_two_groups, name, rounds, F64, 20) == [[]] * 3
+
+
+def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str]:
+    """Few and small ones: kernels are interpreted. chosen: which of the ways."""
+    said, world = [], dist.get_world_size()
+    ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
+    ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
+    with implementation("fused"), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing else in its place
+        for i in chosen:
+            way = ways[i]
+            mask = MASKS[(3 * i + world) % len(MASKS)]
+            heads = {"heads": 2 * way.ulysses, "kv_heads": way.ulysses if grouped else 2 * way.ulysses}
+            sequence = replace(mask, dtype=dtype, **heads)
+            truth = _truth(sequence, 9)
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "grouped", "chosen"),
+    [
+        (2, F32, True, (0, 3)),
+        *exhaustive((2, BF16, False, (1, 2, 4)), (3, F32, True, (1,)), (3, BF16, False, (0, 3))),
+        *exhaustive((4, F32, True, (2, 4)), (4, BF16, False, (0, 5))),
+    ],
+)
+def test_fused(world: int, dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
+    assert pool(world).run(_fused, dtype, grouped, chosen) == [[]] * world
+
+
+@pytest.mark.parametrize("schedule", ["ring", *exhaustive("all_gather", "ulysses")])
+def test_dropout_of_fused_calls(schedule: str) -> None:
+    assert pool(2).run(_dropped, "fused", F32, ("zigzag",), (4,), (50,), (schedule,)) == [[]] * 2
+
+
+@pytest.mark.exhaustive
+def test_fused_calls_by_turns() -> None:
+    """Other data in every call, ranks that are late, another group, and all of it to the bit twice."""
+    assert pool(2).run(_layers, "fused", 4, F32) == [[]] * 2
+    assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
+    pool(2).run(_twice, "fused", BF16, ("zigzag",))
+
+
+def _chosen(name: Implementation) -> list[str]:
+    group, device = dist.group.WORLD, torch.device("cpu")
+    shapes = (((1, 4, 8, 16), 4), ((1, 4, 8, 16), 1), ((1, 3, 8, 16), 3), ((1, 3, 2**21, 128), 3))
+    with implementation(name):
+        return [choose_schedule(shape, heads, torch.float32, device, group)[0] for shape, heads in shapes]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("direct", ["ulysses", "ring", "ring", "ring"]),
+        ("collective", ["ulysses", "ulysses", "all_gather", "ring"]),
+        ("fused", ["all_gather"] * 4),
+    ],
+)
+def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str]) -> None:
+    assert pool(2).run(_chosen, name) == [expected] * 2
+
+
+class _Apart(_Way):
+    """In a group of its own, whose decisions no other test meets."""
+
+    group = functools.cached_property(lambda _: dist.new_group())  # type: ignore[assignment]
+
+
+def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[str], set[str], str]:
+    """All candidates but one are slowed down in the forward pass.
+
+    Returns what is wrong, the candidates that computed after the `measuring` block, what is decided, and what a context
+    says of it.
+    """
+    way, computed = _Apart("auto"), []
+    length = 20 + 2 * len(wanted) + compiled  # cases of their own: decisions hold for the job
+    sequence = _Sequence(length, heads=2, kv_heads=2, dtype=F32)
+    truth, said = _new_truth(sequence, 1), []
+    attend, attend_backward = ring_module._attend, ring_module._attend_backward
+    call = torch.compile(ring_attention, backend="aot_eager") if compiled else ring_attention
+
+    def slowed(q: Tensor, k: Tensor, v: Tensor, place: Any, *args: Any, **options: Any) -> Any:
+        computed.append(f"{place.schedule} {chosen_implementation()}")
+        time.sleep(0 if computed[-1].replace("auto", "direct") == wanted else 0.02)
+        return attend(q, k, v, place, *args, **options)
+
+    def recorded(*args: Any) -> Any:
+        computed.append(f"{args[-2].schedule} {chosen_implementation()}")
+        return attend_backward(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring_module, "_attend", slowed)
+        patch.setattr(ring_module, "_attend_backward", recorded)
+        with measuring(20, file=Path(file)) as found:
+            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+        computed.clear()
+        said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+    taken = {decision.taken for decision in found.decisions.values()}
+    context = Context(DeviceMesh.from_group(way.group, "cpu"))
+    return said, computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "compiled"),
+    [
+        ("ring direct", False),
+        ("all_gather collective", False),
+        *exhaustive(("ulysses direct", False), ("ulysses collective", True), ("all_gather direct", True)),
+    ],
+)
+def test_the_schedule_that_is_measured_to_be_the_fastest_is_taken(tmp_path: Path, wanted: str, compiled: bool) -> None:
+    schedule, kind = wanted.split()
+    for said, computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
+        assert (said, taken) == ([], {wanted})
+        # the usual implementation goes backward by autograd, outside of a graph
+        count = 2 if compiled or kind == "collective" else 1
+        assert [name.replace("auto", "direct") for name in computed] == [wanted] * count
+        assert plan.startswith(f"('{kind}', '{schedule}, zigzag: measured {wanted} "), plan
+
+
+def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:
+    """One graph gives what is computed without one, gradients too, to the bit."""
+    sequences = (
+        _Sequence(dtype=F32),
+        _Sequence(window=5, kv_heads=1, dtype=BF16),
+        _Sequence(documents=(0, 11, 20, 35), causal=False, kv_heads=2),
+    )
+    compiled = torch.compile(ring_attention, fullgraph=True, backend="aot_eager")
+    for (schedule, ulysses, dropout), index in itertools.product(ways, options):
+        torch._dynamo.reset()
+        sequence, way, more = sequences[index], _Way(schedule, ulysses=ulysses), {}
+        if dropout:
+            rows = torch.arange(2 * sequence.heads).view(2, -1)
+            more = {"dropout_p": 0.3, "head_rows": rows, "key": dropout_keys(torch.empty(0), 1, 2, 3)[0]}
+        with implementation(name), naming((name, way, sequence)):
+            inputs = sequence.inputs(3)
+            expected = _run(way, sequence, inputs, **more)
+            found = _run(way, sequence, inputs, compiled, **more)
+            for part in NAMES:
+                assert torch.equal(found[part], expected[part]), part
+    assert len(torch._dynamo.utils.counters["graph_break"]) == 0
+
+
+# (schedule, how many ranks exchange heads beside a ring, whether there is dropout)
+EVERY_WAY = (("auto", 1, 0), ("ring", 1, 0), ("all_gather", 1, 0), ("ulysses", 1, 0), ("ulysses_ring", 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "ways", "options"),
+    [
+        ("direct", 2, EVERY_WAY[1::3], (1,)),
+        *exhaustive(
+            ("direct", 2, EVERY_WAY, (0, 1, 2)),
+            ("collective", 2, EVERY_WAY, (0, 1, 2)),
+            ("fused", 2, EVERY_WAY[1::2], (1,)),
+            ("direct", 4, EVERY_WAY, (0, 1, 2)),
+            ("direct", 2, (("ring", 1, 1), ("ulysses", 1, 1)), (0,)),
+        ),
+    ],
+)
+def test_every_schedule_is_one_graph(
+    name: Implementation, world: int, ways: Sequence[tuple[str, int, int]], options: Sequence[int]
+) -> None:
+    pool(world).run(_compiled, name, ways, options)
+
+
+def _promised() -> None:
+    """The compiler is told the shapes, dtypes and strides that the results have."""
+    sequence = _Sequence(kv_heads=1, dtype=BF16)
+    for schedule in ("ring", "ulysses"):
+        way = _Way(schedule)
+        q, k, v, grad = _shards(way, sequence, sequence.inputs(1)).values()
+        out, lse = ring_attention(q, k, v, group=way.group, schedule=schedule, length=37, return_lse=True)  # type: ignore
+        options = {"ring": way.group.group_name, "ulysses": None, "causal": True, "schedule": schedule}
+        options |= {"balance": "zigzag", "length": 37, "window": None, "scale": None}
+        options |= {"dropout_p": 0.0, "dropout_width": None}
+        forward, backward = torch.ops.tpfuse.ring_attention, torch.ops.tpfuse.ring_attention_backward
+        for op, tensors in ((forward, (q, k, v)), (backward, (grad, q, k, v, out, lse))):
+            with naming((op, schedule)):
+                torch.library.opcheck(op, (*tensors, None, None, None), options, test_utils="test_faketensor")
+
+
+def test_results_are_what_the_compiler_is_told() -> None:
+    pool(2).run(_promised)

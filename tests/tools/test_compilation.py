@@ -1,0 +1,63 @@
+"""The gate: every kernel in every configuration that can be chosen at run time, compiled for every family.
+
+Results are kept by a digest of all that they depend on (`tpfuse.tools.kept_results`): only what changed is compiled.
+
+`make compiled` writes the table that is compared here; `make compiled-matrix` runs this file under other Tritons.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpfuse.kernels.configurations import TABLE, Configuration, read_table
+from tpfuse.kernels.launch import FAMILIES
+from tpfuse.tools import gate, operators
+from tpfuse.tools.compilation import Report, compile_in_subprocess
+from tpfuse.tools.gate import complaints, table, version_of
+from tpfuse.tools.recorded import DTYPES
+
+COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "compiled.md"
+
+pytestmark = [pytest.mark.compile, pytest.mark.timeout(1800)]  # the first test waits for all compilations
+
+
+@pytest.fixture(scope="session")
+def report(compiled_beside: None) -> Report:
+    report = compile_in_subprocess(operators.names(), FAMILIES, list(DTYPES))
+    print(table(report.compilations, report.triton))
+    return report
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("operator", operators.names())
+def test_every_kernel_is_as_it_should_be(report: Report, operator: str, family: str) -> None:
+    results = [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
+    assert results, "nothing was recorded"
+    wrong = [line for result in results for line in complaints(result)]
+    assert not wrong, "\n".join(wrong)
+
+
+def rows() -> Iterator[Configuration]:
+    yield from (row for row in read_table(TABLE) if row.family in FAMILIES)
+
+
+def test_every_row_of_the_configurations_is_compiled(report: Report) -> None:
+    missing = [row for row in rows() if row not in report.rows]
+    assert not missing, "\n".join(f"{row.operator}.{row.family}: {row}" for row in missing)
+
+
+def test_every_exception_is_needed(report: Report) -> None:
+    slow = [result for result in report.compilations if result.dot and not result.error and gate.slow(result)]
+    assert {gate.exception(result) for result in slow} == gate.EXCEPTIONS.keys()
+    busy = [result for result in report.compilations if not result.error and gate.issues_too_much(result)]
+    assert {gate.issue_exception(result) for result in busy} == gate.ISSUE_EXCEPTIONS.keys()
+    few = [result for result in report.compilations if not result.error and gate.moves_little(result)]
+    assert {gate.narrow_exception(result) for result in few} == gate.NARROW_EXCEPTIONS.keys()
+
+
+def test_the_committed_table_is_current(report: Report) -> None:
+    committed = COMMITTED.read_text()
+    if version_of(committed) != report.triton:
+        pytest.skip(f"the table is of Triton {version_of(committed)}, this is {report.triton}")
+    assert table(report.compilations, report.triton) == committed, "make compiled"

@@ -1,0 +1,87 @@
+"""The front ends of the Tritons that torch 2.11 to 2.15 bring take every kernel, as far as they can tell kernels apart.
+
+The Makefile's `make test` installs the other two compilers beside the one at hand.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from tpfuse.tools import operators
+from tpfuse.tools.compilation import Report, read_report
+from tpfuse.tools.gate import complaints
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
+# sm_100 has no constants of its own but sizes, and float16 goes wherever bfloat16 goes.
+WHAT = ("--families", "sm_80", "sm_90", "--dtypes", "bfloat16", "float32")
+
+
+def _folder(version: str) -> Path | None:
+    """What PYTHONPATH needs to begin with for a version; None for the version at hand."""
+    return None if version == triton.__version__ else ROOT / "build" / f"triton-{version}"
+
+
+def _run(version: str, *flags: str, script: tuple[str, ...] = ("-m", "tpfuse.tools.compilation")) -> Any:
+    """A Python that does not interpret, with that Triton."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    folder = _folder(version)
+    if folder is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [environment.get("PYTHONPATH")])])
+    command = [sys.executable, *script, "--front-end", "--json", *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+def _needed(version: str) -> None:
+    folder = _folder(version)
+    if folder is not None and not folder.is_dir():
+        pytest.skip(
+            f"Triton {version} is not in {folder}: `make build/triton-{version}`, or "
+            f"`pip install --no-deps --target build/triton-{version} triton=={version}`"
+        )
+
+
+@pytest.fixture(scope="module")
+def report_of() -> Callable[[str], Report]:
+    """report_of(version): all versions run at once."""
+    done: dict[str, Any] = {}
+
+    def run(version: str) -> None:
+        done[version] = _run(version, *WHAT)
+
+    there = [version for version in VERSIONS if (folder := _folder(version)) is None or folder.is_dir()]
+    threads = {version: threading.Thread(target=run, args=(version,)) for version in there}
+    for thread in threads.values():
+        thread.start()
+
+    def of(version: str) -> Report:
+        _needed(version)
+        threads[version].join()
+        try:
+            return read_report(done[version].stdout)
+        except json.JSONDecodeError:
+            pytest.fail(f"Triton {version} ended with status {done[version].returncode}: {done[version].stderr}")
+
+    return of
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_kernel_passes(report_of: Callable[[str], Report], version: str) -> None:
+    report = report_of(version)
+    assert report.triton == version
+    assert {result.operator for result in report.compilations} >= OWN_KERNELS
+    wrong = [line for result in report.compilations for line in complaints(result) if result.error]
+    assert not wrong, "\n".join(wrong)
+
+
+# Operators that launch a kernel that no operator before them launches.
+OWN_KERNELS = set(operators.names()) - {"ring_attention", "rms_norm", "linear_cross_entropy", "attention_forward"}

@@ -1,0 +1,61 @@
+"""What is counted in SASS. Kernels that are compiled for it: test_gate."""
+
+from dataclasses import replace
+
+from tpfuse.tools import gate
+from tpfuse.tools.issue_slots import ProductLoop, main_loop, product_loops
+from tpfuse.tools.resources import Compilation
+
+# A loop of tiles around a loop of steps, whose wait for a tile lies behind everything else; and a loop by itself.
+SASS = """
+.L_x_0:
+        /*0010*/                   S2R R0, SR_TID.X ;
+.L_x_1:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*0030*/              @!P0 BRA `(.L_x_4) ;
+.L_x_5:
+        /*0038*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0040*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR12], R24, gsb0 ;
+        /*0060*/              @!P2 BRA `(.L_x_1) ;
+        /*0070*/                   STG.E.128 desc[UR6][R2.64], R4 ;
+        /*0078*/                   BRA.DIV UR5, `(.L_x_6) ;
+        /*007c*/                   FADD R1, R1, R1 ;
+.L_x_7:
+        /*0080*/               @P1 BRA `(.L_x_0) ;
+.L_x_2:
+        /*0090*/                   HGMMA.64x64x8.F32.TF32 R24, gdesc[UR12], R24, gsb0 ;
+{        /*00a0*/                   FADD R1, R1, R1 ;
+        /*00b0*/               @P1 BRA `(.L_x_2) ;
+        /*00c0*/                   EXIT ;
+.L_x_4:
+        /*00d0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00e0*/              @!P0 BRA `(.L_x_4) ;
+        /*00f0*/                   BRA `(.L_x_5) ;
+.L_x_6:
+        /*0100*/                   WARPSYNC.ALL ;
+        /*0110*/                   BRA `(.L_x_7) ;
+"""
+
+
+def test_innermost_loops_with_products() -> None:
+    tiled, alone = sorted(product_loops(SASS), key=lambda loop: loop.issue_share)
+    assert tiled == ProductLoop(instructions=9, tensor_cycles=192.0, barriers=1, tile_instructions=7)
+    assert alone == ProductLoop(instructions=3, tensor_cycles=32.0, barriers=0, tile_instructions=0)
+    assert main_loop(SASS) == tiled
+
+
+def test_no_product_is_no_loop() -> None:
+    assert main_loop(SASS.replace("HGMMA", "HMMA")) is None
+
+
+def test_products_and_attention_have_bounds_of_their_own() -> None:
+    product = Compilation("", "sm_90", "bfloat16", "gemm_forward_kernel", {}, 4, 3, dot=True, tensor_cores=["wgmma"])
+    for kernel, share, passes in (
+        ("gemm_forward_kernel", 0.8, True),
+        ("gemm_forward_kernel", 0.81, False),
+        ("ring_attention_dq_kernel", 1.0, True),
+        ("ring_attention_dq_kernel", 1.01, False),
+    ):
+        found = list(gate.complaints(replace(product, kernel=kernel, issue_share=share)))
+        assert bool(found) == (not passes), (kernel, share, found)

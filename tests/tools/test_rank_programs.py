@@ -1,0 +1,98 @@
+"""Programs of ranks in one process, in the explorer: they pass, and see a missing wait; one rank of them alone."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.kernels import all_gather_gemm, signals
+from tpfuse.ops.linear import fused as fused_linear
+from tpfuse.testing.explore import PCT, RoundRobin, Sequential, SimulatedMemory, explore
+from tpfuse.testing.explore.mutants import mutants_of, surviving
+from tpfuse.testing.one_process import OneProcess
+from tpfuse.testing.protocol import current
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.tools import one_rank, rank_programs
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, iterate
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = ["all_gather_gemm", "all_gather_gemm, copy engines", "gemm_reduce_scatter"]
+
+
+def of(name: str, rounds: int = 4) -> Callable[[SimulatedMemory], None]:
+    def program(memory: SimulatedMemory) -> None:
+        programs = current(rank_programs)
+        assert programs.iterate(memory, programs.PROGRAMS[name](memory, TINY), rounds) == []
+
+    return program
+
+
+@pytest.mark.parametrize("name", [*QUICK, *exhaustive(*(name for name in PROGRAMS if name not in QUICK))])
+def test_results_are_right_past_the_largest_epoch(name: str) -> None:
+    explore(of(name), 2, schedules=[Sequential()], resident=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_right_on_more_ranks(name: str) -> None:
+    explore(of(name), 3, schedules=[RoundRobin(), PCT(0)], resident=3)
+
+
+def test_a_wait_that_is_missing_is_caught() -> None:
+    """Those of the product, for copiers and for peers."""
+    mutants = [x for x in mutants_of(all_gather_gemm, among=[signals]) if x.text.startswith(("wait(", "if wait("))]
+    assert len(mutants) >= 2
+    modules = [all_gather_gemm, fused_linear, rank_programs]
+    assert not surviving(
+        lambda *copies: of("all_gather_gemm"), modules, 2, mutants=mutants, schedules=[Sequential()], resident=3
+    )
+
+
+class Later:
+    """A program whose results change in its fifth round on rank 1."""
+
+    def __init__(self, memory: SimulatedMemory) -> None:
+        self.memory, self.rounds = memory, 0
+
+    def run(self, variant: int) -> dict[str, torch.Tensor]:
+        self.rounds += 1
+        return {"out": torch.tensor([variant, int(self.rounds == 5 and self.memory.rank == 1)])}
+
+    def check(self, variant: int, found: dict[str, torch.Tensor]) -> None:
+        assert found["out"].tolist() == [variant, 0]
+
+
+def test_the_rounds_with_other_bits_are_told() -> None:
+    found = OneProcess(2, CPU).at_once(lambda memory: iterate(memory, Later(memory), 6))  # type: ignore[arg-type]
+    assert found == [[], [5 - 1 - rank_programs.VARIANTS]]
+
+
+def test_one_rank_alone_waits_for_nobody() -> None:
+    one_rank.profile("all_gather_gemm, copy engines", 3, 1, TINY, CPU, timeout=60.0)
+
+
+def test_one_rank_whose_signals_are_not_there_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneProcess, "signal_ahead", lambda self, rank: setattr(self, "timeout", 0.5))
+    with pytest.raises(PeerTimeout, match=r"rank 1 waited 60\.0 s"):
+        one_rank.profile("all_gather_gemm", 3, 1, TINY, CPU, timeout=60.0)
+
+
+@pytest.mark.processes
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*arguments: str, interpret: str = "1") -> Any:
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        command = [sys.executable, "-m", "tpfuse.tools.one_rank", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    done = run("gemm_reduce_scatter", "--world", "2", "--rows", "5")
+    assert (done.returncode, done.stdout) == (0, "gemm_reduce_scatter: rank 0 of 2, once, on cpu: nothing has waited\n")
+    assert "expected 0 <= rank < world" in run("collectives", "--rank", "8").stderr
+    if not torch.cuda.is_available():
+        done = run("collectives", interpret="0")
+        assert done.returncode == 2 and "there is no CUDA GPU" in done.stderr

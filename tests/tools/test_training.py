@@ -1,0 +1,77 @@
+"""Two training steps with each implementation: near to float64 where they are right, and seen where they are not."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tpfuse.testing.ranks import RankError
+from tpfuse.tools import training
+from tpfuse.tools.training import TrainingRun, train_each
+
+PROCESSES = pytest.mark.processes  # pools of their own; the tests of layers and engines compare implementations
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[TrainingRun]:
+    return train_each()
+
+
+@PROCESSES
+@pytest.mark.timeout(300)
+def test_all_implementations_train_alike(runs: list[TrainingRun]) -> None:
+    assert [run.name for run in runs] == ["one rank, torch", "fused", "direct", "collective"]
+    assert [run.failure for run in runs] == [""] * 4
+    first = runs[0].losses
+    assert first[1] < first[0] - 1e-3, "it learns"
+    for run in runs:
+        assert run.passed and 0 < run.difference < run.distance < run.allowed
+        assert run.losses == pytest.approx(first, abs=2e-6)
+
+
+@PROCESSES
+def test_a_gradient_that_is_wrong_is_seen(runs: list[TrainingRun]) -> None:
+    """A weight that is off by a hundredth of what two steps move it by is beyond what is allowed."""
+    rate = 1e-3 / 100  # lr / warmup, of the first step
+    off = torch.full((128, 128), 1e-2 * rate)
+    _, distance = training._distances({"w": off}, {"w": torch.zeros(128, 128)})
+    assert distance > runs[0].allowed
+
+
+@PROCESSES
+def test_what_raises_is_one_line() -> None:
+    nothing = train_each(["nothing"])[1]  # type: ignore[list-item]
+    assert not nothing.passed and nothing.failure.endswith("expected one of auto, fused, direct, collective")
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs they are those of the pool whose ranks may share one."""
+
+    class Broken:
+        def __init__(self, world: int, timeout: float) -> None:
+            pass
+
+        def run(self, *args: Any) -> None:
+            raise RankError("rank 0: Traceback\nRuntimeError: CUBLAS_WORKSPACE_CONFIG")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(training, "GpuRankPool" if gpu else "RankPool", Broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert train_each() == [TrainingRun("one rank, torch", failure="RuntimeError: CUBLAS_WORKSPACE_CONFIG")]
+
+
+@PROCESSES
+def test_kernels_are_compared_tuned_and_timed_without_what_the_command_line_needs() -> None:
+    """The machines that have GPUs do not always have tyro and tomli_w."""
+    program = """
+import sys
+sys.modules |= dict.fromkeys(("tyro", "tomli_w"))
+import benchmarks.first_contact, benchmarks.node, tpfuse.tools.tune, tpfuse.tools.verify
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,325 @@
+"""The tuner on the CPU: interpreted kernels, a clock that is told what to say, a table of its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.cli import run
+from tpfuse.kernels import configurations
+from tpfuse.kernels.configurations import Configuration, choose, override, read_table, rows_of
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.ranks import pool
+from tpfuse.tools import search
+from tpfuse.tools import tune as tuning
+from tpfuse.tools.search import Tuner, copies
+from tpfuse.tools.search_space import SPACES, candidates, sensible
+from tpfuse.tools.table_file import section, with_rows
+from tpfuse.tools.trial import Trial
+from tpfuse.tools.trials import tiny_trials, trials
+from tpfuse.tools.tune import tune
+from tpfuse.train.errors import RunError
+
+CPU = torch.device("cpu")
+TEXT = """# A table of two operators.
+
+# The small one and the large one.
+toy = [
+    {families = ["interpreted", "sm_90"], bits = [16], at_most = {M = 64}, blocks = {BLOCK_M = 16, FAST = false}, num_warps = 4, num_stages = 3, measured = "not measured yet"},
+    {families = ["interpreted"], bits = [16, 32], blocks = {BLOCK_M = 128, FAST = false}, num_warps = 8, num_stages = 4, measured = "not measured yet"},
+]
+
+other = [
+    {families = ["interpreted"], bits = [16], blocks = {}, num_warps = 1, num_stages = 1, measured = "by \\"hand\\""},  # by whom?
+]
+"""  # noqa: E501
+SPACE = {"toy": ({"BLOCK_M": (16, 32, 64, 128)}, {"num_warps": (2, 4), "FAST": (False, True)})}
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "table.toml"
+    path.write_text(TEXT)
+    monkeypatch.setattr(configurations, "TABLE", path)
+    configurations.forget()
+    yield path
+    monkeypatch.undo()
+    configurations.forget()
+
+
+def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False) -> Trial:
+    """Doubles its input by whatever row it is given; wrong, or failing, where `broken` says so."""
+
+    def double(x: Tensor) -> tuple[Tensor, ...]:
+        row = choose("toy", CPU, torch.bfloat16, M=rows)
+        _Clock.last = row
+        if broken(row):
+            return (x * 2.1,)
+        if row.blocks["BLOCK_M"] == 64:
+            raise RuntimeError("out of resources")
+        return (x * 2,)
+
+    def draw(device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"x": torch.randn(rows, device=device).to(dtype)}
+
+    return Trial(f"{rows} rows", draw, double, lambda x: (x * 2,), 1e9, "TB/s")
+
+
+class _Clock:
+    """A call takes as long as the row says that it last ran under."""
+
+    last: Configuration
+
+    def __init__(self, seconds: Callable[[Configuration], float]) -> None:
+        self.seconds = seconds
+        self.measured: list[Configuration] = []
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        call()
+        self.measured.append(_Clock.last)
+        return self.seconds(_Clock.last)
+
+
+def _nothing_to_say(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+    return [""] * len(tried)
+
+
+def _tuner(clock: _Clock, said: list[str] | None = None, inspect: tuning.Inspect = _nothing_to_say) -> Tuner:
+    say = [].append if said is None else said.append
+    return Tuner(CPU, torch.bfloat16, inspect, clock, say, "Toy GPU, 2026-01-02, triton 0")
+
+
+def _seconds(row: Configuration) -> float:
+    """32 is best, then 2 warps, then FAST."""
+    return (1.0 + abs(row.blocks["BLOCK_M"] - 32) / 100) * (1 + row.num_warps / 10) * (0.5 if row.blocks["FAST"] else 1)
+
+
+def test_the_best_row_is_found_and_written(table: Path) -> None:
+    (found,) = tune(["toy"], _tuner(_Clock(_seconds)), [_toy(1000)], SPACE, table)
+    assert (found.blocks, found.num_warps, found.num_stages) == ({"BLOCK_M": 32, "FAST": True}, 2, 4)
+    assert found.measured == "Toy GPU, 2026-01-02, triton 0, 0.001667 TB/s at 1000 rows"
+    small, elsewhere, large, wide, other = read_table(table)
+    assert large == found and small.num_warps == 4 and other.measured == 'by "hand"'
+    assert (elsewhere.family, wide.bits, wide.num_warps) == ("sm_90", 32, 8), "rows that shared a line stay"
+    assert choose("toy", CPU, torch.bfloat16, M=1000) == found, "the table is read anew"
+    assert "# The small one and the large one.\n" in table.read_text() and "  # by whom?" in table.read_text()
+
+
+def test_each_row_by_the_trials_that_choose_it(table: Path) -> None:
+    rows = tune(["toy"], _tuner(_Clock(_seconds)), [_toy(10), _toy(64), _toy(65)], SPACE, table)
+    assert [row.at_most for row in rows] == [{"M": 64}, {}]
+    assert [row.measured.rpartition(" at ")[2] for row in rows] == ["10 rows", "65 rows"]
+
+
+def test_what_is_wrong_or_fails_or_spills_is_skipped_with_a_word(table: Path) -> None:
+    def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+        return ["spills 8 bytes" if row.blocks["BLOCK_M"] == 16 else "" for row in tried]
+
+    said: list[str] = []
+    clock = _Clock(_seconds)
+    trial = _toy(1000, broken=lambda row: row.blocks["BLOCK_M"] == 32)
+    (found,) = tune(["toy"], _tuner(clock, said, inspect), [trial], SPACE, table)
+    assert found.blocks == {"BLOCK_M": 128, "FAST": True}
+    assert {row.blocks["BLOCK_M"] for row in clock.measured} == {128}, "nothing else was timed"
+    text = "\n".join(said)
+    assert "BLOCK_M=16 FAST=False num_warps=8 num_stages=4: skipped, spills 8 bytes" in text
+    assert "skipped, AssertionError: output 0" in text
+    assert "skipped, RuntimeError: out of resources" in text
+
+
+def test_nan_is_wrong(table: Path) -> None:
+    trial = _toy(1000)
+
+    def poisoned(x: Tensor) -> tuple[Tensor, ...]:
+        (out,) = trial.run(x)
+        return (out + (float("nan") if _Clock.last.num_warps == 2 else 0),)
+
+    (found,) = tune(["toy"], _tuner(_Clock(_seconds)), [replace(trial, run=poisoned)], SPACE, table)
+    assert found.num_warps == 4
+
+
+def test_noise_is_no_reason_to_change(table: Path) -> None:
+    clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 0.99)
+    (found,) = tune(["toy"], _tuner(clock), [_toy(1000)], SPACE, table)
+    assert (found.blocks, found.num_warps) == ({"BLOCK_M": 128, "FAST": False}, 8)
+    assert found.measured.startswith("Toy GPU"), "it was measured all the same"
+
+
+def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table: Path) -> None:
+    clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 2.0)
+    tune(["toy"], _tuner(clock), [_toy(100), _toy(200)], {"toy": ({"num_warps": (4, 8)},)}, table)
+    assert [row.num_warps for row in clock.measured] == [8, 8, 4]
+
+
+def test_a_row_that_no_trial_chooses_is_left(table: Path) -> None:
+    said: list[str] = []
+    assert tune(["toy"], _tuner(_Clock(_seconds), said), [], SPACE, table) == []
+    assert table.read_text() == TEXT
+    assert said == [
+        f"toy, {row}: left as it is, no trial chooses it" for row in ("16 bits, M <= 64", "16 bits", "32 bits")
+    ]
+
+
+def test_a_present_row_that_does_not_work_is_left(table: Path) -> None:
+    said: list[str] = []
+    trial = _toy(1000, broken=lambda row: True)
+    assert tune(["toy"], _tuner(_Clock(_seconds), said), [trial], SPACE, table) == []
+    assert table.read_text() == TEXT and "the present row does not work" in said[-2]
+
+
+def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
+    tuner = replace(_tuner(_Clock(_seconds)), deadline=0.0)
+    assert tune(["toy"], tuner, [_toy(1000)], SPACE, table) == [] and table.read_text() == TEXT
+
+
+def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement takes a second, and there are two and a half."""
+    clock = _Clock(lambda row: 1.0)
+    for module in (search, tuning):
+        monkeypatch.setattr(module, "monotonic", lambda: float(len(clock.measured)))
+    (found,) = tune(["toy"], replace(_tuner(clock), deadline=2.5), [_toy(1000)], SPACE, table)
+    assert len(clock.measured) == 3 and found.measured.startswith("Toy GPU")
+
+
+def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
+    """On each rank another clock would decide otherwise."""
+    rank = dist.get_rank()
+    clock = _Clock(lambda row: 1.0 + abs(row.blocks["BLOCK_M"] - (32 if rank == 0 else 16)))
+
+    def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+        if fails:
+            raise RuntimeError("the compiler is gone")
+        return [""] * len(tried)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(configurations, "TABLE", Path(path))
+        configurations.forget()
+        try:
+            rows = tune(["toy"], _tuner(clock, inspect=inspect), [_toy(1000)], SPACE, Path(path), dist.group.WORLD)
+        finally:
+            patch.undo()
+            configurations.forget()
+    return rows, len(clock.measured)
+
+
+def test_the_first_rank_decides(table: Path) -> None:
+    (first, calls), (second, others) = pool(2).run(_tune_on_ranks, str(table), False)
+    assert first == second and first[0].blocks["BLOCK_M"] == 32
+    assert calls > 0 and others == 0
+    assert first[0] in read_table(table)
+
+
+def _failing(path: str) -> str:
+    try:
+        _tune_on_ranks(path, True)
+    except RunError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_hear_of_a_failure(table: Path) -> None:
+    assert pool(2).run(_failing, str(table)) == ["tuning failed on the first rank: the compiler is gone"] * 2
+
+
+def test_override_replaces_one_row_and_only_within_the_block(table: Path) -> None:
+    small, _, large, _, _ = read_table(table)
+    with override(replace(large, num_warps=1)) as served:
+        assert choose("toy", CPU, torch.bfloat16, M=65).num_warps == 1
+        assert choose("toy", CPU, torch.bfloat16, M=64) == small
+        assert served == [replace(large, num_warps=1)]
+    assert choose("toy", CPU, torch.bfloat16, M=65) == large
+
+
+def test_the_whole_table_survives_being_written() -> None:
+    """Each operator's lines are as they are written, and no two of them could be one."""
+    text = configurations.TABLE.read_text(encoding="utf-8")
+    assert with_rows(text, read_table(configurations.TABLE)) == text
+
+
+def _rows(*rows: tuple[str, int, int, int]) -> list[Configuration]:
+    """Of family, bits, at most M, warps."""
+    return [Configuration("toy", family, bits, {"M": m}, {}, warps, 1, "never") for family, bits, m, warps in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        (_rows(("sm_80", 16, 1, 4), ("sm_80", 32, 1, 4), ("sm_90", 16, 1, 4), ("sm_90", 32, 1, 4)), 1),
+        (_rows(("sm_80", 16, 1, 4), ("sm_80", 32, 1, 4), ("sm_90", 16, 1, 4)), 2),
+        (_rows(("sm_80", 16, 1, 4), ("sm_80", 16, 2, 4), ("sm_90", 16, 2, 4), ("sm_90", 16, 1, 4)), 3),
+        (_rows(("sm_80", 16, 1, 4), ("sm_80", 16, 2, 4), ("sm_80", 32, 2, 4), ("sm_80", 32, 1, 4)), 3),
+    ],
+    ids=["all agree", "bits of one family", "families in another order", "bits in another order"],
+)
+def test_rows_that_agree_share_a_line_in_their_order(rows: list[Configuration], lines: int) -> None:
+    def in_order(among: Sequence[Configuration], family: str, bits: int) -> list[Configuration]:
+        return [row for row in among if (row.family, row.bits) == (family, bits)]
+
+    text = section("toy", rows)
+    assert len(text) == lines + 2
+    found = rows_of("\n".join(text), "toy")
+    assert len(found) == len(rows)
+    for row in rows:
+        assert in_order(found, row.family, row.bits) == in_order(rows, row.family, row.bits)
+
+
+def test_a_row_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"no row for \('toy', 'sm_90', 16, \(\('M', 1\),\)\)"):
+        with_rows(TEXT, _rows(("sm_90", 16, 1, 4)))
+
+
+def test_what_is_written_is_read_again() -> None:
+    row = Configuration("toy", "sm_90", 16, {"M": 64}, {"BLOCK_M": 16, "TMA": True, "NAME": 'a "b" \\ é'}, 4, 1, "x\ty")
+    assert rows_of("\n".join(section("toy", [row])), "toy") == [row]
+
+
+@pytest.mark.parametrize("trial", tiny_trials(), ids=lambda trial: f"{trial.name} {trial.run.__qualname__}")
+def test_every_launcher_agrees_with_its_plain_meaning(trial: Trial) -> None:
+    inputs = trial.inputs(CPU, torch.float32)
+    truth = trial.plain(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
+    outputs = trial.run(**copies(inputs))
+    for name, actual, plain, exact in zip("abcd", outputs, trial.plain(**inputs), truth, strict=False):
+        error = (plain.double() - exact).abs().max().item()
+        check_error(name, actual, plain, exact, 2 * error + torch.finfo(plain.dtype).eps * exact.abs().max().item())
+
+
+def test_trials_can_be_recorded_without_a_gpu() -> None:
+    for trial in trials():
+        assert all(x.is_meta for x in trial.inputs(torch.device("meta"), torch.bfloat16).values())
+
+
+def test_every_row_has_a_search_space_with_candidates() -> None:
+    for row in read_table(configurations.TABLE):
+        if row.family == "interpreted":
+            continue
+        steps = SPACES[row.operator]
+        known = {name for step in steps for name in step if not name.startswith("num_")}
+        assert known & row.blocks.keys(), row.operator
+        assert 1 < len(list(candidates(row, steps[0]))) < 150, row
+        assert all(sensible(candidate) for step in steps for candidate in candidates(row, step))
+
+
+def test_what_no_hardware_has_is_not_tried() -> None:
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "TMA": True, "WARP_SPECIALIZE": False, "GROUP_M": 8}
+    row = Configuration("gemm", "sm_90", 16, {}, blocks, 4, 3, "")
+    assert sensible(row)
+    assert not sensible(replace(row, family="sm_80")), "TMA"
+    assert not sensible(replace(row, num_stages=8)), "256 KiB"
+    assert sensible(replace(row, blocks=blocks | {"WARP_SPECIALIZE": True}))
+    assert not sensible(replace(row, blocks=blocks | {"WARP_SPECIALIZE": True}, num_warps=8))
+    assert not sensible(replace(row, blocks=blocks | {"BLOCK_M": 256, "BLOCK_N": 256})), "512 accumulators a thread"
+
+
+def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(["tune", "gemm", "--minutes", "1"]) == 2
+    assert run(["tune", "softmax"]) == 2
+    assert run(["tune", "--minute", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "tpfuse tune: error: there is no CUDA GPU here to measure on"
+    assert lines[1].startswith("tpfuse tune: error: no search space for softmax: expected operators of gemm, ")
+    assert "did you mean --minutes?" in lines[2] and len(lines) == 3

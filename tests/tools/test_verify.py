@@ -1,0 +1,232 @@
+"""`tpfuse verify`, in this process, which interprets; once as users run it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.cli import run
+from tpfuse.comm.probe import probe
+from tpfuse.kernel_choice import implementation
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.tools import operators, verify
+from tpfuse.tools.case import Case
+from tpfuse.tools.compilation import Report
+from tpfuse.tools.resources import Compilation
+from tpfuse.tools.training import TrainingRun
+
+FAST = "rope"
+KERNEL = Compilation(FAST, "sm_90", "bfloat16", "rope_kernel", {"BLOCK": 64}, 4, 2, registers=48, shared=1024)
+
+
+def swish(x: Tensor, weight: Tensor, shift: Tensor | None = None) -> Tensor:
+    return x * weight.sigmoid()
+
+
+def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"x": normal(1, 33, dtype=dtype), "weight": normal(2, 33, dtype=dtype), "shift": torch.arange(33)}
+
+
+SOUND = Case("swish", "small", swish, swish, inputs)
+
+
+def failed(function: Any, dtype: str = "float32") -> verify.Comparison:
+    found = verify.compare(replace(SOUND, function=function), dtype, torch.device("cpu"))
+    assert not found.passed
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_case_that_equals_its_reference_passes(dtype: str) -> None:
+    found = verify.compare(SOUND, dtype, torch.device("cpu"))
+    assert found.passed
+    assert found.error is not None and 0 < found.error < found.bound
+    assert found.tensor in ("out", "x", "weight")
+
+
+def test_what_is_wrong_is_found_and_named() -> None:
+    wrong = failed(lambda x, weight, shift: swish(x, weight) * 1.01)
+    assert wrong.error is not None and wrong.error > 10 * wrong.bound
+
+    def wrong_gradient(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        return swish(x, weight) + (0.1 * weight - 0.1 * weight.detach())
+
+    assert failed(wrong_gradient).tensor == "weight"
+    assert failed(lambda x, weight, shift: swish(x, weight.detach())).failure.endswith("weight: there is no gradient")
+    assert "Mismatch in shape" in failed(lambda x, weight, shift: swish(x, weight)[1:]).failure
+    assert "expected torch.float16" in failed(lambda x, weight, shift: swish(x, weight).float(), "float16").failure
+    poisoned = failed(lambda x, weight, shift: swish(x, weight) * torch.where(shift == 5, torch.nan, 1))
+    assert poisoned.error is None
+    assert not poisoned.failure
+
+
+def test_the_function_runs_by_kernels_and_the_reference_without() -> None:
+    seen = []
+
+    def watched(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+        seen.append(implementation("cpu"))
+        return swish(x, weight)
+
+    assert verify.compare(replace(SOUND, reference=watched), "float32", torch.device("cpu")).passed
+    assert set(seen) == {"torch"}
+    seen.clear()
+    assert verify.compare(replace(SOUND, function=watched), "float32", torch.device("cpu")).passed
+    assert seen == ["triton"]
+
+
+def test_a_case_that_raises_is_one_line() -> None:
+    def raises(**tensors: Tensor) -> Tensor:
+        raise RuntimeError("three\n  lines\nof reasons")
+
+    assert failed(raises).failure == "RuntimeError: three lines of reasons"
+
+
+def use(
+    monkeypatch: pytest.MonkeyPatch, case: Case | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
+) -> None:
+    """Of the fast operator one case, and these instead of what the compiler would say."""
+    module = operators.load(FAST)
+    monkeypatch.setattr(module, "CASES", (case or module.CASES[0],))
+    monkeypatch.setattr(verify, "compile_in_subprocess", lambda *arguments: Report("3.7.1", list(kernels), []))
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch)
+    assert run(["verify", "--operators", FAST]) == 0
+    announced, machine, table = capsys.readouterr().out.split("\n\n", 2)
+    assert announced == "comparing rope: without a GPU about half a minute each on two cores"
+    assert [line.split()[0] for line in machine.splitlines()][:2] == ["machine", "CPU"]
+    assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks talk through it", machine, re.M)
+    lines = table.splitlines()
+    assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
+    assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3
+    (half,) = [line for line in lines if "bfloat16" in line]
+    assert half.split()[-3:] == ["48", "0", "1024"]
+    assert "error: the largest difference from float64" in table
+    assert "interpreted" in lines[-3]
+    assert "compiled for sm_90; registers a thread, spilled bytes" in lines[-2]
+    assert lines[-1] == "passed: all 3 cases are within their bounds, all 1 kernels compile without spills"
+
+
+def test_the_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch)
+    assert run(["verify", "--json", "--operators", FAST]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() == {
+        "passed",
+        "machine",
+        "device",
+        "family",
+        "versions",
+        "comparisons",
+        "training",
+        "kernels",
+    }
+    assert document["passed"] is True
+    assert document["family"] == "sm_90"
+    assert [entry["name"] for entry in document["machine"]] == [finding.name for finding in probe()]
+    assert all(entry.keys() == {"name", "value", "meaning"} for entry in document["machine"])
+    assert document["versions"]["torch"] == torch.__version__
+    assert [entry["dtype"] for entry in document["comparisons"]] == ["bfloat16", "float16", "float32"]
+    assert all(0 < entry["error"] <= entry["bound"] and entry["passed"] for entry in document["comparisons"])
+    assert document["kernels"][0]["kernel"] == "rope_kernel"
+
+
+def test_a_broken_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    use(monkeypatch, replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1))
+    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED swish, small, float32: " in out
+    assert out.endswith("\nFAILED: 0 of 3 cases are within their bounds\n")
+    use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
+    assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
+    captured = capsys.readouterr()
+    assert "FAILED swish, small, float16: KeyError: 'nothing'" in captured.out
+    assert "Traceback" not in captured.out + captured.err
+
+
+@pytest.mark.parametrize("fault", [{"spilled": 8}, {"error": "out of range"}])
+def test_a_kernel_that_spills_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: dict[str, Any]
+) -> None:
+    use(monkeypatch, kernels=(KERNEL, replace(KERNEL, **fault)))
+    assert run(["verify", "--operators", FAST]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rope sm_90 bfloat16 rope_kernel BLOCK=64 num_warps=4 num_stages=2: " in out
+    assert out.endswith("all 3 cases are within their bounds, 1 of 2 kernels compile without spills\n")
+
+
+def test_an_operator_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", "--operators", FAST, "gemmm"]) == 2
+    captured = capsys.readouterr()
+    accepted = ", ".join([*operators.names(), "training"])
+    assert captured.err == (f"tpfuse verify: error: operator 'gemmm' is not known: expected some of {accepted}\n")
+    assert captured.out == ""
+
+
+def test_a_compiler_that_cannot_start_is_one_line_beside_what_was_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cannot(*arguments: object) -> Report:
+        raise RuntimeError("compiling rope failed:\nno compiler")
+
+    use(monkeypatch)
+    monkeypatch.setattr(verify, "compile_in_subprocess", cannot)
+    assert run(["verify", "--operators", FAST]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAILED rope sm_90") and line.endswith(": no compiler") for line in lines)
+    assert lines[-1] == "FAILED: all 3 cases are within their bounds, 0 of 1 kernels compile without spills"
+
+
+RUN = TrainingRun("direct", (5.5, 5.4), 1e-7, 1e-6, 2e-6, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("run_", "said"),
+    [
+        (RUN, None),
+        (replace(RUN, distance=3e-6), "FAILED training, direct: weights differ too much"),
+        (TrainingRun("fused", failure="PeerTimeout: rank 1"), "FAILED training, fused: PeerTimeout: rank 1"),
+    ],
+)
+def test_the_table_of_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: TrainingRun, said: str | None
+) -> None:
+    monkeypatch.setattr(verify, "train_each", lambda: [replace(RUN, name="one rank, torch"), run_])
+    assert run(["verify", "--operators", "training"]) == (said is not None)
+    out = capsys.readouterr().out
+    assert "largest difference of weights" in out and "one rank, torch" in out and "5.400000" in out
+    assert said is None or said in out
+    assert "norm: the 2-norm of all differences; allowed: what the norm may be" in out
+    verdict = "FAILED: 1 of 2" if said else "passed: all 2"
+    assert out.endswith(f"\n{verdict} training runs are within their bounds\n")
+    assert run(["verify", "--json", "--operators", "training"]) == (said is not None)
+    document = json.loads(capsys.readouterr().out)
+    assert document["training"][1]["passed"] is (said is None) and document["kernels"] == []
+
+
+def test_the_command_starts_the_interpreter_itself() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", FAST]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["passed"]
+
+
+CHEAP = [FAST, "adamw", "dropout"]
+
+
+@pytest.mark.parametrize("operator", [*CHEAP, *exhaustive(*(name for name in operators.names() if name not in CHEAP))])
+def test_every_case_of_every_operator_passes(operator: str) -> None:
+    found, training = verify.compare_here([operator])
+    assert training == []
+    assert len(found) == 3 * len(operators.load(operator).CASES) > 0
+    assert not [comparison for comparison in found if not comparison.passed]

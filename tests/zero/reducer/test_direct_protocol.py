@@ -1,0 +1,218 @@
+"""Buckets on shared memory, rank by rank in one process: what orders every access, under many schedules."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.testing.explore import SimulatedMemory, explore
+from tpfuse.testing.explore.mutants import surviving
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.reducer import direct as direct_exchange
+from tpfuse.zero.reducer.base import BucketSpec, Exchange
+from tpfuse.zero.reducer.shard_update import ShardUpdate
+
+STAGES = (0, 1, 2)
+
+
+class Added:
+    """In the place of AdamW: parameters grow by the sum of their gradients, in blocks of two sizes."""
+
+    apply = ShardUpdate.apply
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        cut = self._size // 3
+        yield from ((0, cut), (cut, self._size))
+
+    def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
+        values.add_(gradient)
+
+
+def specs(world: int, sent: torch.dtype) -> list[BucketSpec]:
+    return [BucketSpec(16 * world * n, torch.float32, sent) for n in (1, 2, 1, 1)]
+
+
+def gradients(step: int, index: int, world: int, size: int) -> Tensor:
+    """Of all ranks, [world, size]."""
+    return integers(10 * step + index, world, size, low=-3, high=3)
+
+
+def compute(exchange: Exchange, expected: list[Tensor]) -> None:
+    """Reads all parameters, as forward and backward passes do."""
+    for index, values in enumerate(expected):
+        assert torch.equal(exchange.values(index), values)
+
+
+class Twice:
+    """In the place of `NodeHop`: another node has the same gradients, and no part of the shards."""
+
+    nodes, node = 1, 0
+
+    def reduce_scatter(self, part: Tensor, *_: object) -> Tensor:
+        return part * 2
+
+    def all_reduce(self, part: Tensor, *_: object) -> None:
+        part.mul_(2)
+
+    def all_gather(self, shard: Tensor, out: Tensor, _: object) -> None:
+        assert shard.data_ptr() == out.data_ptr()
+        assert shard.numel() == out.numel()
+
+
+def one_step(
+    exchange: Exchange,
+    memory: SimulatedMemory,
+    step: int,
+    expected: list[Tensor],
+    update: bool,
+    sums: bool,
+    nodes: int = 1,
+) -> None:
+    """Sends all gradients, looks at this rank's sums, and updates; nodes: with the same gradients."""
+    world = memory.world
+    compute(exchange, expected)
+    exchange.begin()
+    for index, spec in enumerate(exchange.specs):
+        found = gradients(step, index, world, spec.size)
+        exchange.room(index).copy_(found[memory.rank])
+        exchange.send(index)
+    compute(exchange, expected)
+    exchange.end_backward()
+    for index, spec in enumerate(exchange.specs):
+        whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), exchange.shard(index)
+        if sums:
+            own = whole[shard.start : shard.stop]
+            assert torch.equal(exchange.sums(index).float(), own)
+            assert exchange.squared_norm(index).item() == pytest.approx(own.square().sum().item(), rel=1e-6)
+        if update:
+            expected[index] += whole
+    if update:
+        exchange.update([Added(len(exchange.shard(index))) for index in range(len(exchange.specs))])  # type: ignore[misc]
+
+
+def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> None:
+    """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
+    nodes = 1 if hop is None else 2
+    name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
+    exchange = current(direct_exchange).DirectExchange(specs(memory.world, sent), stage, memory, name, hop)
+    expected = [torch.zeros(spec.size) for spec in exchange.specs]
+    for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
+        one_step(exchange, memory, step, expected, update, sums, nodes)
+    compute(exchange, expected)
+    for index, spec in enumerate(exchange.specs):
+        shard = exchange.shard(index)
+        exchange.values(index)[shard.start : shard.stop] = 7.0
+        expected[index] = torch.full((spec.size,), 7.0)
+    exchange.publish()
+    one_step(exchange, memory, 9, expected, True, True, nodes)
+
+
+def late(memory: SimulatedMemory, stage: int) -> None:
+    """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
+    made = specs(memory.world, torch.float32)
+    exchange = current(direct_exchange).DirectExchange(made, stage, memory, f"exchange of stage {stage}")
+    expected = [torch.zeros(spec.size) for spec in exchange.specs]
+    one_step(exchange, memory, 0, expected, True, True)
+    with pytest.raises(PeerTimeout):
+        exchange.begin()
+        for index in range(len(exchange.specs)):
+            exchange.room(index).fill_(1.0)
+            if memory.rank == 0 and index == 1:
+                with memory.guard("elsewhere"):
+                    memory.barrier("elsewhere")
+            exchange.send(index)
+        exchange.end_backward()
+        for index in range(len(exchange.specs)):
+            exchange.sums(index)
+    memory.reset()
+    one_step(exchange, memory, 2, expected, True, True)
+    one_step(exchange, memory, 3, expected, True, False)
+
+
+EXCHANGE = direct_exchange.DirectExchange
+STALE = {"old": "self._first + index + 1", "by": "self._first + index"}
+
+
+class TestDirectExchange(ProtocolSuite):
+    modules = (direct_exchange,)
+    needed = (direct_exchange,)
+    unneeded: ClassVar = {
+        (EXCHANGE._sum_everywhere, "self._say(ENDED, self._said[DONE])"): "it comes early; `begin` says it otherwise"
+    }
+    worlds = ((2, 1), (3, 1), (1, 1))
+    seeds = 30
+
+    def program(self, memory: SimulatedMemory) -> None:
+        """All stages, one after another, and one with another node."""
+        self.short_program(memory)
+        steps(memory, 1, hop=Twice())
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        for stage in STAGES:
+            steps(memory, stage)
+
+    def late_program(self, memory: SimulatedMemory) -> None:
+        for stage in STAGES:
+            late(memory, stage)
+
+
+FAULTS = {  # and the stages that show each
+    Fault("one room", replace(EXCHANGE._room, "len(self._rooms)", by="1")): (2,),
+    Fault("the room before its readers are done", replace(EXCHANGE.room, "index >= ROOMS", by="False")): (2,),
+    Fault("an older reader", replace(EXCHANGE._wait_until_read, call="_wait", **STALE)): (2,),
+    Fault("an older bucket's signal", replace(EXCHANGE._sum_part, call="_wait", **STALE)): STAGES,
+    Fault("an older sum's", replace(EXCHANGE._sum_everywhere, call="wait", **STALE)): (0,),
+    Fault("the next rank's shard", replace(EXCHANGE._part, "self.memory.rank", by="0")): STAGES,
+    Fault("one rank is left out", replace(EXCHANGE._wait, "self._others", by="self._others[1:]")): STAGES,
+    Fault("a step is not ended", replace(EXCHANGE.begin, "self._said[ENDED] != self._said[DONE]", by="False")): (1,),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_faults_are_found_at_each_stage(fault: Fault) -> None:
+    for stage in FAULTS[fault]:
+        program = partial(steps, stage=stage)
+        left = surviving(lambda module, program=program: program, [direct_exchange], 2, mutants=[fault.mutant()])
+        assert not left, f"stage {stage}"
+
+
+def test_faults_can_be_planted() -> None:
+    for fault in FAULTS:
+        fault.mutant()
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_alarm_with_another_node(stage: int, world: int) -> None:
+    explore(lambda memory: steps(memory, stage, hop=Twice()), world, seeds=range(1))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_alarm_with_gradients_of_another_dtype(stage: int, world: int) -> None:
+    explore(lambda memory: steps(memory, stage, torch.float16), world, seeds=range(1))
+
+
+def test_unequal_rooms_do_not_meet() -> None:
+    """All buckets of all stages lie apart, on every rank."""
+
+    def program(memory: SimulatedMemory) -> None:
+        for stage in STAGES:
+            exchange = direct_exchange.DirectExchange(specs(2, torch.float16), stage, memory, f"exchange {stage}")
+            rooms: list[Any] = [exchange.room(0)] if stage == 2 else [exchange.room(i) for i in range(4)]
+            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(exchange.values, range(4))])
+            assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+    explore(program, 2)

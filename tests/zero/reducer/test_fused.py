@@ -1,0 +1,144 @@
+"""Buckets exchanged by kernels: as by torch on shared memory, in processes and in the explorer."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tpfuse.comm.mesh import group_of
+from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.testing.explore import PCT, SimulatedMemory, explore
+from tpfuse.testing.explore.mutants import surviving
+from tpfuse.testing.explore.planting import Fault, replace
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import DeviceStore
+from tpfuse.zero.reducer import fused as fused_exchange
+from tpfuse.zero.reducer.base import BucketSpec
+from tpfuse.zero.reducer.direct import DirectExchange
+from tpfuse.zero.reducer.fused import FusedExchange
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
+
+CPU = torch.device("cpu")
+
+
+def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> list[Tensor]:
+    """The parameters after three steps of several buckets, in the second of which nothing is updated."""
+    group = group_of(tensor_mesh())
+    model = nn.Sequential(nn.Linear(9, 33, dtype=dtype), nn.Linear(33, 17, dtype=dtype))
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape))
+    with implementation(name):
+        buckets = GradientBuckets(model, stage=stage, data_group=group, bucket_bytes=700)
+        kind = FusedExchange if name == "fused" else DirectExchange
+        assert [type(exchange) for exchange in buckets.exchanges] == [kind]
+        optimizer = FlatAdamW(buckets, weight_decay=0.1)
+        norms = []
+        for step in range(3):
+            x = normal(10 * step + (0 if group is None else group.rank()), 5, 9).to(dtype)
+            buckets.start(last=True)
+            model(x).square().sum().backward()
+            buckets.finish(sums=sums)
+            if sums:
+                norms.append(buckets.squared_norm())
+            if step != 1:
+                optimizer.step(1e-2, 0.5 if step else 1.0)
+    found = [p.detach().clone().float() for p in model.parameters()] + norms
+    buckets.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    *pairwise(first=6, world=[2, 3], stage=[0, 1, 2], dtype=[torch.float32, torch.bfloat16], sums=[True, False])
+)
+def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -> None:
+    expected = pool(world).run(_steps, "direct", stage, dtype, sums)
+    found = pool(world).run(_steps, "fused", stage, dtype, sums)
+    count = 4
+    for rank, tensors in enumerate(found):
+        assert all(torch.equal(a, b) for a, b in zip(tensors[:count], found[0][:count], strict=True)), "ranks differ"
+        for a, b in zip(tensors, expected[rank], strict=True):
+            tolerance = torch.finfo(dtype).eps
+            torch.testing.assert_close(a, b, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[SimulatedMemory], None]]:
+    def of(module: ModuleType) -> Callable[[SimulatedMemory], None]:
+        def program(memory: SimulatedMemory) -> None:
+            """Values are read before and after; AdamW that remembers nothing takes a step of lr against the sign."""
+            world = memory.world
+            specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
+            exchange = module.FusedExchange(specs, stage, memory, "exchange")
+            moments = [[torch.zeros(len(exchange.shard(i))) for _ in range(2)] for i in range(4)]
+            ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
+            for step in range(1, 4):
+                for index in range(4):
+                    assert torch.allclose(exchange.values(index), torch.tensor(value), atol=1e-5)
+                exchange.begin()
+                for index in range(4):
+                    exchange.room(index).copy_(ramps[index] * (memory.rank + 1))
+                    exchange.send(index)
+                exchange.end_backward()
+                if sums or step == 2:
+                    for index in range(4):
+                        shard = exchange.shard(index)
+                        expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
+                        assert torch.equal(exchange.sums(index), expected)
+                if step == 2:
+                    continue  # no update: gradients are written again all the same
+                # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.
+                rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
+                store = DeviceStore(CPU)
+                exchange.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
+                value -= 0.1
+
+        return program
+
+    return of
+
+
+CASES = [(0, True), (1, True), (1, False), (2, True)]
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
+@pytest.mark.parametrize(("stage", "sums"), CASES)
+def test_no_alarm(stage: int, sums: bool, world: int) -> None:
+    explore(program_of(stage, sums)(fused_exchange), world, resident=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stage", "sums"), CASES)
+def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
+    explore(program_of(stage, sums)(fused_exchange), 2, resident=2, schedules=map(PCT, range(10)))
+
+
+FAULTS = {
+    "the whole's beginning": (replace(FusedExchange._sum_part, "place.start", by="0", call="shard_sum"), (2, True)),
+    "another shard is written": (
+        replace(FusedExchange._sweep, "shard.start", by="0", call="sharded_adamw_"),
+        (1, True),
+    ),
+    "old sums": (
+        replace(
+            FusedExchange._sweep,
+            "room[self.memory.rank] if sums is None else sums",
+            by="room[self.memory.rank]",
+            call="sharded_adamw_",
+        ),
+        (2, True),
+    ),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults(fault: str) -> None:
+    edit, case = FAULTS[fault]
+    mutant = Fault(fault, edit).mutant()
+    assert not surviving(program_of(*case), [fused_exchange], 2, mutants=[mutant], resident=2)

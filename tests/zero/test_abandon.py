@@ -1,0 +1,128 @@
+"""A step that failed on one rank or on all is given up, and training goes on as if it had never been begun."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.comm.layout import local_tensor
+from tpfuse.implementation_choice import Implementation, set_implementation
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.sharded_adamw import ShardedAdamW
+
+Where = str
+
+
+class _Failure(RuntimeError):
+    pass
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.fails: Where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.fails == "forward" and number == 2:
+                raise _Failure
+            x = torch.tanh(layer(x))
+            if self.fails == "backward" and number == 1:
+                x.register_hook(_fail)
+        return x
+
+
+def _fail(gradient: Tensor) -> Tensor:
+    raise _Failure
+
+
+def _made(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAdamW | ShardedAdamW]:
+    torch.manual_seed(0)
+    model = _Model()
+    if stage == 3:
+        engine = FullySharded(model, mesh=mesh_of(dist.get_world_size(), 1), units=list(model.layers))
+        return model, engine, ShardedAdamW(engine)
+    buckets = GradientBuckets(model, stage=stage, data_group=dist.group.WORLD, bucket_bytes=200)
+    return model, buckets, FlatAdamW(buckets)
+
+
+def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fails_in: Callable[[int], Where]) -> None:
+    for number in range(2):
+        engine.start(last=number == 1)
+        model.fails = fails_in(number)
+        try:
+            model(normal(2 * seed + number + 10 * dist.get_rank(), 3, 6)).square().sum().backward()
+        finally:
+            model.fails = ""
+    engine.finish()
+
+
+def _go_on(implementation: Implementation, stage: int, where: Where, micro_batch: int, everybody: bool) -> None:
+    set_implementation(implementation)
+    try:
+        runs = [_trained(stage, where, micro_batch, everybody), _trained(stage, "", 0, everybody)]
+    finally:
+        set_implementation("auto")
+    for failed, whole in zip(*runs, strict=True):
+        assert torch.equal(failed, whole)
+
+
+def _trained(stage: int, where: Where, micro_batch: int, everybody: bool) -> list[Tensor]:
+    """This rank's parameters after two steps, of which the second fails once before."""
+    model, engine, optimizer = _made(stage)
+    _step(model, engine, 0, lambda number: "")
+    optimizer.step(1e-2)
+    if where:
+        failing = everybody or dist.get_rank() == 0
+        begun = time.monotonic()
+        with pytest.raises(_Failure if failing else (_Failure, PeerTimeout)):
+            _step(model, engine, 1, lambda number: where if failing and number == micro_batch else "")
+            raise _Failure  # where nobody waits for what rank 0 has not sent, it says so in another way
+        if micro_batch == 1 and failing:
+            with pytest.raises(ValueError, match=r"after an error abandon\(\)"):
+                engine.start(last=True)
+        engine.abandon()
+        assert time.monotonic() - begun < 20
+    _step(model, engine, 1, lambda number: "")
+    optimizer.step(1e-2)
+    return [local_tensor(parameter).clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "stage", "where", "micro_batch", "everybody"),
+    [
+        ("direct", 0, "backward", 1, False),
+        ("direct", 2, "forward", 1, False),
+        ("direct", 3, "backward", 1, False),
+        ("collective", 1, "forward", 1, True),
+        *exhaustive(
+            ("direct", 1, "backward", 1, False),
+            ("direct", 2, "backward", 0, False),
+            ("direct", 2, "backward", 1, True),
+            ("direct", 3, "forward", 0, False),
+            ("direct", 3, "backward", 0, True),
+            ("fused", 1, "backward", 1, False),
+            ("fused", 2, "forward", 1, False),
+            ("collective", 0, "backward", 1, False),
+            ("collective", 2, "backward", 1, False),
+        ),
+    ],
+)
+def test_training_goes_on(
+    implementation: Implementation, stage: int, where: Where, micro_batch: int, everybody: bool
+) -> None:
+    if stage == 3 and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("stage 3 can abandon a step from torch 2.13 on")
+    pool(2).run(_go_on, implementation, stage, where, micro_batch, everybody)

@@ -1,0 +1,324 @@
+"""What crosses the network compressed: exact where nothing is lost, nothing lost for good elsewhere, bytes counted."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.nodes import split_by_node
+from tpfuse.comm.traffic import Traffic
+from tpfuse.testing.nodes import counted, run_on_nodes, why_not_permitted
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
+
+# A vector, a matrix that is worth it at rank 2, a gap, one that is too small, a second one, another vector.
+PIECES = ((7, 20, 16), (340, 4, 5), (360, 12, 30))
+SIZE = 733
+
+
+def _drawn(rank: int, step: int, size: int = SIZE, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _whole(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
+    """Whole numbers that bf16 has, as have their sums."""
+    return (torch.arange(size) * (rank + 3) + step).remainder(17).float() - 8
+
+
+def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in (PIECES[0], PIECES[2])]
+
+
+def _wide(rank: int, size: int) -> torch.Tensor:
+    """Of such different magnitudes that the order of sums shows."""
+    return _drawn(rank, 0, size, torch.float32) * 2.0 ** ((torch.arange(size) * 7 + rank * 13) % 41 - 20)
+
+
+def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple[int, int]]:
+    group, traffic = dist.group.WORLD, (Traffic(), Traffic())
+    x = _wide(dist.get_rank(), size)
+    shard = Bf16Compression().reduce_scatter(x.clone(), 0, (), group, traffic[0])
+    Bf16Compression().all_reduce(x, 0, (), group, traffic[1])
+    return x, shard, *((each.sent, each.received) for each in traffic)
+
+
+@pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((2, 100), (3, 63), (4, 1000), (4, 2))])
+def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
+    truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
+    share = -(-size // world)
+    padded = torch.cat([truth, torch.zeros(world * share - size)]).view(world, share)
+    whole = truth if world == 2 else truth.bfloat16().float()
+    for rank, (found, shard, half, both) in enumerate(pool(world).run(_bf16, size)):
+        assert torch.equal(found, whole) and torch.equal(shard, padded[rank])
+        assert half == (2 * (world - 1) * share,) * 2
+        assert both == ((2 * size,) * 2 if world == 2 else (4 * (world - 1) * share,) * 2)
+
+
+def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    x, traffic = _whole(dist.get_rank(), 0), Traffic()
+    PowerSGDCompression(rank).all_reduce(x, 0, PIECES, dist.group.WORLD, traffic)
+    return x, (traffic.sent, traffic.received)
+
+
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
+def test_what_is_no_matrix_or_too_small_to_gain_is_sent_as_it_is(world: int) -> None:
+    total = sum(_whole(rank, 0) for rank in range(world))
+    for found, sent in pool(world).run(_whole_numbers, 6):  # at rank 6 not one is worth it
+        assert torch.equal(found, total)
+        assert sent == ((4 * SIZE,) * 2 if world == 2 else (8 * (world - 1) * -(-SIZE // world),) * 2)
+    plain = torch.ones(SIZE, dtype=torch.bool)
+    for matrix in _matrices(plain):
+        matrix.fill_(False)
+    first, second = int(plain.sum()) + 2 * (20 + 12), 2 * (16 + 30)
+    for found, sent in pool(world).run(_whole_numbers, 2):
+        assert torch.equal(found[plain], total[plain]) and not torch.equal(found, total)
+        if world == 2:
+            assert sent == (4 * (first + second),) * 2
+        else:
+            assert sent == (8 * (world - 1) * (-(-first // world) + -(-second // world)),) * 2
+
+
+def _low_rank(rank: int) -> torch.Tensor:
+    """Of this rank's matrices rank 1: their sum over w ranks has rank w."""
+    x = _drawn(rank, 0)
+    for matrix in _matrices(x):
+        matrix.copy_(torch.outer(matrix[:, 0], matrix[0]))
+    return x
+
+
+def _reduced_low_rank() -> torch.Tensor:
+    x = _low_rank(dist.get_rank())
+    PowerSGDCompression(rank=2, seed=3).all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+    return x
+
+
+def test_sums_of_no_higher_rank_than_the_factors_are_exact() -> None:
+    total = _low_rank(0) + _low_rank(1)
+    for found in pool(2).run(_reduced_low_rank):
+        torch.testing.assert_close(found, total, rtol=0, atol=1e-13)
+
+
+def _zeros() -> list[torch.Tensor]:
+    compression, found = PowerSGDCompression(rank=2), []
+    for step in range(3):
+        x = _drawn(dist.get_rank(), step) * (step > 0)
+        compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        found.append(x)
+    return found
+
+
+def test_gradients_of_zero_do_not_stop_what_comes_after_them() -> None:
+    for first, _, third in pool(2).run(_zeros):
+        assert not first.any()
+        total = _drawn(0, 2) + _drawn(1, 2)
+        for found, truth in zip(_matrices(third), _matrices(total), strict=True):
+            assert found.isfinite().all() and torch.linalg.matrix_rank(found) == 2
+            assert (found - truth).norm() < 2 * truth.norm()
+
+
+def _steps(count: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """The results of each step, and what was kept before and after them, one step having gone before."""
+    compression = PowerSGDCompression(rank=2)
+    x = _drawn(dist.get_rank(), 99, dtype=dtype)
+    compression.all_reduce(x, 5, PIECES, dist.group.WORLD, Traffic())
+    before = {name: {k: v.clone() for k, v in kept.items()} for name, kept in compression.state_dict().items()}
+    results = []
+    for step in range(count):
+        x = _drawn(dist.get_rank(), step, dtype=dtype)
+        compression.all_reduce(x, 5, PIECES, dist.group.WORLD, Traffic())
+        results.append(x)
+    return results, before, compression.state_dict()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_step_is_the_papers(world: int) -> None:
+    """In numpy, with all ranks at hand: the sum is projected onto the span of Σ M Q."""
+    ranks = pool(world).run(_steps, 4, torch.float64)
+    for place, (name, kept) in enumerate(ranks[0][1].items()):
+        factor = kept["factor"].numpy()
+        errors = [before[name]["error"].numpy() for _, before, _ in ranks]
+        for step in range(4):
+            matrices = [_matrices(_drawn(rank, step))[place].numpy() + errors[rank] for rank in range(world)]
+            basis, _ = np.linalg.qr(sum(matrices) @ factor)
+            errors = [matrix - basis @ (basis.T @ matrix) for matrix in matrices]
+            factor = sum(matrices).T @ basis
+            for results, _, _ in ranks:
+                np.testing.assert_allclose(_matrices(results[step])[place].numpy(), basis @ factor.T, atol=1e-11)
+        for rank, (_, _, after) in enumerate(ranks):
+            np.testing.assert_allclose(after[name]["error"].numpy(), errors[rank], atol=1e-11)
+        assert list(ranks[0][1]) == ["0.5.7", "0.5.360"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_have_the_same_bits_and_only_what_is_kept_is_missing(world: int) -> None:
+    ranks = pool(world).run(_steps, 3, torch.float32)
+    for results, _, after in ranks[1:]:
+        assert all(torch.equal(mine, first) for mine, first in zip(results, ranks[0][0], strict=True))
+        assert all(torch.equal(after[name]["factor"], ranks[0][2][name]["factor"]) for name in after)
+    for place, name in enumerate(ranks[0][1]):
+        given = sum(_matrices(_drawn(rank, step))[place] for rank in range(world) for step in range(3))
+        given += sum(before[name]["error"] for _, before, _ in ranks)
+        arrived = sum(_matrices(result)[place] for result in ranks[0][0]) + sum(r[2][name]["error"] for r in ranks)
+        torch.testing.assert_close(arrived.double(), given.double(), rtol=0, atol=1e-4)
+
+
+def _constant() -> tuple[torch.Tensor, float]:
+    compression, total = PowerSGDCompression(rank=2), torch.zeros(SIZE, dtype=torch.float64)
+    for _ in range(60):
+        x = _drawn(dist.get_rank(), 0)
+        compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        total += x
+    return total / 60, float(x.norm())
+
+
+def test_a_gradient_that_stays_arrives_whole_in_the_mean() -> None:
+    truth = _drawn(0, 0) + _drawn(1, 0)
+    for mean, _ in pool(2).run(_constant):
+        for found, true in zip(_matrices(mean), _matrices(truth), strict=True):
+            assert (found - true).norm() < 0.15 * true.norm()
+            singular = torch.linalg.svdvals(true)
+            assert singular[2:].norm() > 0.4 * true.norm()  # what factors of rank 2 could not have at any one step
+
+
+def _overflow(bad: float) -> tuple[torch.Tensor, bool, bool]:
+    """The result with a bad number on one rank, and whether the next step is that of ranks that never had it."""
+    group, nexts = dist.group.WORLD, []
+    for spoil in (True, False):
+        compression = PowerSGDCompression(rank=2)
+        for step in range(3):
+            x = _drawn(dist.get_rank(), step)
+            if step == 1:
+                if not spoil:
+                    continue
+                if dist.get_rank() == 1:
+                    x[10] = bad
+            compression.all_reduce(x, 0, PIECES, group, Traffic())
+            if step == 1:
+                spoiled = x
+        nexts.append(x)
+    first, second = (
+        torch.equal(a, b) for a, b in zip(*(_matrices(x) for x in nexts), strict=True)
+    )  # only the first matrix had it
+    return spoiled, first, second
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen_by_all_and_forgotten(bad: float) -> None:
+    for spoiled, first, second in pool(2).run(_overflow, bad):
+        one, other = _matrices(spoiled)
+        assert one.isnan().all() and other.isfinite().all()
+        assert first and not second
+
+
+def _resumed() -> tuple[bool, bool, str]:
+    group = dist.group.WORLD
+
+    def steps(compression: PowerSGDCompression, *numbers: int) -> torch.Tensor:
+        for step in numbers:
+            x = _drawn(dist.get_rank(), step)
+            compression.all_reduce(x, 0, PIECES, group, Traffic())
+        return x
+
+    straight, first = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
+    whole = steps(straight, 0, 1, 2)
+    steps(first, 0, 1)
+    state = first.state_dict()
+    second = PowerSGDCompression(rank=2, seed=9)
+    second.load_state_dict(state)
+    same = torch.equal(steps(second, 2), whole)
+    fresh = torch.equal(steps(PowerSGDCompression(rank=2), 2), whole)
+    try:
+        PowerSGDCompression(rank=3).load_state_dict(state)
+    except ValueError as error:
+        return same, fresh, str(error)
+    return same, fresh, ""
+
+
+def test_a_run_goes_on_from_what_was_kept() -> None:
+    assert pool(2).run(_resumed) == [(True, False, "the state is of rank 2, not 3")] * 2
+
+
+def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
+    found = []
+    for scale in (1.0, 1024.0):
+        compression = PowerSGDCompression(rank=2)
+        for step in range(3):
+            x = _drawn(dist.get_rank(), step)
+            if step == 2:
+                compression.scale_errors(scale)
+                x *= scale
+            compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        found.append(x / scale)
+    return found[0], found[1]
+
+
+def test_errors_have_the_scale_of_the_gradients() -> None:
+    for plain, scaled in pool(2).run(_scaled):
+        torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=1e-12)
+
+
+def _two_groups() -> tuple[bool, str]:
+    """One bucket number and one place in two groups are two matrices; another shape in one of them is an error."""
+    other = dist.new_group()
+    assert other is not None
+    alone, both = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
+    for step in range(2):
+        x, y = _drawn(dist.get_rank(), step), _drawn(dist.get_rank(), step)
+        alone.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        both.all_reduce(y, 0, PIECES, dist.group.WORLD, Traffic())
+        both.all_reduce(_drawn(dist.get_rank(), 7), 0, ((7, 10, 32),), other, Traffic())
+    try:
+        both.all_reduce(y.clone(), 0, ((7, 16, 20),), other, Traffic())
+    except ValueError as error:
+        return torch.equal(x, y), str(error)
+    return torch.equal(x, y), ""
+
+
+def test_groups_are_kept_apart() -> None:
+    message = "bucket 0: the matrix at 7 has shape (16, 20), and had (10, 32) before"
+    assert pool(2).run(_two_groups) == [(True, message)] * 2
+
+
+def test_options() -> None:
+    assert compression_of("none") is None
+    assert isinstance(compression_of("bf16"), Bf16Compression)
+    chosen = compression_of("powersgd", rank=7, seed=5)
+    assert isinstance(chosen, PowerSGDCompression) and (chosen.rank, chosen.seed) == (7, 5)
+    with pytest.raises(ValueError, match="compression 'fp8': expected none, bf16 or powersgd"):
+        compression_of("fp8")
+    with pytest.raises(ValueError, match="rank 0: expected at least 1"):
+        compression_of("powersgd", rank=0)
+
+
+ROWS = 512
+
+
+def _sent() -> list[tuple[int, int]]:
+    """What a node sends for matrices of its two ranks, and what these say that they send, by bf16 and PowerSGD."""
+    found, results = split_by_node(dist.group.WORLD), []
+    signs = [1.0 - 2.0 * (torch.arange(ROWS) >> k & 1) for k in range(4)]  # orthogonal; bf16 has their products' sums
+    matrix = torch.stack([torch.outer(sign, sign) / 4 for sign in signs]).sum(0).flatten()
+    for name in ("bf16", "powersgd"):
+        compression = compression_of(name)
+        assert found is not None and compression is not None
+        x, traffic = matrix.clone(), Traffic()
+        with counted() as count:
+            compression.all_reduce(x, 0, ((0, ROWS, ROWS),), found.across, traffic)
+        # Factors of rank 4 are exact but for the rounding of their products, which are sums of ROWS terms.
+        bound = 0.0 if name == "bf16" else torch.finfo(x.dtype).eps * ROWS * 2 * matrix.abs().max().item()
+        torch.testing.assert_close(x, 2 * matrix, rtol=0, atol=bound)
+        results.append((count[0], traffic.sent))
+    return results
+
+
+@pytest.mark.nodes
+@pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
+def test_the_network_carries_as_much_as_is_counted() -> None:
+    for results in run_on_nodes(_sent):
+        for (sent, said), share in zip(results, (1 / 2, 4 * 2 / ROWS), strict=True):
+            assert said == share * 4 * ROWS * ROWS
+            assert 2 * said < sent < 2.1 * said + 20_000

@@ -1,0 +1,111 @@
+"""ZeRO's stages of ranks on GPUs, each its own or all of them one; kernels compiled, not interpreted.
+
+What the ranks do here is also done by CPU ranks, so that this file is known to be right where there is no GPU.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm import collectives
+from tpfuse.implementation_choice import implementation
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import HostStore
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.timeout(600)
+STEPS, LR, CLIP = 4, 1e-2, 1.0
+CASES = [(0, True, False), (1, True, False), (1, False, False), (2, True, False), (1, True, True)]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    running = GpuRankPool(request.param)
+    yield running
+    running.close()
+
+
+def _model(dtype: torch.dtype) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 129), nn.Tanh(), nn.Linear(129, 9))
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape) / 8)
+    return model.to(dtype)
+
+
+def _loss(model: nn.Module, step: int, rank: int, world: int, like: Tensor) -> Tensor:
+    x = normal(100 * step + rank, 7, 33).to(like)
+    return model(x).float().square().sum() / (7 * world)
+
+
+def _plainly(world: int, dtype: torch.dtype, clip: bool) -> list[Tensor]:
+    """On one CPU rank with all ranks' inputs; masters of a half type are float32."""
+    model = _model(dtype).float()
+    weights, biases = (list(model.parameters())[first::2] for first in (0, 1))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world):
+            _loss(model, step, rank, world, weights[0]).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = _model(dtype).to(device)
+    with implementation("fused"):
+        buckets = GradientBuckets(model, stage=stage, data_group=dist.group.WORLD, bucket_bytes=20_000)
+        store = HostStore(2**12, pinned=device == "cuda") if offload else None
+        optimizer = FlatAdamW(buckets, weight_decay=0.1, store=store)
+        for step in range(STEPS):
+            buckets.start(last=True)
+            _loss(model, step, rank, world, next(model.parameters())).backward()
+            buckets.finish(sums=sums)
+            factor = 1.0
+            if sums:
+                norm = collectives.all_reduce(buckets.squared_norm(), dist.group.WORLD).item() ** 0.5
+                factor = min(1.0, CLIP / (norm + 1e-6))
+            optimizer.step(LR, factor)
+    expected = _plainly(world, dtype, sums)
+    for found, wanted in zip(model.parameters(), expected, strict=True):
+        apart = (found.detach().float().cpu() - wanted).abs()
+        # Each step is at most LR, and in bfloat16 a small gradient may have the other sign.
+        assert apart.max() <= LR / 10 if dtype is torch.float32 else apart.mean() <= LR / 2
+        whole = collectives.all_gather(found.detach().view(1, -1), dist.group.WORLD)
+        assert (whole == whole[0]).all(), "ranks differ"
+    buckets.close()
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("stage", "sums", "offload"), CASES)
+def test_trains_on_gpus(ranks: RankPool, dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
+    ranks.run(_train, "cuda", dtype, stage, sums, offload)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stage", "sums", "offload"),
+    [
+        (torch.float32, 2, True, False),
+        (torch.bfloat16, 1, True, True),
+        *exhaustive(
+            (torch.bfloat16, 0, True, False),
+            (torch.float32, 1, True, False),
+            (torch.bfloat16, 1, False, False),
+            (torch.bfloat16, 2, True, False),
+        ),
+    ],
+)
+def test_trains_on_cpus(dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
+    pool(2).run(_train, "cpu", dtype, stage, sums, offload)

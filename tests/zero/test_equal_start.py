@@ -1,0 +1,101 @@
+"""Engines give all data-parallel ranks the model of the first of them: parameters, trained or not, and buffers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.comm.mesh import context_mesh, flat_group
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+
+CONFIG = GPTConfig(vocab_size=13, n_positions=4, n_embd=8, n_layer=1, n_head=4)
+
+
+def _gpt(dp: int, tp: int, cp: int, seed: int) -> GPT:
+    mesh = mesh_of(dp, tp, cp)
+    model = GPT(CONFIG, device_mesh=mesh["tp"] if tp > 1 else None, context_mesh=context_mesh(mesh))
+    initialize(model, seed)
+    return model
+
+
+def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> FullySharded | GradientBuckets:
+    mesh = mesh_of(dp, tp, cp)
+    if stage == 3:
+        return FullySharded(model, mesh=mesh)
+    return GradientBuckets(
+        model, stage=stage, data_group=flat_group(mesh, "dp", "cp"), world_group=dist.group.WORLD, bucket_bytes=1000
+    )
+
+
+def _started(stage: int, dp: int, tp: int, cp: int) -> None:
+    """Ranks that begin with other weights have those of the first one, each its own part of them."""
+    expected = GPT(CONFIG)
+    initialize(expected, 0)
+    model = _gpt(dp, tp, cp, dist.get_rank() // tp)
+    _engine(model, stage, dp, tp, cp)
+    for (name, parameter), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
+        part = whole[tuple(slice(*each) for each in local_slices(parameter))]
+        assert torch.equal(local_tensor(parameter), part), name
+
+
+@pytest.mark.parametrize(
+    ("stage", "dp", "tp", "cp"),
+    [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((0, 1, 1, 2), (1, 2, 2, 1), (3, 2, 2, 1), (1, 2, 1, 2), (3, 2, 1, 2))],
+)
+def test_all_ranks_begin_with_the_first_ones_weights(stage: int, dp: int, tp: int, cp: int) -> None:
+    pool(dp * tp * cp).run(_started, stage, dp, tp, cp)
+
+
+class _Mixed(nn.Module):
+    """Parameters and buffers of several dtypes, layouts and sizes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.frozen = nn.Parameter(integers(seed, 5, 4).to(torch.float64).t(), requires_grad=False)
+        self.empty = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+        self.register_buffer("complex", torch.complex(integers(seed, 3), integers(seed + 1, 3)))
+        self.register_buffer("flags", integers(seed, 7) > 0)
+        for tensor in (*self.linear.parameters(), self.norm.running_mean, self.norm.num_batches_tracked):
+            assert tensor is not None
+            tensor.data.copy_(integers(seed + 2, *tensor.shape))
+
+
+def _mixed() -> None:
+    model, expected = _Mixed(dist.get_rank()), _Mixed(0).state_dict()
+    GradientBuckets(model, data_group=dist.group.WORLD)
+    assert not model.frozen.is_contiguous()
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, expected[name]), name
+
+
+def test_frozen_parameters_and_buffers_are_given_too() -> None:
+    pool(2).run(_mixed)
+
+
+def _unequal() -> None:
+    rank = dist.get_rank()
+    models = [
+        (nn.Linear(3, 2 + rank), r"weight float32 \[3, 3\] where rank 0 has weight float32 \[2, 3\]"),
+        (nn.Linear(3, 3, dtype=(torch.float32, torch.float64)[rank]), r"weight float64 .* has weight float32"),
+        (nn.Linear(3, 3, bias=rank == 0), r"nothing where rank 0 has bias float32 \[3\]"),
+    ]
+    for stage in (1, 3):
+        for model, message in models:
+            before = [local_tensor(x).clone() for x in model.parameters()]
+            with pytest.raises(ValueError, match=f"ranks have other parameters or buffers: rank 1 has {message}"):
+                _engine(model, stage, 2, 1, 1)
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    _mixed()
+
+
+def test_other_models_on_other_ranks_are_refused() -> None:
+    pool(2).run(_unequal)

@@ -1,0 +1,116 @@
+"""AdamW on flat buffers equals AdamW on the parameters, by torch and by the kernels, and from one to the other."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
+
+
+def _model(dtype: torch.dtype, n_layer: int = 1) -> GPT:
+    model = GPT(GPTConfig(vocab_size=31, n_positions=8, n_embd=24, n_layer=n_layer, n_head=3), dtype=dtype)
+    initialize(model, 0)
+    return model
+
+
+def test_equals_adamw_on_the_parameters() -> None:
+    torch.manual_seed(0)
+    plain = _model(torch.float64, n_layer=2)
+    model = copy.deepcopy(plain)
+    decayed = [p for n, p in plain.named_parameters() if decays(n, p)]
+    rest = [p for n, p in plain.named_parameters() if not decays(n, p)]
+    assert {p.ndim for p in rest} == {1, 2}  # norms and biases, the packed one of q, k, v among them
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.95)
+    )
+    buckets = GradientBuckets(model, bucket_bytes=4000)
+    assert len(buckets.buckets) > 2
+    optimizer = FlatAdamW(buckets, betas=(0.8, 0.95), weight_decay=0.3)
+    for step in range(5):
+        ids = torch.randint(31, (2, 8))
+        plain(ids, ids).sum().backward()
+        reference.step()
+        reference.zero_grad()
+        buckets.start(last=True)
+        model(ids, ids).sum().backward()
+        buckets.finish()
+        optimizer.step(1e-2)
+        assert optimizer.updates == step + 1
+    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10, msg=name)  # a key bias has no gradient but rounding
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
+    model = _model(torch.bfloat16)
+    buckets = GradientBuckets(model)
+    optimizer = FlatAdamW(buckets)
+    before = [optimizer.state(bucket)["model"].clone() for bucket in buckets.buckets]
+    for _ in range(3):
+        buckets.start(last=True)
+        model(torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(0)).sum().backward()
+        buckets.finish()
+        with kernels(name):
+            optimizer.step(1e-6)  # far below what bfloat16 can add to a weight
+    for bucket, old in zip(buckets.buckets, before, strict=True):
+        master = optimizer.state(bucket)["model"]
+        assert master.dtype is torch.float32
+        assert not torch.equal(master, old)
+        assert torch.equal(bucket.values, master.bfloat16())
+
+
+def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatAdamW]:
+    """Masters and moments after as many updates as `names` says by which kernels, with gradients drawn for each step.
+
+    Between two kinds of kernels a fresh optimizer takes over moments and count, as from a checkpoint.
+    """
+    buckets = GradientBuckets(model, bucket_bytes=8000)
+    optimizer = FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
+    places = sorted(((s.name, b, s) for b in buckets.buckets for s in b.layout.segments), key=lambda place: place[0])
+    for step, name in enumerate(names):
+        if step and name != names[step - 1]:
+            old, optimizer = optimizer, FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
+            optimizer.updates = old.updates
+            for bucket in buckets.buckets:
+                for kind, x in optimizer.state(bucket).items():
+                    x.copy_(old.state(bucket)[kind])
+        buckets.start(last=True)
+        buckets.finish()  # with zeros
+        for index, (_, bucket, segment) in enumerate(places):
+            gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
+            bucket.layout.view(bucket.sums, segment).copy_(gradient)
+        with kernels(name):
+            optimizer.step(1e-2 / (step + 1), 0.5 if step % 2 else 1.0)
+    state = {}
+    for n, bucket, segment in places:
+        state |= {
+            f"{kind} of {n}": bucket.layout.view(x, segment).clone() for kind, x in optimizer.state(bucket).items()
+        }
+    return state, optimizer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "updates"), [(torch.bfloat16, 6), *exhaustive((torch.float32, 20), (torch.bfloat16, 20))]
+)
+def test_updates_by_both_agree(dtype: torch.dtype, updates: int) -> None:
+    third = updates // 3
+    truth, _ = _trained(_model(dtype).double(), ["torch"] * updates)
+    plain, _ = _trained(_model(dtype), ["torch"] * updates)
+    fused, optimizer = _trained(_model(dtype), ["triton"] * updates)
+    both, _ = _trained(_model(dtype), ["torch"] * third + ["triton"] * third + ["torch"] * (updates - 2 * third))
+    assert optimizer.updates == updates
+    for name, expected in truth.items():
+        error = (plain[name] - expected).abs().max().item()
+        bound = 2 * error + torch.finfo(torch.float32).eps * expected.abs().max().item()
+        check_error(name, fused[name], plain[name], expected, bound)
+        check_error(name, both[name], plain[name], expected, bound)

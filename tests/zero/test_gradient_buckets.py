@@ -1,0 +1,343 @@
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm import collectives
+from tpfuse.comm.layout import local_slices
+from tpfuse.comm.mesh import group_of
+from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.initialize import initialize
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.reducer.base import Alone
+
+CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
+
+
+def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
+    """Where all ranks have whole sums, at stage 0."""
+    return {
+        segment.name: bucket.layout.view(bucket.sums, segment)
+        for bucket in buckets.buckets
+        for segment in bucket.layout.segments
+    }
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    ids = integers(1, 12, 13, low=0, high=62, dtype=torch.int64)
+    return ids, ids.roll(-1, 1)
+
+
+def _reference(step: int) -> dict[str, Tensor]:
+    model = GPT(CONFIG, dtype=torch.float64)
+    initialize(model, 1)
+    ids, targets = _batch()
+    model(ids, targets, dropout_at=(7, step)).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+    mesh = mesh_of(dp, tp)
+    model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
+    initialize(model, 1)
+    world = dist.group.WORLD if dist.get_world_size() > 1 else None
+    buckets = GradientBuckets(model, data_group=group_of(mesh["dp"]), world_group=world, bucket_bytes=bucket_bytes)
+    ids, targets = _batch()
+    mine = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
+    for step in range(2):
+        for index, rows in enumerate(mine.tensor_split(accumulation)):
+            buckets.start(last=index == accumulation - 1)
+            losses = model(ids[rows], targets[rows], dropout_at=(7, step), sequences_B=rows)
+            (losses.sum() / ids.numel()).backward()
+        buckets.finish()
+        expected, actual = _reference(step), _gradients(buckets)
+        assert actual.keys() == expected.keys()
+        for name, gradient in actual.items():
+            part = tuple(slice(*bounds) for bounds in local_slices(model.get_parameter(name)))
+            torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-13)
+        norm = collectives.all_reduce(buckets.squared_norm(), world).sqrt()
+        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "accumulation", "bucket_bytes"),
+    [
+        (2, 1, 3, 10_000),
+        (3, 1, 1, 10_000),
+        (1, 2, 2, 2**30),  # one bucket of a kind
+        (1, 3, 3, 10_000),
+        *exhaustive(
+            (1, 1, 2, 10_000),
+            (1, 2, 3, 10_000),
+            (2, 1, 1, 10_000),
+            (2, 2, 1, 2**30),
+            (2, 2, 3, 10_000),
+            (4, 1, 2, 10_000),
+            (1, 4, 1, 10_000),
+            (1, 3, 2, 10_000),
+        ),
+    ],
+)
+def test_gradients_are_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+    pool(tp * dp).run(_steps, tp, dp, accumulation, bucket_bytes)
+
+
+class _Toy(nn.Module):
+    """Four layers in a row, with one that nobody uses and one that is frozen."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(9, 9, dtype=dtype) for _ in range(3))
+        self.unused, self.frozen = nn.Linear(9, 5, dtype=dtype), nn.Linear(9, 9, dtype=dtype)
+        self.frozen.requires_grad_(False)
+        for seed, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(integers(seed, *parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.frozen(self.second(self.first(x))))
+        return out
+
+
+def _run(model: nn.Module, buckets: GradientBuckets, batches: list[Tensor]) -> None:
+    for index, x in enumerate(batches):
+        buckets.start(last=index == len(batches) - 1)
+        model(x).sum().backward()
+    buckets.finish()
+
+
+def test_unused_parameters_have_gradient_zero_and_frozen_ones_stay_out() -> None:
+    model, plain = _Toy(), _Toy()
+    frozen = model.frozen.weight
+    buckets = GradientBuckets(model, bucket_bytes=300)
+    for seed in range(2):  # the second step must not add to the first
+        x = integers(seed, 4, 9, dtype=torch.float64)
+        _run(model, buckets, [x])
+        plain.zero_grad()
+        plain(x).sum().backward()
+        for name, gradient in _gradients(buckets).items():
+            expected = plain.get_parameter(name).grad
+            assert torch.equal(gradient, torch.zeros_like(gradient) if "unused" in name else expected)
+    assert not any("frozen" in name for name in _gradients(buckets))
+    assert model.frozen.weight is frozen and frozen.grad is None
+
+
+def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    x = integers(1, 4, 9, dtype=torch.float64)
+    buckets.start(last=False)
+    model.unused(x).sum().backward()
+    buckets.start(last=True)
+    model(x).sum().backward()
+    buckets.finish()
+    assert torch.equal(_gradients(buckets)["unused.weight"], x.sum(0).expand(5, 9))
+
+
+def test_a_parameter_unused_in_the_next_step_has_gradient_zero() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    x = integers(1, 4, 9, dtype=torch.float64)
+    _run(model.unused, buckets, [x])
+    assert torch.count_nonzero(_gradients(buckets)["unused.weight"])
+    _run(model, buckets, [x])
+    assert torch.count_nonzero(_gradients(buckets)["unused.weight"]) == 0
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = nn.Sequential(nn.Linear(9, 9, bias=False), nn.Linear(9, 9, bias=False))
+    model[1].weight = model[0].weight
+    buckets = GradientBuckets(model)
+    assert model[1].weight is model[0].weight and len(_gradients(buckets)) == 1
+    x = integers(1, 4, 9)
+    expected = torch.autograd.grad(model(x).sum(), model[0].weight)[0]
+    _run(model, buckets, [x])
+    assert torch.equal(_gradients(buckets)["0.weight"], expected)
+
+
+def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    send = Alone.send
+
+    def record(exchange: Alone, index: int) -> None:
+        events.append(f"send {index}")
+        send(exchange, index)
+
+    monkeypatch.setattr(Alone, "send", record)
+    model = _Toy()
+    del model.unused
+    model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
+    buckets = GradientBuckets(model, bucket_bytes=1)
+    x = integers(1, 4, 9, dtype=torch.float64).requires_grad_()
+    sent = [f"send {index}" for index in range(len(buckets.buckets))]
+    _run(model, buckets, [x])
+    assert len(sent) == 6 and [event for event in events if event in sent] == sent
+    assert events.index("first layer's backward") >= 4
+    events.clear()
+    with buckets.no_sync():
+        model(x).sum().backward()
+    assert not set(events) & set(sent), "only the last micro-batch communicates"
+    buckets.start(last=True)
+    model(x).sum().backward()
+    assert [event for event in events if event in sent] == sent
+
+
+def test_buckets_are_sent_in_one_order_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks whose gradients come in another order, or not at all, would otherwise reduce different buckets."""
+    sent: list[int] = []
+    monkeypatch.setattr(Alone, "send", lambda _, index: sent.append(index))
+    model = _Toy()
+    buckets = GradientBuckets(model, bucket_bytes=1)
+    buckets.start(last=True)
+    model.first(torch.ones(4, 9, dtype=torch.float64)).sum().backward()
+    assert sent == [], "the buckets of what lies behind it have not come"
+    buckets.finish()
+    assert sent == list(range(len(buckets.buckets)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
+    model = nn.Linear(63, 100, dtype=dtype)
+    before = model.weight.detach().clone()
+    buckets = GradientBuckets(model)
+    (bucket,) = buckets.buckets
+    assert bucket.values.dtype == dtype and bucket.layout.state_dtype == torch.float32
+    assert torch.equal(model.weight, before)
+    # 1 + 2^-10 needs more bits than bfloat16 has: the sum must be taken in float32.
+    batches = [torch.ones(1, 63, dtype=dtype), torch.full((1, 63), 2.0**-10, dtype=dtype)]
+    _run(model, buckets, batches)
+    assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
+    master = FlatAdamW(buckets).state(bucket)["model"]
+    assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
+    half = GradientBuckets(nn.Linear(63, 100, dtype=dtype), gradient_dtype="parameter")
+    assert half.buckets[0].sums.dtype == dtype, "half as much memory where that is asked for"
+
+
+def test_buckets_hold_one_dtype_each() -> None:
+    model = nn.Sequential(nn.Linear(9, 9, dtype=torch.float32), nn.Linear(9, 9, dtype=torch.bfloat16))
+    before = [p.detach().clone() for p in model.parameters()]
+    buckets = GradientBuckets(model)
+    assert sorted(str(bucket.values.dtype) for bucket in buckets.buckets) == ["torch.bfloat16", "torch.float32"]
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_what_decays_stands_before_what_does_not() -> None:
+    model = GPT(CONFIG)
+    initialize(model, 1)
+    names = {name for name, parameter in model.named_parameters() if decays(name, parameter)}
+    assert names == {name for name in dict(model.named_parameters()) if name.endswith("weight") and ".ln_" not in name}
+    buckets = GradientBuckets(model, bucket_bytes=2**30)
+    decayed = 0
+    for bucket in buckets.buckets:
+        layout = bucket.layout
+        flat = torch.zeros(layout.size)
+        for segment in layout.segments:
+            layout.view(flat, segment).fill_(1.0 if segment.decay else 2.0)
+        assert set(flat[: layout.border].tolist()) <= {0.0, 1.0} and set(flat[layout.border :].tolist()) <= {0.0, 2.0}
+        decayed += int(flat[: layout.border].sum())
+    assert decayed == sum(model.get_parameter(name).numel() for name in names)
+
+
+def test_non_finite_gradients_are_named() -> None:
+    model = _Toy()
+    buckets = GradientBuckets(model)
+    _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
+    assert buckets.nonfinite() == []
+    _gradients(buckets)["second.bias"][3] = float("nan")
+    _gradients(buckets)["first.weight"][0, 0] = float("inf")
+    assert set(buckets.nonfinite()) == {"second.bias", "first.weight"}
+
+
+def _each_is_named() -> int:
+    """One element after the other of this rank's shards; returns how many segments have one there."""
+    model, found = _Toy(), 0
+    buckets = GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD, stage=1)
+    _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
+    for bucket in buckets.buckets:
+        for segment, part in bucket.layout.inside(bucket.shard):
+            for element in (part.start, part.stop - 1):
+                before = bucket.sums[element - bucket.shard.start].item()
+                bucket.sums[element - bucket.shard.start] = torch.nan
+                assert buckets.nonfinite() == [segment.name]
+                bucket.sums[element - bucket.shard.start] = before
+            found += 1
+    return found
+
+
+def test_a_rank_names_what_is_not_finite_in_its_shards() -> None:
+    assert min(pool(2).run(_each_is_named)) > 1
+
+
+def _missing_group() -> None:
+    model = GPT(CONFIG, device_mesh=tensor_mesh())
+    initialize(model, 1)
+    with pytest.raises(ValueError, match=r"world_group is missing: gradients such as transformer.h.0.ln_1.bias's"):
+        GradientBuckets(model)
+
+
+def test_bad_input_is_refused() -> None:
+    pool(2).run(_missing_group)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        GradientBuckets(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="stage 3: expected 0, 1 or 2"):
+        GradientBuckets(nn.Linear(2, 2), stage=3)
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model)
+    buckets.start(last=True)
+    with pytest.raises(ValueError, match="finish"):
+        buckets.start(last=True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match=r"call start\(\) before each backward pass"):
+        model(torch.ones(1, 2)).sum().backward()
+    buckets.finish()
+    with pytest.raises(ValueError, match=r"call start\(\) before each backward pass"):
+        model(torch.ones(1, 2)).sum().backward()
+    model.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"bias\.requires_grad is False now: make new buckets"):
+        buckets.start(last=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_update_uses_up_new_gradients(stage: int) -> None:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model, stage=stage)
+    optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)
+    for last in (False, True):
+        with pytest.raises(ValueError, match=r"call finish\(\) after the last backward pass"):
+            optimizer.step(1e-3)
+        buckets.start(last=last)
+        model(x).sum().backward()
+        if not last:
+            with pytest.raises(ValueError, match="without a last micro-batch"):
+                buckets.finish()
+    buckets.finish()
+    before = model.weight.detach().clone()
+    optimizer.step(1e-3)
+    assert not torch.equal(model.weight, before)
+    before.copy_(model.weight)
+    with pytest.raises(ValueError, match=r"step\(\) once"):
+        optimizer.step(1e-3)
+    assert optimizer.updates == 1 and torch.equal(model.weight, before)
+
+
+def _many_at_once() -> None:
+    model = _Toy()
+    group = group_of(tensor_mesh())
+    buckets = GradientBuckets(model, data_group=group, bucket_bytes=1)
+    x = normal(dist.get_rank(), 4, 9, dtype=torch.float64)
+    _run(model, buckets, [x, x])
+    plain = _Toy()
+    (2 * sum(plain(normal(r, 4, 9, dtype=torch.float64)).sum() for r in range(dist.get_world_size()))).backward()
+    for name, gradient in _gradients(buckets).items():
+        if "unused" not in name:
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
+def test_many_reductions_at_once(world: int) -> None:
+    pool(world).run(_many_at_once)

@@ -1,0 +1,310 @@
+"""State in a file: the same to the bit as in memory, little of it resident, nothing left behind, no disk overfilled."""
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.ops.adamw import adamw_
+from tpfuse.testing.inputs import normal
+from tpfuse.zero import offload
+from tpfuse.zero.bucket_layout import BucketLayout, Segment
+from tpfuse.zero.offload import DeviceStore, FileStore, HostStore, Staging, StateStore, check_space, state_bytes
+
+RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+SIZES = (63, 1000, 5000)  # elements of three shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that may be used for state, also where the machine's temporary files are in memory."""
+    monkeypatch.setattr(offload, "_IN_MEMORY", ())
+    return tmp_path
+
+
+def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tensor]:
+    """master, moments and parameter of three shards after some updates, shard after shard, block after block."""
+    half = dtype is torch.bfloat16
+    state_dtype = torch.float32 if half else dtype
+    shards = []
+    for index, size in enumerate(SIZES):
+        state = [store.tensor(f"{name} {index}", size, state_dtype) for name in ("master", "exp_avg", "exp_avg_sq")]
+        assert all(not x.any() for x in state)
+        for part in store.walk(state[:1]):
+            state[0][part] = normal(index, size, dtype=state_dtype)[part]
+        shards.append((*state, torch.zeros(size, dtype=dtype) if half else None))
+    staging = Staging()
+    for step in range(steps):
+        number = torch.tensor(step + 1.0)
+        for index, (master, exp_avg, exp_avg_sq, parameter) in enumerate(shards):
+            gradient, follower = normal(100 * step + index, len(master), dtype=dtype), shards[(index + 1) % 3][:3]
+            covered = 0
+            for part in store.walk((master, exp_avg, exp_avg_sq), then=follower):
+                assert part.start == covered
+                covered = part.stop
+                states = [master[part]], [exp_avg[part]], [exp_avg_sq[part]]
+                with staging.host(gradient[part], master[part] if parameter is None else parameter[part]) as (g, new):
+                    adamw_(states[0], [g], *states[1:], [new if half else None], **RATES, step=number)
+            assert covered == len(master)
+    return [x for shard in shards for x in shard if x is not None]
+
+
+def _stores(folder: Path) -> Iterator[StateStore]:
+    yield HostStore(block=256)
+    for block in (16, 48, 1008, 1024, 16 * 10**5):
+        yield FileStore(folder, 3 * 8 * sum(SIZES), block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_equal_to_the_bit_wherever_state_lives(folder: Path, dtype: torch.dtype) -> None:
+    expected = _trained(DeviceStore(torch.device("cpu")), dtype)
+    for store in _stores(folder):
+        for found, wanted in zip(_trained(store, dtype), expected, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_state_outlasts_release_and_parts_of_a_tensor_are_walked_by_themselves(folder: Path) -> None:
+    """A bucket's two halves, decayed and not, are walked as parts of the same tensors, at any offset."""
+    store = FileStore(folder, 4 * 10000 + 8 * 10, block=512)
+    whole, small = store.tensor("whole", 10000, torch.float32), store.tensor("small", 10, torch.float64)
+    for number, half in enumerate((whole[:3777], whole[3777:])):
+        for part in store.walk([half, torch.empty(len(half))]):  # the second one is none of its
+            half[part] = torch.arange(part.start, part.stop) + 10**6 * number
+    small.fill_(0.5)
+    store.release()
+    assert torch.equal(whole, torch.cat([torch.arange(3777.0), torch.arange(10000.0 - 3777) + 10**6]))
+    assert (small == 0.5).all()
+
+
+def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
+    store = FileStore(folder, 4000, block=112)
+    whole = store.tensor("whole", 1000, torch.float32)
+    released: list[tuple[int, int]] = []
+    store._let_go = lambda tensors, part: released.append((part.start, part.stop))  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        for part in store.walk([whole]):
+            if part.start == 224:
+                raise KeyError
+    assert released == [(0, 112), (112, 224), (224, 336)]
+
+
+def test_empty_shards_are_walked_in_no_part(folder: Path) -> None:
+    for store in (HostStore(), FileStore(folder, 0)):
+        nothing = store.tensor("nothing", 0, torch.float32)
+        assert list(store.walk([nothing], then=[nothing])) == []
+    with pytest.raises(ValueError, match="exp_avg of bucket 3: 8 bytes of state do not fit the 1 that were asked for"):
+        FileStore(folder, 0).tensor("exp_avg of bucket 3", 2, torch.float32)
+
+
+def _resident(store: FileStore) -> int:
+    """Bytes of the store's mapping that are in this process's memory."""
+    start = f"{store._bytes.data_ptr():x}-"
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    next(line for line in lines if line.startswith(start))
+    return int(next(line for line in lines if line.startswith("Rss:")).split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident memory is read from /proc")
+def test_one_block_is_resident_at_a_time(folder: Path) -> None:
+    """A mebibyte of each tensor in four, and the pages around it that the kernel maps as well when one is read."""
+    block, around = 2**20, 2**17
+    store = FileStore(folder, 8 * block, block=block // 4)
+    state = [store.tensor(name, block, torch.float32) for name in ("master", "exp_avg")]
+    for _ in range(2):
+        for part in store.walk(state, then=state):
+            for x in state:
+                x[part] += 1.0
+            assert 2 * block <= _resident(store) <= 2 * (block + around)
+        assert _resident(store) <= around, "blocks stay resident after the walk"
+    assert all((x == 2.0).all() for x in state)
+    # The kernel may take single pages back, but not a block.
+    assert 7 * block < _resident(store) <= 8 * block, "the test sees what is resident"
+    store.release()
+    assert _resident(store) <= around
+
+
+_UPDATE = """
+import sys, torch
+from pathlib import Path
+from tpfuse.ops.adamw import adamw_
+from tpfuse.zero import offload
+offload._IN_MEMORY = ()
+torch.set_num_threads(1)
+n, folder = 2**26 // 3, Path(sys.argv[1])
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+def status(name):
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) / 1024
+gradient = torch.randn(n)
+parameter = torch.zeros(n, dtype=torch.bfloat16)
+adamw_([x := torch.zeros(8)], [x], [x + 0], [x + 0], [None], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0,
+       step=torch.ones(()))
+before = max(resident(), status("VmHWM"))
+store = offload.FileStore(folder, 12 * n)
+state = [store.tensor(name, n, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")]
+for step in (1.0, 2.0):
+    for part in store.walk(state, then=state):
+        a, b, c = (x[part] for x in state)
+        adamw_([a], [gradient[part]], [b], [c], [parameter[part]], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8,
+               weight_decay=0.0, step=torch.tensor(step))
+after, peak = resident(), status("VmHWM")
+total = float(state[0].abs().sum())
+read = resident()
+store.release()
+print(before, after, peak, read, resident(), total > 0)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+def test_a_few_blocks_are_resident(folder: Path) -> None:
+    """An update of 256 MiB of state: 48 MiB for a block of each tensor, and what torch needs beside."""
+    done = subprocess.run([sys.executable, "-c", _UPDATE, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *numbers, changed = done.stdout.split()
+    before, after, peak, read, released = map(float, numbers)
+    assert after < before + 30, "blocks stay resident after the update"
+    assert 40 < peak - before < 100
+    assert read > before + 75, "the test sees what is resident"
+    assert released < before + 30
+    assert changed == "True"
+    assert not list(folder.iterdir())
+
+
+_KILLED = """
+import sys, time, torch
+from pathlib import Path
+from tpfuse.zero import offload
+offload._IN_MEMORY = ()
+store = offload.FileStore(Path(sys.argv[1]), 2**20)
+x = store.tensor("x", 2**18, torch.float32)
+for part in store.walk([x]):
+    x[part] = 1
+    print("here", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.processes
+def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, folder], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    assert not list(folder.iterdir()), "not even while it runs"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not list(folder.iterdir())
+
+
+def _full(error: int) -> Callable[[int, int, int], None]:
+    def allocate(descriptor: int, start: int, nbytes: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    return allocate
+
+
+def test_no_space_is_one_line_and_takes_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"too little space: optimizer state needs 1048576.00 GiB, [\d.]+ GiB are free"
+    ):
+        FileStore(folder, 2**50)
+    expected = f"offload path {folder}: cannot take 2.00 MiB there: No space left on device"
+    monkeypatch.setattr(os, "posix_fallocate", _full(errno.ENOSPC))  # somebody else was faster
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        FileStore(folder, 2**21)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file only seems as long")
+def test_the_space_is_taken_at_once(folder: Path) -> None:
+    store = FileStore(folder, 3 * 2**20)
+    assert os.fstat(store._file.fileno()).st_blocks * 512 >= 3 * 2**20
+    assert not list(folder.iterdir()), "the file has no name, so that it is gone with the process"
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, tmp_path / "missing"):
+        with pytest.raises(ValueError, match=f"^offload path {re.escape(str(path))} is not a folder: [^\n]*$"):
+            check_space(path, 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ValueError, match="is not writable: "):
+        check_space(tmp_path, 1)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
+def test_memory_that_is_called_a_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^offload path /dev/shm is in memory \(tmpfs\): expected a folder on a"):
+        check_space(Path("/dev/shm"), 1)
+
+
+class _Stream:
+    """Does what it is given when it is waited for: what is read too early is not there, what is overwritten is lost."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def synchronize(self) -> None:
+        while self.waiting:
+            self.waiting.pop(0)()
+
+
+def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that do not block are done late, as on a device; the buffers are reused all the same."""
+    stream, copy = _Stream(), Tensor.copy_
+
+    def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert non_blocking
+        stream.waiting.append(lambda: copy(target, source))
+        return target
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(offload, "_on_host", lambda x: False)
+    monkeypatch.setattr(offload, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(Tensor, "copy_", late)
+    staging = Staging()
+    gradients, parameters = torch.arange(100.0), torch.arange(100.0, 200.0, dtype=torch.float64)
+    expected = parameters + gradients
+    for start in range(0, 100, 30):  # the last block is shorter
+        part = slice(start, start + 30)
+        with staging.host(gradients[part], parameters[part], read=True) as (gradient, new):
+            assert gradient.data_ptr() != gradients[part].data_ptr() and new.dtype is torch.float64
+            new.add_(gradient)
+        assert stream.waiting, "the copy back blocks"
+    stream.synchronize()
+    assert torch.equal(parameters, expected)
+    with pytest.raises(KeyError), staging.host(gradients, parameters) as (_, new):
+        new.zero_()
+        raise KeyError
+    stream.synchronize()
+    assert torch.equal(parameters, expected), "a block whose update failed came back"
+
+
+def _layout(dtype: torch.dtype, size: int, world: int) -> BucketLayout:
+    return BucketLayout("replicated", dtype, (Segment("w", torch.Size([size]), 0, size, True),), size, size, world)
+
+
+def test_bytes_of_state() -> None:
+    layouts = [_layout(torch.bfloat16, 640, 4), _layout(torch.float32, 320, 2), _layout(torch.float64, 64, 1)]
+    assert state_bytes(layouts, 0) == 12 * 640 + 8 * 320 + 16 * 64
+    for stage in (1, 2):
+        assert state_bytes(layouts, stage) == 12 * 160 + 8 * 160 + 16 * 64
+
+
+def test_stores_by_name(folder: Path) -> None:
+    cpu = torch.device("cpu")
+    kinds = {"none": DeviceStore, "optimizer": HostStore, "nvme": FileStore}
+    for name, kind in kinds.items():
+        store = offload.state_store(name, cpu, folder, 40)  # type: ignore[arg-type]
+        assert type(store) is kind and store.tensor("x", 10, torch.float32).tolist() == [0.0] * 10
+    with pytest.raises(ValueError, match="offload nvme: expected an offload path"):
+        offload.state_store("nvme", cpu, None, 40)

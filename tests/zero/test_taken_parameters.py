@@ -1,0 +1,246 @@
+"""Engines take over parameters that others hold too: what happens to those, and what is changed behind an engine."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import group_of
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.sharded_adamw import ShardedAdamW
+
+
+class _Listed(nn.Module):
+    """Its forward pass reaches one of its parameters through a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+        self.linear = nn.Linear(3, 3)
+        self.listed = [self.scale]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x * self.listed[0])
+        return out
+
+
+def _step(engine: GradientBuckets | FullySharded, model: nn.Module, x: Tensor) -> None:
+    engine.start(last=True)
+    model(x).square().sum().backward()
+    engine.finish()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_parameter_stays_the_object_that_others_hold(stage: int) -> None:
+    torch.manual_seed(0)
+    model, x = _Listed(), normal(0, 4, 3)
+    model(x).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    before = dict(model.named_parameters())
+    model.scale.note = "kept"  # type: ignore[attr-defined]
+    seen: list[Tensor] = []
+    model.scale.register_hook(lambda gradient: seen.append(gradient.clone()))
+    model.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[no-untyped-call]
+    buckets = GradientBuckets(model, stage=stage)
+    optimizer = FlatAdamW(buckets)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert model.scale.note == "kept"  # type: ignore[attr-defined]
+    _step(buckets, model, x)
+    for bucket in buckets.buckets:
+        for segment in bucket.layout.segments:
+            torch.testing.assert_close(bucket.layout.view(bucket.sums, segment), expected[segment.name])
+    torch.testing.assert_close(seen, [expected["scale"]] * 2)
+    held = model.scale.detach().clone()
+    optimizer.step(1e-2)
+    assert not torch.equal(model.listed[0], held) and model.listed[0] is model.scale
+
+
+def _hooks_of_dtensors() -> None:
+    layer = ColumnParallelLinear(3, 4, device_mesh=tensor_mesh())
+    seen: list[tuple[str, torch.Size]] = []
+    layer.weight.register_hook(lambda gradient: seen.append((type(gradient).__name__, gradient.shape)))
+    layer.bias.note = "kept"  # type: ignore[union-attr]
+    before = dict(layer.named_parameters())
+    buckets = GradientBuckets(layer, world_group=dist.group.WORLD)
+    assert all(parameter is before[name] for name, parameter in layer.named_parameters())
+    assert layer.bias.note == "kept"  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for _ in range(2):
+        _step(buckets, layer, normal(0, 2, 3))
+        assert seen == [("DTensor", torch.Size((4, 3)))]
+        seen.clear()
+        with pytest.raises(ValueError, match=r"^(weight|bias)\.grad is in the memory of GradientBuckets"):
+            nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        with pytest.raises(ValueError, match=r"\.grad is in the memory of GradientBuckets"):
+            optimizer.step()
+    layer.bias.register_post_accumulate_grad_hook(lambda _: seen.append(("bias", layer.bias.shape)))  # type: ignore
+    _step(buckets, layer, normal(0, 2, 3))
+    assert ("bias", torch.Size((4,))) in seen
+    layer.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="weight was converted or moved"):
+        buckets.start(last=True)
+
+
+def test_hooks_of_sharded_parameters_are_called() -> None:
+    pool(2).run(_hooks_of_dtensors)
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+
+
+def _new(model: nn.Module) -> None:
+    model.append(nn.Linear(3, 3))  # type: ignore[operator]
+
+
+def _gone(model: nn.Module) -> None:
+    model[1] = nn.Identity()  # type: ignore[index]
+
+
+CHANGES: list[tuple[Callable[[nn.Module], object], str]] = [
+    (lambda model: model.to(torch.bfloat16), "0.weight was converted or moved, as model.to"),
+    (_assign, "0.weight was replaced by another tensor, as load_state_dict"),
+    (_new, "2.weight is new in the model"),
+    (_gone, "1.weight is not in the model any more"),
+    (lambda model: model[1].bias.requires_grad_(False), "1.bias.requires_grad is False now"),  # type: ignore
+]
+
+
+@pytest.mark.parametrize("change", range(len(CHANGES)))
+def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    buckets = GradientBuckets(model)
+    make, message = CHANGES[change]
+    make(model)
+    with pytest.raises(ValueError, match=f"{message}.*: make new buckets and a new optimizer"):
+        buckets.start(last=True)
+    x, plain = normal(0, 2, 3, dtype=model[0].weight.dtype), copy.deepcopy(model)
+    buckets = GradientBuckets(model)
+    _step(buckets, model, x)
+    plain(x).square().sum().backward()
+    for bucket in buckets.buckets:
+        for segment in bucket.layout.segments:
+            sums = bucket.layout.view(bucket.sums, segment)
+            torch.testing.assert_close(sums.to(x.dtype), plain.get_parameter(segment.name).grad)
+
+
+def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    buckets = GradientBuckets(model)
+    model[1] = nn.Identity()
+    with pytest.raises(ValueError, match=r"1\.weight is not in the model any more"):
+        buckets.start(last=True)
+
+
+def _taken_in(stage: int, dtype: torch.dtype) -> None:
+    """Weights that are loaded between two updates are those that the second one starts from."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
+    buckets = GradientBuckets(model, stage=stage, data_group=dist.group.WORLD if world > 1 else None)
+    optimizer = FlatAdamW(buckets, weight_decay=0.0)
+    x = normal(0, 4, 5, dtype=dtype)
+    _step(buckets, model, x)
+    optimizer.step(1e-2)
+    loaded = {name: normal(seed, *p.shape, dtype=dtype) for seed, (name, p) in enumerate(model.named_parameters())}
+    model.load_state_dict(loaded)
+    _step(buckets, model, x)
+    optimizer.step(0.0)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded[name]), name
+    with torch.no_grad():
+        model[0].bias.fill_(3.0)
+    _step(buckets, model, x)
+    optimizer.step(1e-2)
+    assert (model[0].bias - 3.0).abs().max() <= 0.03
+    torch.testing.assert_close(model[1].weight, loaded["1.weight"], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
+def test_what_is_loaded_between_updates_is_trained_on(stage: int, dtype: torch.dtype) -> None:
+    _taken_in(stage, dtype)
+
+
+def test_what_is_loaded_on_all_ranks_is_trained_on_in_shards() -> None:
+    pool(2).run(_taken_in, 2, torch.bfloat16)
+
+
+def test_nothing_takes_a_gradient_in_the_buckets_for_none() -> None:
+    model, x = nn.Linear(3, 3), normal(0, 2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    buckets = GradientBuckets(model)
+    before = model.weight.detach().clone()
+    message = r"^(weight|bias)\.grad is in the memory of GradientBuckets: call start\(\) before each backward pass"
+    buckets.start(last=True)
+    model(x).sum().backward()
+    for finished in (False, True):
+        if finished:
+            buckets.finish()
+        with pytest.raises(ValueError, match=message):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        with pytest.raises(ValueError, match=message):
+            model(x).sum().backward()
+        model.zero_grad(set_to_none=False)  # harmless
+    assert torch.equal(model.weight, before)
+
+
+def test_a_backward_pass_of_what_was_updated_since_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    buckets = GradientBuckets(model)
+    optimizer, x = FlatAdamW(buckets), normal(0, 2, 3)
+    _step(buckets, model, x)
+    loss = model(x).sum()
+    optimizer.step(1e-3)
+    buckets.start(last=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _stage_3() -> None:
+    mesh, x = mesh_of(2, 1), normal(0, 2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    old = torch.optim.AdamW(model.parameters())
+    engine = FullySharded(model, mesh=mesh, units=list(model))
+    optimizer = ShardedAdamW(engine)
+    with pytest.raises(ValueError, match=r"^0\.weight was replaced by its shards when FullySharded took the model"):
+        old.step()
+    for _ in range(2):
+        _step(engine, model, x)
+        optimizer.step(1e-2)
+        with torch.no_grad():
+            model(x)  # whose units are left gathered
+    weight = local_tensor(model[0].weight).clone()
+    model.load_state_dict(model.state_dict())
+    _step(engine, model, x)
+    assert torch.equal(local_tensor(engine.members[0].sharded), weight)
+    _assign(model)
+    with pytest.raises(ValueError, match=r"0\.weight was replaced by another tensor.*shard a new model"):
+        engine.start(last=True)
+
+
+def test_stage_3_is_told_what_is_changed_behind_it() -> None:
+    pool(2).run(_stage_3)
+
+
+def test_gradients_that_buckets_cannot_hold_are_named() -> None:
+    with pytest.raises(ValueError, match=r"weight is torch\.complex64: expected parameters of a real floating dtype"):
+        GradientBuckets(nn.Linear(2, 2, bias=False, dtype=torch.complex64))
+    model = nn.Embedding(4, 3, sparse=True)
+    buckets = GradientBuckets(model, data_group=group_of(None))
+    buckets.start(last=True)
+    with pytest.raises(ValueError, match=r"weight has a sparse gradient: expected a dense one"):
+        model(torch.tensor([1])).sum().backward()

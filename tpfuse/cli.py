@@ -1,0 +1,246 @@
+"""The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3.
+
+A command imports what it needs when it runs: torch takes seconds, and help and most mistakes need none of it.
+"""
+
+import contextlib
+import io
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import tpfuse
+from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, RunError, UserError, of_disk
+from tpfuse.train.messages import fail, is_first_rank, nearest, say, show_cursor
+
+if TYPE_CHECKING:
+    from tpfuse.train.launch import Place
+    from tpfuse.train.options import TrainCommand
+    from tpfuse.train.setup import Run
+
+T = TypeVar("T")
+_PREPARATION = 1800.0  # seconds that the ranks of torchrun wait while the first one reads and encodes the text
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_train
+    from tpfuse.train.corpus import STANDARD_LIBRARY
+
+    options = parse_train(arguments)
+    if is_first_rank():
+        say(f"reading  {options.out if options.resume else options.data.path or STANDARD_LIBRARY}")
+    from tpfuse.train.checkpoint import checkpoint_folders
+    from tpfuse.train.launch import Place, start_ranks, torchrun_place
+    from tpfuse.train.loop import train_rank
+    from tpfuse.train.setup import prepare_run, with_layout
+
+    place = torchrun_place()
+    if place is not None:
+        return _train_under_torchrun(place, options)
+    options = with_layout(options, None)
+    run = prepare_run(options)
+    world = options.parallel.tp * options.parallel.cp * options.parallel.dp
+    if world == 1:
+        return train_rank(Place(0, 1, 0, 1, None), run)
+    try:
+        return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
+    except KeyboardInterrupt:
+        show_cursor()  # which the first rank's progress bar has hidden
+        saved = checkpoint_folders(run.folder)
+        newest = f"the newest checkpoint is {saved[0]}" if saved else f"nothing was saved in {run.folder}"
+        raise RunError(f"ended at once by a second signal; {newest}") from None
+
+
+def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
+    """The first rank checks and prepares; the others hear whether to go on."""
+    import torch.distributed as dist
+
+    from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
+    from tpfuse.train.launch import device_of, join
+    from tpfuse.train.loop import train_rank
+    from tpfuse.train.setup import check_numbers, prepare_run, with_layout
+
+    options = with_layout(options, place.world)
+    check_numbers(options)
+    outcome: list[Run | tuple[str, int]] = [("", 1)]
+    join(place, device_of(place), options.comm.timeout)
+    world = dist.group.WORLD
+    assert world is not None
+    set_timeout(world, _PREPARATION)
+    if place.rank == 0:
+        try:
+            outcome = [prepare_run(options, place.local_world)]
+        except (UserError, CheckpointMismatch, CheckpointError) as error:
+            outcome = [(str(error), error.status)]
+    try:
+        dist.broadcast_object_list(outcome, src=0)
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise PeerLost(f"rank {place.rank} lost another rank while rank 0 prepared the run") from error
+    if isinstance(outcome[0], tuple):
+        dist.destroy_process_group()
+        raise RunError(*outcome[0])
+    set_timeout(world, options.comm.timeout)
+    return train_rank(place, outcome[0])
+
+
+def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:
+    """(the first argument, the options behind it). Raises UserError with `question` where an option comes first."""
+    from tpfuse.train.config import parse_command
+
+    if not arguments or arguments[0].startswith("-"):
+        if "--help" in arguments or "-h" in arguments:
+            parse_command(kind, ["--help"], command)
+        raise UserError(question)
+    return arguments[0], parse_command(kind, arguments[1:], command)
+
+
+def _sample(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import SampleCommand
+
+    question = "which run? tpfuse sample RUN [options]"
+    run, options = _subject_and_options(SampleCommand, arguments, "sample RUN", question)
+    from tpfuse.train.sample import sample
+
+    print(sample(Path(run), options))
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import ExportCommand
+
+    options = parse_command(ExportCommand, arguments, "export")
+    from tpfuse.train.export import export
+
+    print(export(options.run, options.folder))
+    return 0
+
+
+def _evaluate(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import EvaluateCommand
+
+    question = "which run? tpfuse evaluate RUN [options]"
+    run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate RUN", question)
+    from tpfuse.train.evaluate import evaluate
+
+    print(evaluate(Path(run), options.data.path))
+    return 0
+
+
+def _memory(arguments: Sequence[str]) -> int:
+    from tpfuse.train.options import MemoryCommand
+
+    question = "of which run? tpfuse memory PRESET|FILE.toml [options]"
+    source, options = _subject_and_options(MemoryCommand, arguments, "memory CONFIG", question)
+    from tpfuse.train.memory import memory
+
+    print(memory(source, options))
+    return 0
+
+
+def _prepare(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_prepare
+
+    options = parse_prepare(arguments)
+    from tpfuse.train.setup import prepare_tokens
+
+    file = prepare_tokens(options)
+    print(f"{file.paths[0]}: {file.count} tokens of {file.source}, vocabulary {file.tokenizer.vocab_size}")
+    return 0
+
+
+def _tune(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import TuneCommand
+
+    operators = list(itertools.takewhile(lambda argument: not argument.startswith("-"), arguments))
+    options = parse_command(TuneCommand, arguments[len(operators) :], "tune [OPERATOR ...]")
+    from tpfuse.tools import tune
+
+    return tune.run(operators, options.out, options.minutes)
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    from tpfuse.train.config import parse_command
+    from tpfuse.train.options import VerifyCommand
+
+    options = parse_command(VerifyCommand, arguments, "verify")
+    from tpfuse.tools import verify
+
+    return verify.run(options.operators, options.json, options.compile)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "train a GPT on text, on one rank or many"),
+    "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
+    "sample": (_sample, "generate text with a trained model"),
+    "export": (_export, "write a trained model as a Hugging Face GPT-2"),
+    "memory": (_memory, "count what each rank of a run will hold, by ZeRO's stage"),
+    "prepare": (_prepare, "turn text into a token file"),
+    "verify": (_verify, "compare every kernel with its reference on this machine"),
+    "tune": (_tune, "measure tile sizes of the kernels on this GPU"),
+}
+
+
+_OTHERS = (
+    "tpfuse COMMAND --help lists the options of a command.",
+    "tpfuse --version prints the version.",
+    "tpfuse --completion bash (or zsh, fish) prints a script for tab completion.",
+)
+_SHELLS = ("bash", "zsh", "fish")
+
+
+def _usage() -> str:
+    lines = [f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: tpfuse COMMAND [options]", "", *lines, "", *_OTHERS])
+
+
+def _version(arguments: Sequence[str]) -> int:
+    print(f"tpfuse {tpfuse.__version__}")
+    return 0
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    """Prints the script with which a shell completes commands and options."""
+    shell = arguments[0] if arguments else ""
+    if shell not in _SHELLS:
+        raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")
+    from tyro.extras import subcommand_cli_from_dict
+
+    from tpfuse.train import options
+
+    kinds = {name: getattr(options, f"{name.capitalize()}Command") for name in COMMANDS}
+    script = io.StringIO()
+    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
+        subcommand_cli_from_dict(kinds, prog="tpfuse", args=["--tyro-write-completion", shell, "-"])
+    print(script.getvalue().replace("complete -F", "complete -o default -F"))  # so that RUN, a path, is completed
+    return 0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit status."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name = arguments[0]
+    functions = {name: function for name, (function, _) in COMMANDS.items()}
+    functions |= {"--version": _version, "--completion": _completion}
+    if name not in functions:
+        fail(name, f"there is no such command{nearest(name, list(COMMANDS))} (one of {', '.join(COMMANDS)})")
+        return 2
+    try:
+        return functions[name](arguments[1:])
+    except (UserError, CheckpointMismatch, CheckpointError, RunError) as error:
+        fail(name, str(error), error.missing if isinstance(error, PeerLost) else ())
+        return error.status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        fail(name, of_disk(error))
+        return 1

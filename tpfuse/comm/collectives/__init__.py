@@ -1,0 +1,234 @@
+"""Collectives along dimension 0, without autograd, by whatever serves the group best.
+
+| implementation | what it is                                                           |
+|----------------|----------------------------------------------------------------------|
+| direct         | torch operations on shared memory (`tpfuse.comm.collectives.direct`) |
+| fused          | Triton kernels on symmetric memory (`tpfuse.comm.collectives.fused`) |
+| collective     | NCCL, Gloo (`tpfuse.comm.collectives.collective`)                    |
+
+`tpfuse.comm.choice` chooses.
+
+A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
+handle; the result may be read once `wait()` has returned. Every rank calls the same collectives of a group in the same
+order, from one thread at a time. Raise PeerTimeout where a rank does not come.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.choice import Choice, choose
+from tpfuse.comm.collectives import collective
+from tpfuse.comm.collectives.direct import DirectCollectives
+from tpfuse.comm.collectives.fused import LaunchedCollectives
+from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.comm.layout import check_local
+from tpfuse.comm.mesh import check_group
+from tpfuse.comm.rank_order import rows_of
+from tpfuse.kernels.endpoint import SUMMED
+
+_Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
+_Symmetric = DirectCollectives | LaunchedCollectives
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # of `agree_on_rows`
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
+
+
+def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
+    """What serves CPU ranks of one host, fused kernels or not."""
+    choice = choose(x.device, x.dtype, group)
+    return _of(group, choice, DirectCollectives) if x.device.type == "cpu" else None
+
+
+def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
+    """What serves the group through symmetric memory; None where nothing does."""
+    choice = choose(x.device, x.dtype, group)
+    if choice.implementation == "fused" and (not summed or x.dtype in SUMMED):
+        return _of(group, choice, LaunchedCollectives)
+    return _direct(x, group)
+
+
+def _of(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _Kind | None:
+    if choice.memory is None:
+        return None
+    made = _made.setdefault(group, {})
+    if kind not in made:
+        made[kind] = kind(choice.memory)
+    return cast(_Kind, made[kind])
+
+
+def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = True) -> None:
+    """Raises ValueError for what is no process group, a DTensor, and where rows are wanted a tensor without any."""
+    check_group(operator, group)
+    check_local(operator, x=x)
+    if rows and not x.ndim:
+        raise ValueError(f"{operator}: x has shape (): expected at least one dimension, as x.view(1) has")
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
+    """All ranks' `x` [n, ...] behind each other in rank order: [world * n, ...]. Shapes must agree."""
+    if group is None:
+        return x, DONE
+    return _all_gather(x, group, later=True)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
+    _check("all_gather", x, group)
+    x = x.detach().contiguous()
+    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    symmetric = _symmetric(x, group)
+    if symmetric is not None:
+        return out, symmetric.all_gather(x, out, later=later)
+    return out, collective.start_all_gather(x.view(-1), rows_of(out, group.size()), group)
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
+    """This rank's [n, ...] of the sum over all ranks of `x` [world * n, ...].
+
+    On CPUs the sum is taken in rank order, half types in float32. Raises ValueError where the world does not divide
+    the rows.
+    """
+    if group is None:
+        return x, DONE
+    return _reduce_scatter(x, group, later=True)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Tensor, Handle]:
+    _check("reduce_scatter", x, group)
+    world = group.size()
+    if x.shape[0] % world:
+        raise ValueError(f"reduce_scatter: {x.shape[0]} rows cannot be split among {world} ranks")
+    x = x.detach().contiguous()
+    out = x.new_empty(x.shape[0] // world, *x.shape[1:])
+    symmetric = _symmetric(x, group, summed=True)
+    if symmetric is not None:
+        return out, symmetric.reduce_scatter(x, out, later=later)
+    return out, collective.start_reduce_scatter(rows_of(x, world), out.view(-1), group)
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
+    """Replaces the contiguous `x` by its sum over all ranks, in place."""
+    if group is None:
+        return DONE
+    x = x.detach()
+    return _all_reduce(x, x, group, later=True)
+
+
+def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool) -> Handle:
+    _check("all_reduce", x, group, rows=False)
+    symmetric = _symmetric(x, group, summed=True)
+    if symmetric is not None:
+        return symmetric.all_reduce(x, out, later=later)
+    if out is not x:
+        out.copy_(x)
+    return collective.start_all_reduce(out, group)
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`start_all_gather`, waited for."""
+    if group is None:
+        return x
+    out, handle = _all_gather(x, group, later=False)
+    handle.wait()
+    return out
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`start_reduce_scatter`, waited for."""
+    if group is None:
+        return x
+    out, handle = _reduce_scatter(x, group, later=False)
+    handle.wait()
+    return out
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A new tensor: the sum of `x` over all ranks."""
+    if group is None:
+        return x
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    _all_reduce(x, out, group, later=False).wait()
+    return out
+
+
+def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A new tensor: the maximum of `x` over all ranks."""
+    if group is None:
+        return x
+    _check("all_reduce_max", x, group, rows=False)
+    x = x.detach().contiguous()
+    direct = _direct(x, group)
+    if direct is not None:
+        out = torch.empty_like(x)
+        direct.all_reduce_max(x, out).wait()
+        return out
+    out = x.clone()
+    collective.start_all_reduce(out, group, op=dist.ReduceOp.MAX).wait()
+    return out
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Row r of the result is row `rank` of rank r's x. x: [world, ...], of one shape on all ranks.
+
+    Raises ValueError where x does not have a row for each rank.
+    """
+    if group is None:
+        return x
+    _check("all_to_all", x, group)
+    if x.shape[0] != group.size():
+        raise ValueError(f"all_to_all: {x.shape[0]} rows: expected one for each of {group.size()} ranks")
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    symmetric = _symmetric(x, group)
+    if symmetric is not None:
+        handle: Handle = symmetric.all_to_all(x, out)
+    else:
+        handle = collective.start_all_to_all(rows_of(x, len(x)), rows_of(out, len(x)), group)
+    handle.wait()
+    return out
+
+
+class _All:
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Handle]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
+    """The x of the rank before, whose shape must be the same; the first rank's is the last one's.
+
+    By NCCL or Gloo: ranks that share memory have no need of it.
+    """
+    x = x.detach().contiguous()
+    out = torch.empty_like(x)
+    return out, _All(collective.start_shift(x, out, group))
+
+
+def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
+    """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`.
+
+    Collectives of such would not end, or be wrong.
+
+    On CPUs always; on GPUs, where the host would wait for the result, when a number is new. groups: of which each rank
+    is in one, or several along the dimensions of a mesh: then all ranks of the mesh compare.
+    """
+    agreed = _agreed.setdefault(groups[0], set())
+    known = unit, rows, *(group.group_name for group in groups[1:])
+    if device.type != "cpu" and known in agreed:
+        return
+    gathered = torch.tensor([rows], device=device)
+    for group in groups:
+        gathered = all_gather(gathered, group)
+    found = gathered.tolist()
+    if any(other != rows for other in found):
+        raise ValueError(f"{op}: the ranks have {found} {unit}: all must have equally many")
+    agreed.add(known)

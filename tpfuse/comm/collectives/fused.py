@@ -1,0 +1,108 @@
+"""Collectives as Triton kernels on symmetric memory: one launch for each piece that a slot holds.
+
+On CUDA they run on the current stream, and `wait()` has nothing to wait for; on CPUs they are interpreted.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.comm.rank_order import rows_of
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
+from tpfuse.kernels.all_gather import all_gather_forward
+from tpfuse.kernels.all_reduce import all_reduce_forward
+from tpfuse.kernels.all_to_all import all_to_all_forward
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+
+# Of each half, by device. 128 MiB are four launches on a GPU, each of which reads 32 MiB: 0.1 ms at the rate of NVLink,
+# beside some 10 µs that a launch and its signals take. Not measured yet.
+_SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
+ONE_SHOT_BYTES = 2**16  # not measured yet
+_PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
+_INTERPRETED_PROGRAMS = 2
+
+
+def most_programs(memory: SymmetricMemory) -> int:
+    """Of a launch of kernels that only move and sum."""
+    return _PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
+
+
+def open_channel(
+    memory: SymmetricMemory, name: str, slot_bytes: int, programs: int, parts: int = 2
+) -> tuple[SymmetricBuffer, Endpoint]:
+    """(the slots, uint8 [parts, slot_bytes] on each rank; this rank's end of the channel `name`). Collective.
+
+    programs: the most of a launch, fewer where the memory says that ranks share a device. parts: 2, the halves that
+    kernels use in turn, unless no kernel uses the slots.
+    """
+    programs = min(programs, memory.resident_programs or programs)
+    count = 2 * programs * memory.world
+    slots = memory.buffer(f"{name}: slots", (parts, slot_bytes), torch.uint8)
+    flags, state = memory.signals(f"{name}: flags", count), memory.signals(f"{name}: state", 2)
+    endpoint = Endpoint(
+        memory.rank,
+        memory.world,
+        slots=slots.addresses,
+        slot_bytes=slot_bytes,
+        flags=flags.addresses,
+        flag_count=count,
+        state=state.local,
+        abort=memory.abort,
+        programs=programs,
+    )
+    return slots, endpoint
+
+
+class LaunchedCollectives:
+    """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
+
+    def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
+        """Collective. slot_bytes: of a piece, a multiple of 16; by default what suits the device."""
+        self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
+        _, self._endpoint = open_channel(memory, "launched collectives", self._slot_bytes, most_programs(memory))
+
+    def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
+        rows = x.view(-1), rows_of(out, self.memory.world)
+        return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
+
+    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """out[r] becomes rank r's x[this rank]. Both: [world, ...], of any dtype."""
+        rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
+        return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """out becomes Σ over ranks of part `rank` of their x, of a dtype that is summed.
+
+        x: [world * n, ...] or [world, n, ...]; out: [n, ...].
+        """
+        rows = rows_of(x, self.memory.world), out.view(-1)
+        return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
+
+    def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+        """out becomes Σ over ranks of x; both of one shape, may be the same; of a dtype that is summed."""
+        forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
+        return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
+
+    def _run(
+        self,
+        op: str,
+        x: Tensor,
+        rows: tuple[Tensor, Tensor],
+        row_bytes: int,
+        forward: Callable[[Tensor, Tensor, Endpoint], None],
+    ) -> Handle:
+        """`forward` of one piece of the rows of x and out after the other; pieces of several rows are packed for it."""
+        size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
+        with self.memory.guard(f"{op} {x.dtype} {list(x.shape)}", kernel=True):
+            for start in range(0, width, size):
+                piece, target = (t[..., start : start + size] for t in rows)
+                packed = target.contiguous()
+                forward(piece.contiguous(), packed, self._endpoint)
+                if packed is not target:
+                    target.copy_(packed)
+        return DONE

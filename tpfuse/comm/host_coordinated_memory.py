@@ -1,0 +1,138 @@
+"""What the backends of several ranks share: the board, deadlines, the flight record, and going on afterwards."""
+
+import json
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.control_block import Board
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.settings import settings
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.watchdog import Watchdog, write_flight_record
+
+
+class _Guard:
+    """A class of its own, since contextlib's generators cost as much as a small collective's copies."""
+
+    def __init__(self, memory: "BoardMemory", op: str, kernel: bool) -> None:
+        self._memory, self._op, self._kernel = memory, op, kernel
+
+    def __enter__(self) -> None:
+        self._memory.begin(self._op, self._kernel)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._memory.end(self._op, error)
+
+
+class BoardMemory(SymmetricMemory):
+    """Symmetric memory of ranks that share a board. Raises Unavailable where the ranks do not share a host."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
+        self.board = Board(group, timeout)
+        super().__init__(group.rank(), group.size(), device, timeout)
+        self.global_rank = self.board.ranks[self.rank]
+        self._watchdog: Watchdog | None = None
+        self._busy = threading.Lock()
+        self._started, self._number = 0.0, 0
+
+    @property
+    def step(self) -> int:
+        return self.board.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.board.step = step
+
+    def barrier(self, op: str = "barrier") -> None:
+        self._agree(op, op)
+
+    def guard(self, op: str, *, kernel: bool = False) -> _Guard:
+        return _Guard(self, op, kernel)
+
+    def begin(self, op: str, kernel: bool) -> None:
+        """What `guard` does before an operation."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
+        self._started = time.monotonic()
+        try:
+            self._recover()
+            self._number = self.board.begin(op, fence=kernel)
+            if self.board.aborted:
+                raise self._failure(op, 0.0)
+            fingerprint = settings().fingerprint
+            if fingerprint:
+                self.board.exchange("", op)  # no rank goes on before all have come to the comparison
+            if kernel or fingerprint:
+                self.board.compare()  # a kernel cannot, while it waits
+            self._watch(op, kernel)
+        except BaseException as error:
+            self.end(op, error)
+            raise
+
+    def end(self, op: str, error: BaseException | None) -> None:
+        """What `guard` does after an operation, or when it failed."""
+        self._unwatch(op)
+        self._busy.release()
+        if error is None and self.board.aborted:
+            error = self._failure(op, time.monotonic() - self._started)
+            write_flight_record(self.board, error)
+            raise error
+        if error is None:
+            self.board.end(self._number)
+        else:
+            write_flight_record(self.board, error)
+
+    def _watch(self, op: str, kernel: bool) -> None:
+        """From now on until `_unwatch`, what cannot look at a clock has a deadline."""
+        if kernel:
+            self._watchdog = self._watchdog or Watchdog(self.board)
+            self._watchdog.watch(op)
+
+    def _unwatch(self, op: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.unwatch()
+
+    def _agree(self, what: str, op: str) -> None:
+        """`Board.agree`, after a Disagreement too."""
+        self._recover()
+        self.board.agree(what, op)
+
+    def _recover(self) -> None:
+        """Resets the memory where this rank has raised a Disagreement: every other rank that goes on does so too."""
+        if self.board.disagreed:
+            self.reset()
+
+    def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
+        """What to raise where this rank was told to stop."""
+        return self.board.fail(op, None, waited)
+
+    def check(self) -> None:
+        """Also raises Disagreement where one of the last operations was another one on another rank."""
+        self.board.compare()
+
+    def said(self, what: object, op: str) -> list[Any]:
+        """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
+        return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
+
+    def all_well(self, reason: str, op: str, value: object = None) -> list[Any]:
+        """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
+        found = self.said([reason, value], op)
+        for rank, (text, _) in enumerate(found):
+            if text:
+                raise Unavailable(f"rank {rank}: {text}")
+        return [each for _, each in found]
+
+    def reset(self) -> None:
+        self.board.reset(self._clear)
+        self.generation += 1
+
+    def _clear(self) -> None:
+        for key in self._signals & self._buffers.keys():
+            self._buffers[key].local.zero_()

@@ -1,0 +1,134 @@
+"""all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block, for one weight or several.
+
+Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation where there is one. Backward
+computes its gradient P once, then dX = P W, reduce-scattered, and dW = Pᵀ X against x gathered anew. Several weights
+(q, k and v; gate and up) are fed by one gather, and the gradients of x that come back through them are scattered once.
+`tpfuse.ops.linear.backend` has the implementations.
+"""
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from tpfuse.comm.mesh import check_group
+from tpfuse.ops.activation import GATED
+from tpfuse.ops.autograd import autocast, once_differentiable
+from tpfuse.ops.gemm import gemm, preactivation_gradient
+from tpfuse.ops.linear.backend import ParallelLinear
+from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear_checks import check_linear
+
+Biases = Sequence[Tensor | None]
+
+
+class _AllGatherLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        weights, biases = _weights(parameters), parameters[count:]
+        ctx.products, ctx.activation, ctx.count = chosen, activation, count
+        keep = activation is not None and any(ctx.needs_input_grad)
+        found = chosen.all_gather(x, weights, biases, activation, keep)
+        ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in found))
+        return tuple(out for out, _ in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *kept = ctx.saved_tensors
+        weights, preactivations = kept[: ctx.count], kept[ctx.count :]
+        needs_x, _, _, *needs = ctx.needs_input_grad
+        triples = zip(grads, preactivations, needs[ctx.count :], strict=True)
+        pairs = [preactivation_gradient(grad, kept, ctx.activation, bias) for grad, kept, bias in triples]
+        lefts = [left for left, _ in pairs]
+        grad_x, grad_weights = ctx.products.all_gather_backward(lefts, x, weights, needs[: ctx.count], needs_x)
+        return grad_x, None, None, *grad_weights, *(sums for _, sums in pairs)
+
+
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    *,
+    activation: str | None = None,
+) -> Tensor: ...
+@overload
+def all_gather_linear(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Biases | None,
+    group: dist.ProcessGroup | None,
+    *,
+    activation: str | None = None,
+) -> tuple[Tensor, ...]: ...
+def all_gather_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Biases | None,
+    group: dist.ProcessGroup | None,
+    *,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """act(all_gather(x) Wᵀ + bias), gathered along dimension 0.
+
+    x: [n, ..., K] this rank's shard, equally long on all ranks; weight: [N, K] and bias: [N], this rank's
+    rows, in x's dtype. Returns [world * n, ..., N], or N / 2 for the gated activations, whose weight is [gate | up].
+    With several weights, and as many biases or None, it returns a tuple of their outputs, an activation (no gated one)
+    applied to each. In backward x's gradient is this rank's shard of the sum over ranks; the weights' and biases' are
+    this rank's own.
+
+    Raises ValueError for shapes, dtypes, devices or names of activations that do not fit, and where ranks have unequal
+    numbers of rows.
+    """
+    single = isinstance(weight, Tensor)
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)
+    if not single and bias is None:
+        biases = [None] * len(weights)
+    check_group("all_gather_linear", group)
+    _check(x, weights, biases, activation, single)
+    if group is None:
+        outs = tuple(gemm(x, w, b, activation=activation) for w, b in zip(weights, biases, strict=True))
+        return outs[0] if single else outs
+    x_, *parameters = autocast(x, *weights, *biases)
+    assert x_ is not None
+    outs = _gathered_products(x_, products(x_, group), activation, *parameters)
+    return outs[0] if single else outs
+
+
+def _gathered_products(
+    x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
+) -> tuple[Tensor, ...]:
+    """parameters: the weights, then the biases."""
+    if torch.is_grad_enabled():
+        outs: tuple[Tensor, ...] = _AllGatherLinear.apply(x, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
+        return outs
+    count = len(parameters) // 2
+    return tuple(out for out, _ in chosen.all_gather(x, _weights(parameters), parameters[count:], activation, False))
+
+
+def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
+    """The first half, of which none is missing."""
+    return [weight for weight in parameters[: len(parameters) // 2] if weight is not None]
+
+
+def _check(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, single: bool
+) -> None:
+    operator = "all_gather_linear"
+    if not weights or len(biases) != len(weights):
+        raise ValueError(f"{operator}: {len(weights)} weights and {len(biases)} biases: expected as many, one or more")
+    if activation in GATED and not single:
+        raise ValueError(f"{operator}: {activation} expects one weight, [gate | up], not {len(weights)}")
+    for weight, bias in zip(weights, biases, strict=True):
+        check_linear(operator, x, weight, bias, activation)
+    if x.ndim < 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [n, ..., K]")

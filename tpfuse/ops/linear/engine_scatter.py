@@ -1,0 +1,84 @@
+"""Reduce-scatters of large products whose partial sums copy engines take to their owners.
+
+`tpfuse.kernels.engine_scatter` has the protocol. An operation is `open`, `multiply`, `send`, `sum`, in this order.
+"""
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.collectives.fused import open_channel
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.engine_gather import open_copies
+from tpfuse.kernels.engine_scatter import await_part, sum_parts
+from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies
+from tpfuse.kernels.launch import cdiv, multiprocessors
+
+_VIEWS = 64  # that are kept, since shapes of a training step come again
+
+
+class EngineScatter:
+    """One rank's end of the scatters of products of up to `nbytes`."""
+
+    def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
+        """Collective."""
+        self._memory, world = memory, memory.world
+        self._slots, self._endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
+        programs = self._endpoint.programs
+        self._words = memory.signals(f"{name}: ready, stamp, stored", world + 1 + programs * world)
+        words = self._words.local
+        self._ready, self._stamp = words[:world], words[world : world + 1]
+        self._stored = words[world + 1 :].view(programs, world)
+        self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
+
+    def open(self) -> None:
+        """On the stream of copies: until all ranks have come here."""
+        open_copies(self._endpoint, self._stamp)
+
+    def multiply(self, x: Tensor, weight: Tensor, *, other_tiles: bool) -> None:
+        """x Wᵀ into this rank's memory. x: [M, K]; weight: [N, K]; other_tiles: as in `configurations.choose`."""
+        gemm_for_copies(x, weight, self._endpoint, self._stored, other_tiles=other_tiles)
+
+    def send(self, m: int, n: int, dtype: torch.dtype) -> None:
+        """On the stream of copies: writes each owner's rows of the product [m, n] to it when they are computed."""
+        memory, parts = self._memory, self._parts(m, n, dtype)
+        rank, world = memory.rank, memory.world
+        for step in range(1, world):
+            owner = (rank + step) % world
+            await_part(self._endpoint, self._stored, self._stamp, owner)
+            place, part = parts[owner]
+            place.copy_(part)
+            memory.put(self._words, owner, rank, self._stamp)
+
+    def sum(self, m: int, n: int, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """This rank's rows of the sum of all ranks' products [m, n], + bias + residual; waits for all parts."""
+        chunk = cdiv(m, self._memory.world)
+        rows = min(max(m - self._memory.rank * chunk, 0), chunk)
+        out = torch.empty(rows, n, dtype=dtype, device=self._endpoint.slots.device)
+        sum_parts(out, self._endpoint, self._ready, chunk, bias=bias, residual=residual)
+        return out
+
+    def _parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """For each owner (this rank's part in its memory, its rows here)."""
+        found = self._views.get((dtype, m, n))
+        return self._new_parts(m, n, dtype) if found is None else found
+
+    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
+    def _new_parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        rank, world = self._memory.rank, self._memory.world
+        chunk = cdiv(m, world)
+
+        def halves(slots: Tensor) -> tuple[Tensor, Tensor]:
+            received, computed = (
+                half[: world * chunk * n * dtype.itemsize].view(dtype).view(world, chunk, n) for half in slots
+            )
+            return received, computed
+
+        computed = halves(self._slots.local)[1]
+        found = []
+        for owner, slots in enumerate(self._slots.peers):
+            rows = min(max(m - owner * chunk, 0), chunk)
+            found.append((halves(slots)[0][rank, :rows], computed[owner, :rows]))
+        self._views[dtype, m, n] = found
+        return found

@@ -1,0 +1,324 @@
+"""Tensor-parallel products as Triton programs that compute while shards arrive and partial sums leave.
+
+An all-gather is part of the product behind it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter of the product
+before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. Small shards are loaded from the
+peers by programs of the product itself; large ones are brought by copy engines on a stream of their own, chunk by chunk
+(`tpfuse.ops.linear.engine_gather`), in backward while the other product of the layer runs. Partial sums are stored in
+their owners' memory by the product itself; copy engines take them there (`tpfuse.ops.linear.engine_scatter`) where that
+was measured to be faster. On CPUs all of it is interpreted.
+
+Each operator is one guard of the memory, which holds all that reads what is gathered: the next gather writes there.
+"""
+
+import contextlib
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.channel import slot_size
+from tpfuse.comm.collectives.fused import open_channel
+from tpfuse.comm.cuda_calls import urgent_stream
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.all_gather import all_gather_forward
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import multiprocessors
+from tpfuse.ops.gemm import flat, product, weight_gradient
+from tpfuse.ops.linear.engine_gather import EngineGather
+from tpfuse.ops.linear.engine_scatter import EngineScatter
+
+MOST_BYTES = 2**30  # of a slot: kernels count what is in it in 32 bits
+ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
+
+
+class _Channel:
+    """One rank's end of a channel for slots of `nbytes`, and int32 words of its own for kernels to count in."""
+
+    def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
+        """Collective."""
+        programs = multiprocessors(memory.device)
+        _, self.endpoint = open_channel(memory, name, nbytes, programs)
+        self.words = memory.signals(f"{name}: words", programs * memory.world).local
+
+
+class _Copies:
+    """The copies of one operation, on a stream that begins behind the current one; None on CPUs, which copy at once.
+
+    The operation ends with `join`, also where it raises: what is copied may be freed or overwritten then.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None, device: torch.device) -> None:
+        self._stream, self._device = stream, device
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+    def stream(self) -> contextlib.AbstractContextManager[object]:
+        """Within the block the stream of the copies is the current one."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """The current stream waits for the copies, once."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._stream = None
+
+
+@dataclass
+class _Gather:
+    """All ranks' rows [world, n, K] on their way; whole at the end of the product with them if `keep`.
+
+    words, endpoint: for that product. copies: those of copy engines; None where the product brings the rows.
+    """
+
+    rows: Tensor
+    gathered: Tensor
+    words: Tensor
+    endpoint: Endpoint
+    keep: bool
+    copies: _Copies | None
+
+
+class FusedLinear:
+    """The products of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
+
+    def __init__(self, memory: SymmetricMemory, engine_bytes: int | None = None) -> None:
+        """Collective. engine_bytes: of a shard, from which on copy engines bring it; by default on GPUs alone."""
+        self.memory = memory
+        self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
+        self._other_tiles = self._engines_scatter = False
+        self._engine: torch.cuda.Stream | None = None
+        self._channels: dict[tuple[str, int], _Channel] = {}
+        self._engine_gathers: dict[int, EngineGather] = {}
+        self._engine_scatters: dict[int, EngineScatter] = {}
+
+    def variant(self, *, engines: bool, other_tiles: bool) -> "FusedLinear":
+        """The same products for a measurement to compare; they share what they keep.
+
+        engines: whether copy engines move all shards and partial sums, or programs do; other_tiles: as in
+        `configurations.choose`.
+        """
+        other = copy.copy(self)
+        other._engine_bytes, other._engines_scatter = (0 if engines else None), engines
+        other._other_tiles = other_tiles
+        return other
+
+    def all_gather(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight.
+
+        The first product gathers; the others multiply what it has left.
+        """
+        op = f"all_gather_linear {x.dtype} {list(x.shape)}"
+        several = len(weights) > 1
+        with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
+            found = [self._product(gather, weights[0], biases[0], activation, keep)]
+            for weight, bias in zip(weights[1:], biases[1:], strict=True):
+                found.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
+        shape = self.memory.world * len(x), *x.shape[1:-1]
+        return [tuple(_shaped(y, shape) for y in pair) for pair in found]  # type: ignore[misc]
+
+    def all_gather_backward(
+        self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """(dX, dWs). The gradients of x from several weights are one product, of all lefts and weights concatenated."""
+        rows = [flat(left) for left in lefts]
+        op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {any(needs)}"
+        with self.memory.guard(op, kernel=True):
+            if not any(needs):
+                return self._input_gradient(rows, x, weights) if needs_x else None, [None] * len(weights)
+            with self._gathering(flat(x), keep=True, multiplied=False) as gather:
+                grad_x = self._input_gradient(rows, x, weights) if needs_x else None
+                gathered = self._finish(gather)
+                return grad_x, [
+                    weight_gradient(left, gathered) if needed else None
+                    for left, needed in zip(rows, needs, strict=True)
+                ]
+
+    def _input_gradient(self, rows: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        several = len(rows) > 1
+        left, weight = (torch.cat(tuple(rows), 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
+        return self._product_scattering(left, weight.t()).view(x.shape)
+
+    def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """reduce_scatter(x Wᵀ) + bias + residual."""
+        op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
+        added = None if residual is None else flat(residual)
+        with self.memory.guard(op, kernel=True):
+            out = self._product_scattering(flat(x), weight, bias=bias, residual=added)
+        return out.view(len(x) // self.memory.world, *x.shape[1:-1], len(weight))
+
+    def reduce_scatter_backward(
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """(dX, dW, db), all from one all-gather of grad: the product that gathers it leaves it behind."""
+        needs_x, needs_weight, needs_bias = needs
+        op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
+        keep = needs_weight or needs_bias
+        with self.memory.guard(op, kernel=True), self._gathering(flat(grad), keep=keep, multiplied=needs_x) as gather:
+            grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
+            gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
+            grad_weight = weight_gradient(gathered, x) if needs_weight else None
+            return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
+
+    def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows, and gathers the others'.
+
+        There is nothing to be done beside that gather, so programs do it, all of them.
+        """
+        rows, (rank, world) = flat(x), (self.memory.rank, self.memory.world)
+        most = -(-len(rows) // world)
+        own = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
+        added = None if residual is None else flat(residual)[own]
+        op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
+        with self.memory.guard(op, kernel=True):
+            sums = _with_rows(self._product_scattering(rows, weight, bias=bias, residual=added), most)
+            gathered = sums.new_empty(world * most, sums.shape[1])
+            channel = self._channel("all_gather_linear", sums.nbytes)
+            all_gather_forward(sums.view(-1), gathered.view(world, -1), channel.endpoint)
+        return gathered[: len(rows)].view(*x.shape[:-1], len(weight))
+
+    @contextlib.contextmanager
+    def _gathering(self, x: Tensor, *, keep: bool, multiplied: bool) -> Iterator[_Gather]:
+        """Sends copy engines with the rows x [n, K], if they are to; `_product` (multiplied) or `_finish` must follow.
+
+        The end of the block, also where it raises, is behind the copies on the current stream: x may be freed there.
+        """
+        rows = x.detach().contiguous()  # what it is copied to is kept, and must not remember
+        world, nbytes = self.memory.world, rows.nbytes
+        if self._engine_bytes is None or nbytes < self._engine_bytes or world == 1:
+            channel = self._channel("all_gather_linear", nbytes)
+            yield _Gather(rows, rows.new_empty(world, *rows.shape), channel.words, channel.endpoint, keep, None)
+            return
+        engines, copies = self._engine_gather(nbytes), self._copies()
+        try:
+            with copies.stream():
+                engines.send(rows, told=multiplied, keep=keep)
+            yield _Gather(rows, engines.chunks(rows), engines.ready, engines.endpoint, keep, copies)
+        finally:
+            copies.join()
+
+    def _copies(self) -> _Copies:
+        on_gpu = self.memory.device.type == "cuda"
+        if on_gpu and self._engine is None:
+            self._engine = _engine_stream(self.memory.device)
+        return _Copies(self._engine if on_gpu else None, self.memory.device)
+
+    def _product(
+        self,
+        gather: _Gather,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(act(all ranks' rows Wᵀ + bias), its pre-activation)."""
+        found = all_gather_gemm_forward(
+            gather.rows, weight, bias, gather.gathered, gather.words, gather.endpoint,
+            activation=activation, keep_preactivation=keep,
+            keep_own=gather.keep and gather.copies is None, copied=gather.copies is not None,
+            other_tiles=self._other_tiles,
+        )  # fmt: skip
+        if gather.copies is not None:
+            gather.copies.join()
+        return found
+
+    def _finish(self, gather: _Gather) -> Tensor:
+        """All ranks' rows, [world * n, K], where no product is to gather them."""
+        if gather.copies is not None:
+            gather.copies.join()
+        else:
+            all_gather_forward(gather.rows.view(-1), gather.gathered.flatten(1), gather.endpoint)
+        return gather.gathered.flatten(0, 1)
+
+    def _product_scattering(
+        self, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in pieces."""
+        world, chunk = self.memory.world, -(-len(rows) // self.memory.world)
+        most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
+        if chunk <= most:
+            return self._piece_scattering(rows, weight, bias, residual)
+        own = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
+        whole = _with_rows(rows, world * chunk).view(world, chunk, rows.shape[1])
+        added = None if residual is None else _with_rows(residual, chunk)
+        pieces = []
+        for start in range(0, chunk, most):
+            part = slice(start, min(start + most, chunk))
+            terms = None if added is None else added[part]
+            pieces.append(self._piece_scattering(whole[:, part].flatten(0, 1), weight, bias, terms))
+        return torch.cat(pieces)[:own]
+
+    def _piece_scattering(self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        world = self.memory.world
+        nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
+        if self._engines_scatter and world > 1:
+            return self._engine_scattering(nbytes, rows, weight, bias, residual)
+        channel = self._channel("linear_reduce_scatter", nbytes)
+        return gemm_reduce_scatter_forward(
+            rows, weight, channel.endpoint, bias=bias, residual=residual, other_tiles=self._other_tiles
+        )
+
+    def _engine_scattering(
+        self, nbytes: int, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        engines, copies = self._engine_scatter(nbytes), self._copies()
+        product = len(rows), len(weight), rows.dtype
+        try:
+            with copies.stream():
+                engines.open()
+            engines.multiply(rows, weight, other_tiles=self._other_tiles)
+            with copies.stream():
+                engines.send(*product)
+            return engines.sum(*product, bias, residual)
+        finally:
+            copies.join()
+
+    def _channel(self, name: str, nbytes: int) -> _Channel:
+        size = slot_size(nbytes)
+        found = self._channels.get((name, size))
+        if found is None:
+            found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)
+        return found
+
+    def _engine_gather(self, nbytes: int) -> EngineGather:
+        size = slot_size(nbytes)
+        found = self._engine_gathers.get(size)
+        if found is None:
+            name = f"all_gather_linear by engines, {size} bytes"
+            found = self._engine_gathers[size] = EngineGather(self.memory, name, size)
+        return found
+
+    def _engine_scatter(self, nbytes: int) -> EngineScatter:
+        size = slot_size(nbytes)
+        found = self._engine_scatters.get(size)
+        if found is None:
+            name = f"linear_reduce_scatter by engines, {size} bytes"
+            found = self._engine_scatters[size] = EngineScatter(self.memory, name, size)
+        return found
+
+
+def _with_rows(x: Tensor, count: int) -> Tensor:
+    """x [m, n] with rows of zeros behind it, `count` in all."""
+    return x if len(x) == count else torch.cat([x, x.new_zeros(count - len(x), x.shape[1])])
+
+
+def _engine_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the highest priority: the launch in front of the copies wants a multiprocessor for a moment while a
+    product, and perhaps NCCL's programs, fill all others, and the product waits for what comes behind it.
+
+    Warns where CUDA is told to run copies and programs one after another.
+    """
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap with products", stacklevel=2)
+    return urgent_stream(device)
+
+
+def _shaped(x: Tensor | None, rows: tuple[int, ...]) -> Tensor | None:
+    return None if x is None else x.view(*rows, x.shape[-1])

@@ -1,0 +1,75 @@
+"""linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism.
+
+Every rank gets the same output and the same gradient of it, so that backward needs no communication.
+`tpfuse.ops.linear.backend` has the implementations.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from tpfuse.comm.mesh import check_group
+from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.gemm import flat, gemm, weight_gradient
+from tpfuse.ops.linear.backend import ParallelLinear
+from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear_checks import check_linear, check_residual
+
+
+class _LinearAllReduce(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        chosen: ParallelLinear,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return chosen.all_reduce(x, weight, bias, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        grad_x = torch.matmul(grad, weight) if needs_x else None
+        grad_weight = weight_gradient(grad, x) if needs_weight else None
+        grad_bias = flat(grad).sum(0) if needs_bias else None
+        return grad_x, grad_weight, grad_bias, grad if needs_residual else None, None
+
+
+def linear_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """all_reduce(x Wᵀ) + bias + residual.
+
+    x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N] and residual:
+    [..., N], equal on all ranks; the residual is added in the last pass where it has x's dtype. Returns [..., N], equal
+    on all ranks. Raises ValueError for shapes, dtypes or devices that do not fit, and where ranks have unequal numbers
+    of rows.
+    """
+    operator = "linear_all_reduce"
+    check_group(operator, group)
+    if group is None:
+        return gemm(x, weight, bias, residual=residual)
+    check_linear(operator, x, weight, bias)
+    check_residual(operator, x, residual, (*x.shape[:-1], len(weight)))
+    x_, weight_, bias_ = autocast(x, weight, bias)
+    assert x_ is not None and weight_ is not None
+    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    chosen = products(x_, group)
+    if torch.is_grad_enabled():
+        out = apply(_LinearAllReduce, x_, weight_, bias_, inside, chosen)
+    else:
+        out = chosen.all_reduce(x_, weight_, bias_, inside)
+    return out if residual is None or inside is not None else out + residual

@@ -1,0 +1,80 @@
+"""linear_reduce_scatter: reduce_scatter(x Wᵀ) + bias + residual, the exit of a sequence-parallel block.
+
+Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
+output's gradient once and uses it for both products. The bias gradient is the column sum of the gathered gradient, so
+it is whole on every rank, and the same to the bit, without another communication. `tpfuse.ops.linear.backend` has the
+implementations.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from tpfuse.comm.mesh import check_group
+from tpfuse.ops.autograd import apply, autocast, once_differentiable
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.backend import ParallelLinear
+from tpfuse.ops.linear.traced import products
+from tpfuse.ops.linear_checks import check_linear, check_residual
+
+
+class _LinearReduceScatter(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        chosen: ParallelLinear,
+    ) -> Tensor:
+        ctx.products = chosen
+        ctx.save_for_backward(x, weight)
+        return chosen.reduce_scatter(x, weight, bias, residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual, _ = ctx.needs_input_grad
+        gradients = ctx.products.reduce_scatter_backward(grad, x, weight, (needs_x, needs_weight, needs_bias))
+        return *gradients, grad if needs_residual else None, None
+
+
+def linear_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """reduce_scatter(x Wᵀ) + bias + residual, scattered along dimension 0.
+
+    x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K] this rank's columns; bias:
+    [N], equal on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass where it has x's dtype.
+    Returns [n, ..., N]. Raises ValueError for shapes, dtypes or devices that do not fit, where the world does not
+    divide the rows, and where ranks have unequal numbers of rows.
+    """
+    operator = "linear_reduce_scatter"
+    check_group(operator, group)
+    if group is None:
+        return gemm(x, weight, bias, residual=residual)
+    check_linear(operator, x, weight, bias)
+    if x.ndim < 2:
+        raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [world * n, ..., K]")
+    if len(x) % group.size():
+        raise ValueError(f"{operator}: {len(x)} rows cannot be split among {group.size()} ranks")
+    check_residual(operator, x, residual, (len(x) // group.size(), *x.shape[1:-1], len(weight)))
+    x_, weight_, bias_ = autocast(x, weight, bias)
+    assert x_ is not None and weight_ is not None
+    inside = residual if residual is not None and residual.dtype == x_.dtype else None
+    chosen = products(x_, group)
+    if torch.is_grad_enabled():
+        out = apply(_LinearReduceScatter, x_, weight_, bias_, inside, chosen)
+    else:
+        out = chosen.reduce_scatter(x_, weight_, bias_, inside)
+    return out if residual is None or inside is not None else out + residual

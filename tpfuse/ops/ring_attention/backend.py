@@ -1,0 +1,117 @@
+"""ring_attention: attention of tokens that are spread over the ranks of a ring, each rank's to all that they see.
+
+Only this rank's q, k and v are kept for backward, with its output and log-sum-exp. Which implementation serves a group
+`tpfuse.comm.choice` says; `tpfuse.ops.ring_attention.ring_attention` is what users call.
+"""
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from tpfuse.comm.choice import choose
+from tpfuse.kernels.attention_scores import check_scores
+from tpfuse.ops.attention import check_tensors
+from tpfuse.ops.autograd import once_differentiable
+from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.collective import CollectiveRing
+from tpfuse.ops.ring_attention.direct import DirectRing
+from tpfuse.ops.ring_attention.fused import FusedRing
+
+
+class Ring(Protocol):
+    """Attention of one group's ranks. Not differentiable; all ranks call the same ones in the same order.
+
+    q [B, H, n, D], k and v [B, Hk, n, D]: this rank's tokens, of one dtype. Raise ValueError where ranks have unequal
+    numbers of tokens, PeerTimeout where one does not come.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+        """(out [B, H, n, D] in q's dtype, lse [B, H, n] float32, or float64), of the keys of all ranks."""
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv), of the queries of all ranks."""
+
+
+class LocalRing:
+    """One rank alone."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        block = block_forward(q, call)
+        block.add(0, k, v)
+        return block.result()
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        block = block_backward(grad_out, q, out, lse, call)
+        dk, dv = block.gradients(0, k, v)
+        return block.dq(), dk, dv
+
+
+_Kind = type[CollectiveRing] | type[DirectRing] | type[FusedRing]
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Ring]] = WeakKeyDictionary()
+
+
+def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
+    """What serves x's device and dtype. Collective when a group is first asked."""
+    if group is None:
+        return LocalRing()
+    choice = choose(x.device, x.dtype, group)
+    made = _made.setdefault(group, {})
+    if choice.memory is not None and choice.implementation != "collective":
+        kind = DirectRing if choice.implementation == "direct" else FusedRing
+        return made.get(kind) or made.setdefault(kind, kind(choice.memory))
+    return made.get(CollectiveRing) or made.setdefault(CollectiveRing, CollectiveRing(group))
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, call: RingCall, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) as `Ring.forward` has them, out differentiable; group: of call.runs.world ranks, None for one."""
+    out, lse = _RingAttention.apply(q, k, v, call, group)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = ring_of(q, group).forward(q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.call, ctx.group = call, group
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *ring_of(q, ctx.group).backward(grad_out, q, k, v, out, lse, ctx.call), None, None
+
+
+def check_call(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float | None,
+    cu_seqlens: Tensor | None,
+    dropout_p: float,
+    key: Tensor | None,
+    head_rows: Tensor | None,
+) -> None:
+    """Raises ValueError that names the argument, what was received and what is accepted."""
+    sequences = check_tensors(operator, q, k, v, cu_seqlens=cu_seqlens)
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q {q.shape[2]}: expected as many")
+    check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")

@@ -1,0 +1,104 @@
+"""What one call of ring attention asks for."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels.sequence_runs import SequenceRuns
+from tpfuse.ops.ring_attention.pieces import Piece, pieces
+from tpfuse.ops.ring_attention.visibility import Sight, sights
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """What one call of ring attention asks for, of all its ranks alike but for `rank`.
+
+    cu_seqlens: [S + 1] int32 or None. head_rows, key, dropout_width: with dropout, as in `tpfuse.ops.attention`.
+    ring: whether blocks go from neighbour to neighbour, or from their owners to everybody.
+    """
+
+    runs: SequenceRuns
+    rank: int
+    causal: bool
+    window: int | None
+    scale: float
+    cu_seqlens: Tensor | None = None
+    dropout_p: float = 0.0
+    head_rows: Tensor | None = None
+    key: Tensor | None = None
+    dropout_width: int = 0
+    ring: bool = True
+
+    @property
+    def sources(self) -> list[int]:
+        """The other ranks, in the order in which their blocks are taken."""
+        direction = -1 if self.ring else 1
+        return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
+
+    def described(self, op: str, k: Tensor) -> str:
+        """The operation `op` on a block of keys, as every rank of the call must describe it."""
+        options = f"causal {self.causal} window {self.window} dropout {self.dropout_p}"
+        return f"{op} {k.dtype} {list(k.shape)} {options}"
+
+    @functools.cached_property
+    def own_counters(self) -> Tensor | None:
+        """`counters` of this rank."""
+        return self.counters(self.rank)
+
+    def counters(self, rank: int) -> Tensor | None:
+        """int64 [B, H, n] with dropout: the number of (query, key 0) of a rank's queries among the mask's elements.
+
+        The number of (query, key) is by the key's position more. The mask is that of the whole sequence on one rank.
+        """
+        if not self.dropout_p:
+            return None
+        assert self.head_rows is not None
+        positions, width = self.runs.positions(rank, self.head_rows.device), self.dropout_width
+        if self.cu_seqlens is None:
+            return (self.head_rows.unsqueeze(-1) * width + positions) * width
+        bounds = self.cu_seqlens.to(torch.int64)
+        document = (torch.searchsorted(bounds, positions, right=True) - 1).clamp(max=len(self.head_rows) - 1)
+        begin = bounds[document]
+        return ((self.head_rows[document].T * width + (positions - begin)) * width - begin).unsqueeze(0)
+
+    def heads(self, heads: slice) -> "RingCall":
+        """The call for these heads of q alone."""
+        return self if self.head_rows is None else replace(self, head_rows=self.head_rows[:, heads])
+
+    @functools.cached_property
+    def _documents(self) -> tuple[int, ...] | None:
+        return None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
+
+    def pieces(self, source: int, rank: int | None = None) -> tuple[Piece, ...]:
+        """What a rank's queries see of the keys of `source`; default: this rank's."""
+        rank = self.rank if rank is None else rank
+        return pieces(self.runs, rank, source, self.causal, self.window, self._documents)
+
+    def span(self, source: int, rank: int) -> tuple[int, int]:
+        """The keys [first, stop) of `source` among which all are that queries of `rank` see."""
+        found = self.pieces(source, rank)
+        if not found:
+            return 0, 0
+        return min(piece.first_key for piece in found), max(piece.stop_key for piece in found)
+
+    def sights(self, rank: int, device: torch.device) -> tuple[Sight, Sight]:
+        """(the keys that a rank's queries see, the queries that see its keys)."""
+        if self.cu_seqlens is None:
+            return _sights(self.runs, rank, self.causal, self.window, device)
+        positions = self.runs.positions(rank, device)
+        return sights(positions, self.runs.length, self.causal, self.window, self.cu_seqlens)
+
+
+@functools.lru_cache(maxsize=64)
+def _sights(
+    runs: SequenceRuns, rank: int, causal: bool, window: int | None, device: torch.device
+) -> tuple[Sight, Sight]:
+    with torch.inference_mode(False):  # what is kept serves calls that need gradients too
+        return sights(runs.positions(rank, device), runs.length, causal, window, None)
+
+
+def computed(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which tensors of `dtype` are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

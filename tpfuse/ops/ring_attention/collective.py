@@ -1,0 +1,66 @@
+"""Ring attention by torch.distributed, where ranks share no memory: blocks travel as messages.
+
+ring: a block goes to the next rank while it is attended to, so that a rank holds two of them at a time
+(arXiv:2310.01889). all_gather: all blocks are gathered at once, while a rank attends to its own (arXiv:2407.21783,
+section 3.3.2). Backward moves the blocks again, and then exchanges what each rank's queries give to the gradients of
+every block, in float32: the owners add it in rank order.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm import collectives
+from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.ops.ring_attention.blocks import block_backward, block_forward
+from tpfuse.ops.ring_attention.call import RingCall, computed
+
+
+class CollectiveRing:
+    """Attention of one group's ranks, on any device."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens")
+        block = block_forward(q, call)
+        for source, keys, values in self._blocks(k, v, call):
+            block.add(source, keys, values)
+        return block.result()
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        block = block_backward(grad_out, q, out, lse, call)
+        parts = k.new_zeros(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
+        for source, keys, values in self._blocks(k, v, call):
+            block.add(source, keys, values, parts[source])
+        total = torch.empty_like(parts[0])
+        sum_in_rank_order(collectives.all_to_all(parts, self._group).unbind(), total)
+        dk, dv = total.to(k.dtype).unbind()
+        return block.dq(), dk, dv
+
+    def _blocks(self, k: Tensor, v: Tensor, call: RingCall) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(rank, its keys, its values), this rank's own first; the next ones come while one is used."""
+        block = torch.stack((k, v))
+        if not call.ring:
+            gathered, handle = collectives.start_all_gather(block, self._group)
+            yield call.rank, k, v
+            handle.wait()
+            blocks = gathered.view(-1, *block.shape)
+            for source in call.sources:
+                yield source, blocks[source, 0], blocks[source, 1]
+            return
+        for source in (call.rank, *call.sources):
+            last = source == call.sources[-1]
+            if not last:
+                arriving, handle = collectives.start_shift(block, self._group)
+            yield source, block[0], block[1]
+            if not last:
+                handle.wait()
+                block = arriving

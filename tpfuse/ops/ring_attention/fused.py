@@ -1,0 +1,96 @@
+"""Ring attention as Triton programs that attend to the blocks of other ranks while they arrive.
+
+Forward is one launch, backward two (`tpfuse.kernels.ring_attention_forward`, `ring_attention_backward`): the state of
+the softmax is carried through all blocks in registers, and every gradient is one sum in registers at its owner. All
+blocks of some heads are in a rank's slot at once; where they do not fit they pass in pieces of heads. On CPUs all of
+it is interpreted.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.channel import slot_size
+from tpfuse.comm.collectives.fused import open_channel
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.block_exchange import BlockExchange, part_starts
+from tpfuse.kernels.launch import multiprocessors
+from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention_backward
+from tpfuse.kernels.ring_attention_forward import ring_attention_forward
+from tpfuse.ops.ring_attention.call import RingCall
+
+PIECE_BYTES = 2**28  # of a slot's half; one head that needs more has one of its own size: not measured yet
+_COPIERS = 8  # the most that a launch has
+
+
+class FusedRing:
+    """Attention of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
+
+    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
+        self.memory, self._piece_bytes = memory, piece_bytes
+        self._exchanges: dict[tuple[int, bool], BlockExchange] = {}
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        op, parts = call.described("ring_attention", k), []
+        seen, _ = call.sights(call.rank, q.device)
+        for heads, q_heads, exchange in self._pieces(q, k, call, backward=False):
+            with self.memory.guard(op, kernel=True):
+                mine = call.heads(q_heads)
+                parts.append(
+                    ring_attention_forward(
+                        q[:, q_heads], torch.stack((k[:, heads], v[:, heads])), call.runs, call.rank, seen,
+                        exchange=exchange, scale=call.scale, dropout_p=call.dropout_p, counters=mine.own_counters,
+                        dropout_key=call.key,
+                    )
+                )  # fmt: skip
+        out, lse = (_joined(each) for each in zip(*parts, strict=True))
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv)."""
+        op, parts = call.described("ring_attention backward", k), []
+        seen, seen_by = call.sights(call.rank, q.device)
+        for heads, q_heads, exchange in self._pieces(q, k, call, backward=True):
+            mine = call.heads(q_heads)
+            found = [mine.counters(rank) for rank in range(call.runs.world)]
+            counters = torch.stack([each for each in found if each is not None]) if call.dropout_p else None
+            with self.memory.guard(op, kernel=True):
+                parts.append(
+                    ring_attention_backward(
+                        grad_out[:, q_heads], q[:, q_heads], k[:, heads], v[:, heads], out[:, q_heads], lse[:, q_heads],
+                        call.runs, call.rank, seen, seen_by, exchange=exchange, scale=call.scale,
+                        dropout_p=call.dropout_p, counters_of_all=counters, dropout_key=call.key,
+                    )
+                )  # fmt: skip
+        dq, dk, dv = (_joined(each) for each in zip(*parts, strict=True))
+        return dq, dk, dv
+
+    def _pieces(
+        self, q: Tensor, k: Tensor, call: RingCall, *, backward: bool
+    ) -> Iterator[tuple[slice, slice, BlockExchange]]:
+        """What each launch takes of the heads of k and of q, and by what blocks travel."""
+        heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
+        words = [2 * k[:, :1].nbytes // 4] + ([queries_words(q[:, :group])] if backward else [])
+        head_bytes = 4 * self.memory.world * part_starts(words)[-1]
+        most = min(max(self._piece_bytes // max(head_bytes, 1), 1), max(heads, 1))
+        exchange = self._exchange(most * head_bytes, call.ring)
+        for start in range(0, max(heads, 1), most):
+            yield slice(start, start + most), slice(start * group, (start + most) * group), exchange
+
+    def _exchange(self, nbytes: int, ring: bool) -> BlockExchange:
+        size = slot_size(nbytes)
+        found = self._exchanges.get((size, ring))
+        if found is None:
+            name = f"{'ring' if ring else 'all_gather'} attention, {size} bytes"
+            _, endpoint = open_channel(self.memory, name, size, multiprocessors(self.memory.device))
+            ready = self.memory.signals(f"{name}: ready", 2 * _COPIERS * self.memory.world).local
+            found = self._exchanges[size, ring] = BlockExchange(endpoint, ready, ring)
+        return found
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -1,0 +1,566 @@
+"""ring_attention: attention over a sequence that is spread over the ranks of a group, longer than one could hold.
+
+| schedule     | what travels                                                                  | asks for          |
+|--------------|-------------------------------------------------------------------------------|-------------------|
+| ring         | keys and values, from each rank to the next, while the present ones are used  |                   |
+| all_gather   | keys and values, from their owners to all ranks                               |                   |
+| ulysses      | heads for tokens, there and back: every rank has all tokens of some heads     | world divides H   |
+| ulysses_ring | heads for tokens among neighbours, keys and values around a ring of such      | a pair of groups  |
+
+Ring attention: arXiv:2310.01889; gathered keys and values: arXiv:2407.21783, section 3.3.2; Ulysses: arXiv:2309.14509;
+both together: arXiv:2405.07719. All give the same numbers but for the order of sums.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.library import custom_op
+
+from tpfuse.choices import Schedule as Schedule
+from tpfuse.comm import collectives
+from tpfuse.comm.choice import choose
+from tpfuse.comm.layout import is_traced
+from tpfuse.comm.measurement import decide, decisions, is_measuring
+from tpfuse.comm.mesh import check_group, named_group
+from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
+from tpfuse.ops.attention import autocast_heads
+from tpfuse.ops.autograd import once_differentiable
+from tpfuse.ops.ring_attention.backend import check_call, ring_of
+from tpfuse.ops.ring_attention.backend import ring_attention as attend_ring
+from tpfuse.ops.ring_attention.call import RingCall, computed
+from tpfuse.ops.ring_attention.layout import Balance, SequenceLayout
+from tpfuse.ops.ring_attention.ulysses import Places, places_of, to_heads, to_tokens
+from tpfuse.ops.values import check_cumulative
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+GATHERED_BYTES = 2**30  # keys and values of all ranks, up to which `auto` gathers them: not measured yet
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `ring_attention` that do not change what it returns."""
+
+    causal: bool
+    schedule: Schedule
+    balance: Balance
+    length: int | None
+    window: int | None
+    scale: float | None
+    cu_seqlens: Tensor | None
+    dropout_p: float
+    head_rows: Tensor | None
+    key: Tensor | None
+    dropout_width: int | None
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    schedule: Schedule = "auto",
+    balance: Balance = "zigzag",
+    length: int | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    dropout_p: float = 0.0,
+    head_rows: Tensor | None = None,
+    key: Tensor | None = None,
+    dropout_width: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, n] float32 (float64 for float64).
+
+    q: [B, H, n, D]; k, v: [B, Hk, n, D], H a multiple of Hk, of one float dtype, any strides: this rank's tokens of
+    sequences of `length` tokens (default: n on each rank) as `tpfuse.ops.ring_attention.layout.SequenceLayout(length,
+    world, balance)` spreads them, padding included, which nobody sees and whose output is 0.
+    group: the ranks; or two groups (ring, ulysses) for schedule `ulysses_ring`, where this rank is number ring.rank() *
+    ulysses.size() + ulysses.rank(), and the layout is told `ulysses=ulysses.size()`. schedule: see the module; `auto`:
+    see `choose_schedule`. All ranks pass the same options.
+
+    causal, window, scale: as in `tpfuse.ops.attention`, by position in the sequence. cu_seqlens: [S + 1] int32,
+    cumulative lengths of the documents of the whole sequence, of which each sees itself alone, B being 1; they may
+    cross the borders of ranks, and end before the sequence does. dropout_p, head_rows, key, dropout_width (default:
+    length): as in `attention`; the mask is that of the whole sequence on one rank. A query that sees no key has 0 and
+    -inf. lse has no gradient.
+
+    Under torch.autocast in its dtype. Raises ValueError, before ranks communicate, for what cannot be, or not with this
+    schedule, and says what can; for unequal n when ranks meet; PeerTimeout where one does not come.
+    """
+    q, k, v = autocast_heads(q, k, v)
+    name = "ring_attention"
+    check_call(name, q, k, v, window, scale, cu_seqlens, dropout_p, key, head_rows)
+    _check_groups(name, group, schedule)
+    tensors = cu_seqlens, head_rows, key
+    options: dict[str, Any] = {
+        "causal": causal,
+        "schedule": schedule,
+        "balance": balance,
+        "length": length,
+        "window": window,
+        "scale": scale,
+        "dropout_p": dropout_p,
+        "dropout_width": dropout_width,
+    }
+    if is_traced(q):
+        ring, ulysses = group if isinstance(group, tuple) else (group, None)
+        names = {"ring": ring.group_name, "ulysses": None if ulysses is None else ulysses.group_name}
+        out, lse = _forward(q, k, v, *tensors, **names, **options)
+    else:
+        training = torch.is_grad_enabled() and q.requires_grad
+        by = _decided(q, k, v, group, tensors, options, measure=training)
+        place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
+        if by.implementation is None:
+            out, lse = _attend(q, k, v, place, call, with_lse=return_lse)
+        else:
+            out, lse = _AttendBy.apply(q, k, v, place, call, by.implementation)  # type: ignore[no-untyped-call]
+    return (out, lse) if return_lse else out
+
+
+def _planned(
+    q: Tensor,
+    k: Tensor,
+    group: Group,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    causal: bool,
+    schedule: Schedule,
+    balance: Balance,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple["_Place", RingCall]:
+    """Where this rank is, and what the ranks of its ring are asked for. Raises ValueError for what does not fit."""
+    place = _place("ring_attention", q, k, group, schedule, balance, length, cu_seqlens)
+    call = RingCall(
+        place.layout.runs,
+        place.ring_rank,
+        causal=causal,
+        window=window,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        cu_seqlens=cu_seqlens,
+        dropout_p=dropout_p,
+        head_rows=None if head_rows is None else head_rows[:, place.heads_of(q.shape[1])],
+        key=key,
+        dropout_width=place.layout.length if dropout_width is None else dropout_width,
+        ring=place.schedule != "all_gather",
+    )
+    return place, call
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, *, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), out differentiable; lse is of no use unless it is asked for."""
+    if place.ulysses is None:
+        return attend_ring(q, k, v, call, place.ring)
+    groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
+    collectives.agree_on_rows(q.shape[2], q.device, *groups, op="ring_attention", unit="tokens")
+    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    described = call.described("for ring_attention", k)
+    q, k, v = place.to_heads(described, q, k, v)
+    out, lse = attend_ring(q, k, v, call, place.ring)
+    (out,) = place.to_tokens(described, out)
+    if with_lse:
+        lse = place.to_tokens(described, lse.unsqueeze(-1))[0].squeeze(-1)
+    return out, lse
+
+
+def _attend_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, place: "_Place", call: RingCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of `_attend`, of which nothing is kept: ranks exchange their heads once more."""
+    if place.ulysses is None:
+        return ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
+    kv_heads = k.shape[1]
+    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    described = call.described("for ring_attention backward", k)
+    grad_out, q, k, v, out = place.to_heads(described, grad_out, q, k, v, out)
+    lse = place.to_heads(described, lse.unsqueeze(-1))[0].squeeze(-1)
+    found = ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
+    dq, dk, dv = place.to_tokens(described, *found)
+    return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
+
+
+def choose_schedule(
+    shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device, group: Group
+) -> tuple[Schedule, str]:
+    """What `auto` takes for q of `shape` [B, H, n, D] on a rank, and why.
+
+    Ulysses moves least where it can: in the measurements of prime-rl (pull request 2418) it costs 8 % at two ranks,
+    where a ring of messages costs 29 %. On CPU ranks it takes 0.85 of the time of blocks that are read in place (4
+    ranks, 4096 tokens, 8 heads of 64, 2026-11-22): attention of many queries at once makes better use of caches.
+    Collective when the group is first asked.
+    """
+    if isinstance(group, tuple):
+        return "ulysses_ring", "a pair of groups"
+    world = group.size()
+    if world == 1:
+        return "ring", "one rank"
+    choice = choose(device, dtype, group).implementation
+    if choice == "fused":
+        return "all_gather", "one launch takes the blocks from their owners"
+    if _divides(world, shape[1], kv_heads) and (choice == "collective" or kv_heads % world == 0):
+        return "ulysses", "the heads can be divided, and it moves the least"
+    if choice == "direct":
+        return "ring", f"{world} ranks cannot divide the heads; blocks are read where they are"
+    batch, _, tokens, size = shape
+    if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
+        return "all_gather", f"{world} ranks cannot divide {shape[1]} heads"
+    return "ring", f"{world} ranks cannot divide {shape[1]} heads, and keys and values are too large to be gathered"
+
+
+@dataclass(frozen=True)
+class _By:
+    """How attention is computed. implementation: None for what `tpfuse.comm.choice` says."""
+
+    schedule: Schedule
+    implementation: Implementation | None = None
+
+
+def _decided(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: dict[str, Any],
+    *,
+    measure: bool,
+) -> _By:
+    """The schedule, and the implementation where the group has decided for another one than the usual.
+
+    measure: whether a case that the group has not decided is measured, forward and backward together, where cases are
+    (`tpfuse.comm.measurement`). Raises ValueError for a layout, heads or documents that do not fit.
+    """
+    asked: Schedule = options["schedule"]
+    ring = group[0] if isinstance(group, tuple) else group
+    known, measure = decisions(ring), measure and is_measuring()
+    if not known and not measure:
+        return _By(asked)
+    case = _case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
+    found = known.get(case)
+    if found is None:  # nobody has looked at such a call yet, and what is chosen may make ranks meet
+        possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"
+        _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
+    choice = choose(q.device, q.dtype, ring)
+    if not choice.provisional:
+        return _By(asked)
+    if found is None and measure:
+        shape = q.shape[0], q.shape[1], q.shape[2], q.shape[3]
+        usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if asked == "auto" else asked
+        others: list[Schedule] = []
+        if asked == "auto" and not isinstance(group, tuple):
+            others = ["ring", "all_gather"]
+            if _divides(group.size(), q.shape[1], k.shape[1]):
+                others.append("ulysses")
+        schedules = [usual, *(name for name in others if name != usual)]
+        other: Implementation = "collective" if q.device.type == "cpu" else "fused"
+        kinds: tuple[Implementation, ...] = choice.implementation, other
+
+        def run(schedule: Schedule, kind: Implementation) -> None:
+            with implementation(kind), torch.no_grad():
+                place, call = _planned(q, k, group, *tensors, **options | {"schedule": schedule})
+                out, lse = _attend(q, k, v, place, call, with_lse=True)
+                _attend_backward(out, q, k, v, out, lse, place, call)
+
+        candidates = {
+            f"{schedule} {kind}": functools.partial(run, schedule, kind) for kind in kinds for schedule in schedules
+        }
+        found = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}")
+    if found is None:
+        return _By(asked)
+    schedule, kind = found.taken.split()
+    usual_kind = kind == choice.implementation
+    return _By(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
+
+
+def _case(
+    q: Sequence[int], k: Sequence[int], dtype: torch.dtype, group: Group, documents: bool, options: Mapping[str, Any]
+) -> str:
+    """A call of `ring_attention` as the decisions of its group name it. q, k: shapes on a rank."""
+    shapes = " and ".join("x".join(map(str, shape)) for shape in (q, k))
+    names = ("causal", "schedule", "balance", "window")
+    described = " ".join(f"{name} {options[name]}" for name in names if options[name] is not None)
+    more = " documents" * documents + " dropout" * (options["dropout_p"] > 0)
+    worlds = " x ".join(str(each.size()) for each in (group if isinstance(group, tuple) else (group,)))
+    return f"ring_attention {shapes} {described}{more} {dtype} on {worlds} ranks"
+
+
+class _AttendBy(Function):
+    """`_attend` by another implementation than the usual one, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, kind: Implementation
+    ) -> tuple[Tensor, Tensor]:
+        with implementation(kind):
+            out, lse = _attend(q, k, v, place, call, with_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.place, ctx.call, ctx.kind = place, call, kind
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        with implementation(ctx.kind):
+            q, k, v, out, lse = ctx.saved_tensors
+            gradients = _attend_backward(grad_out, q, k, v, out, lse, ctx.place, ctx.call)
+        return *gradients, None, None, None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank is; ring: among which ranks blocks travel, ulysses: among which heads do, None for nobody."""
+
+    schedule: Schedule
+    layout: SequenceLayout
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+    ring_rank: int
+    places: Places | None
+
+    def to_heads(self, described: str, *tensors: Tensor) -> list[Tensor]:
+        """This rank's heads of all tokens, of tensors [B, heads, n, …]; described: as in `ulysses`."""
+        assert self.ulysses is not None and self.places is not None
+        return to_heads(tensors, self.places, self.ulysses, described)
+
+    def to_tokens(self, described: str, *tensors: Tensor) -> list[Tensor]:
+        """The inverse of `to_heads`."""
+        assert self.ulysses is not None and self.places is not None
+        return to_tokens(tensors, self.places, self.ulysses, described)
+
+    def heads_of(self, heads: int) -> slice:
+        """This rank's of that many heads."""
+        if self.ulysses is None:
+            return slice(0, heads)
+        share = heads // self.ulysses.size()
+        return slice(self.ulysses.rank() * share, (self.ulysses.rank() + 1) * share)
+
+
+def _check_groups(name: str, group: Group, schedule: Schedule) -> None:
+    """Raises ValueError for a schedule that is not known, and for groups that are none or do not fit it."""
+    if group is None:
+        raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
+    for each in group if isinstance(group, tuple) else (group,):
+        check_group(name, each)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"{name}: schedule {schedule!r}: expected one of {', '.join(SCHEDULES)}")
+    if schedule != "auto" and isinstance(group, tuple) != (schedule == "ulysses_ring"):
+        wanted = "a pair of groups (ring, ulysses)" if schedule == "ulysses_ring" else "one group"
+        raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
+
+
+def _place(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    group: Group,
+    schedule: Schedule,
+    balance: Balance,
+    length: int | None,
+    cu_seqlens: Tensor | None,
+) -> _Place:
+    """Raises ValueError for a layout, heads or documents that do not fit."""
+    ring, ulysses = group if isinstance(group, tuple) else (group, None)
+    exchanging = 1 if ulysses is None else ulysses.size()
+    world, heads, n = ring.size() * exchanging, q.shape[1], q.shape[2]
+    length = world * n if length is None else length
+    layout = SequenceLayout(length, world, balance, exchanging)
+    if layout.local_length != n:
+        raise ValueError(
+            f"{name}: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length} tokens,"
+            f" {balance} (pad them: SequenceLayout.shard does)"
+        )
+    if cu_seqlens is not None:
+        check_cumulative(name, "cu_seqlens", cu_seqlens, length)
+    if schedule == "auto":
+        schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
+    ring_rank, blocks_travel_in = ring.rank(), ring if ring.size() > 1 else None
+    if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
+        ulysses, exchanging, ring_rank, blocks_travel_in = ring, world, 0, None
+        layout = SequenceLayout(length, world, balance, world)
+    if ulysses is None:
+        return _Place(schedule, layout, blocks_travel_in, None, ring_rank, None)
+    if not _divides(exchanging, heads, k.shape[1]):
+        raise ValueError(
+            f"{name}: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
+            " schedules ring and all_gather can"
+        )
+    places = _places(layout, ring_rank * exchanging, exchanging)
+    return _Place(schedule, layout, blocks_travel_in, ulysses, ring_rank, places)
+
+
+def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
+    """Whether ranks can have equally many heads each; a head of keys may serve several ranks."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % max(kv_heads, 1) == 0)
+
+
+def _repeated(x: Tensor, ranks: int) -> Tensor:
+    """x [B, Hk, n, D] with a head for each rank at least."""
+    return x if x.shape[1] % ranks == 0 else x.repeat_interleave(ranks // x.shape[1], 1)
+
+
+def _summed(grad: Tensor, heads: int) -> Tensor:
+    """The gradient [B, heads, n, D] of what `_repeated` has repeated."""
+    batch, repeated, tokens, size = grad.shape
+    return grad if repeated == heads else grad.reshape(batch, heads, -1, tokens, size).sum(2)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(layout: SequenceLayout, first: int, ranks: int) -> Places:
+    """Where the tokens of some ranks are among those of all of these."""
+    return places_of(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
+
+
+@custom_op("tpfuse::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    ring: str,
+    ulysses: str | None,
+    causal: bool,
+    schedule: str,
+    balance: str,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple[Tensor, Tensor]:
+    """A node of torch.compile's graph: (out, lse). `auto` chooses when it runs. ring, ulysses: names of groups."""
+    options = {
+        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
+        "dropout_p": dropout_p, "dropout_width": dropout_width,
+    }  # fmt: skip
+    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    with implementation(kind):
+        out, lse = _attend(q, k, v, place, call, with_lse=True)
+    return _heads_inside(out), lse.contiguous()
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), q.new_empty(q.shape[:3], dtype=computed(q.dtype))
+
+
+@custom_op("tpfuse::ring_attention_backward", mutates_args=())
+def _gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    head_rows: Tensor | None,
+    key: Tensor | None,
+    *,
+    ring: str,
+    ulysses: str | None,
+    causal: bool,
+    schedule: str,
+    balance: str,
+    length: int | None,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_width: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = {
+        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
+        "dropout_p": dropout_p, "dropout_width": dropout_width,
+    }  # fmt: skip
+    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    with implementation(kind):
+        dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, place, call))
+    if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
+        dv = dv.clone()  # results of an operator share no memory
+    return dq, dk, dv
+
+
+@_gradients.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(q), _empty_like(k), _empty_like(v)
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    options: dict[str, Any],
+) -> tuple["_Place", RingCall, Implementation]:
+    """Where this rank is, what is asked for, and which implementation computes it, when a node of a graph runs."""
+    by = _decided(q, k, v, group, tensors, options, measure=True)
+    place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
+    return place, call, by.implementation or chosen_implementation()
+
+
+def _named(ring: str, ulysses: str | None) -> Group:
+    return named_group(ring) if ulysses is None else (named_group(ring), named_group(ulysses))
+
+
+def _heads_inside(x: Tensor) -> Tensor:
+    """x [B, H, n, D], in memory [B, n, H, D] as models have it, whatever the schedule: a graph is told one layout."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """x's shape in the layout of `_heads_inside`."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
+
+
+def _save(
+    ctx: Any,
+    inputs: tuple[Tensor | None, ...],
+    keyword_only_inputs: dict[str, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, *output)
+    ctx.options = keyword_only_inputs
+
+
+@once_differentiable
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    return *_gradients(grad_out, *inputs[:3], out, lse, *inputs[3:], **ctx.options), None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,71 @@
+"""Attention of one rank's queries to the keys of one rank after another, by Triton kernels, merged in float32."""
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels.attention_merge import attention_merge
+from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_attention_dkdv, ring_attention_dq
+from tpfuse.kernels.ring_attention_forward import ring_attention_forward
+from tpfuse.ops.ring_attention.call import RingCall
+
+
+class KernelForward:
+    """As `tpfuse.ops.ring_attention.torch_blocks.BlockForward`."""
+
+    def __init__(self, q: Tensor, call: RingCall) -> None:
+        self._q, self._call = q, call
+        self._state: tuple[Tensor, Tensor] | None = None
+
+    def add(self, source: int, k: Tensor, v: Tensor) -> None:
+        """The keys and values [B, Hk, n, D] of rank `source`."""
+        call = self._call
+        seen, _ = call.sights(call.rank, self._q.device)
+        out, lse = ring_attention_forward(
+            self._q, torch.stack((k, v))[None], call.runs, call.rank, seen, sources=(source,), scale=call.scale,
+            dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key, out_dtype=torch.float32,
+        )  # fmt: skip
+        self._state = (out, lse) if self._state is None else attention_merge(*self._state, out, lse, in_place=True)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out in q's dtype, lse in float32)."""
+        assert self._state is not None
+        out, lse = self._state
+        return out.to(self._q.dtype), lse
+
+
+class KernelBackward:
+    """As `tpfuse.ops.ring_attention.torch_blocks.BlockBackward`."""
+
+    def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall) -> None:
+        self._call, self._dtype = call, q.dtype
+        self._queries = q.contiguous(), grad_out.contiguous(), *ring_attention_delta(grad_out, out, lse)
+        self._dq: Tensor | None = None
+
+    def add(self, source: int, k: Tensor, v: Tensor, parts: Tensor) -> None:
+        """k, v: of rank `source`; parts: [2, B, Hk, n, D] float32: their gradients' parts, written."""
+        call, block = self._call, torch.stack((k, v))
+        seen, _ = call.sights(call.rank, k.device)
+        _, seen_by = call.sights(source, k.device)
+        dq = ring_attention_dq(
+            *self._queries, block[None], call.runs, call.rank, seen, (source,), scale=call.scale,
+            dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key,
+        )  # fmt: skip
+        self._dq = dq if self._dq is None else self._dq.add_(dq)
+        parts.copy_(
+            ring_attention_dkdv(
+                block, *self._queries, call.runs, call.rank, source, seen_by, scale=call.scale,
+                dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key,
+            )
+        )  # fmt: skip
+
+    def gradients(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What `add` writes, in k's dtype, where nobody else has a part of it."""
+        parts = k.new_empty(2, *k.shape, dtype=torch.float32)
+        self.add(source, k, v, parts)
+        dk, dv = parts.to(k.dtype).unbind()
+        return dk, dv
+
+    def dq(self) -> Tensor:
+        """The gradient of q, in its dtype."""
+        assert self._dq is not None
+        return self._dq.to(self._dtype)

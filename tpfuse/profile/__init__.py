@@ -1,1 +1,0 @@
-"""NVTX ranges, traces and Nsight command lines."""

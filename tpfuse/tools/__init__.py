@@ -1,0 +1,1 @@
+"""What kernels compute and take: comparisons with references, the compile gate, and the tuner."""

@@ -1,0 +1,307 @@
+"""Compiles, without a GPU, every kernel that the operators would launch, and says what each takes.
+
+    python -m tpfuse.tools.compilation gemm --families sm_90 --dtypes bfloat16
+    python -m tpfuse.tools.compilation --front-end
+
+Results are kept (`tpfuse.tools.kept_results`), so that a second run compiles only what has changed. The front end
+alone (`tpfuse.tools.front_end`) takes seconds for all kernels.
+
+Each whole compilation runs in a process of its own, so that one that fails, or takes the compiler down, is one line.
+Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a Python that does not.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any
+
+import triton
+from triton import knobs
+from triton.compiler import make_backend
+from triton.runtime.cache import triton_key
+
+from tpfuse.kernels.configurations import Configuration
+from tpfuse.kernels.launch import FAMILIES
+from tpfuse.tools import front_end, gate, resources
+from tpfuse.tools import operators as cases
+from tpfuse.tools.kept_results import KeptResults, default_folder, digest, entry
+from tpfuse.tools.recorded import DTYPES, Job, Recorded, record, target
+from tpfuse.tools.resources import Compilation
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that was compiled, and the rows of configurations.toml that the launches chose."""
+
+    triton: str
+    compilations: list[Compilation]
+    rows: list[Configuration]
+
+
+def compiled(job: Job) -> Any:
+    """Triton's CompiledKernel; its `asm` holds "ttir", "ttgir", "ptx" and "cubin"."""
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    return triton.compile(job.source, target=target(job.family), options=options)
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    return {
+        "operator": job.operator,
+        "family": job.family,
+        "dtype": job.dtype,
+        "kernel": job.source.name,
+        "constants": {name: x if isinstance(x, int | float) else str(x) for name, x in job.constants.items()},
+        "num_warps": job.num_warps,
+        "num_stages": job.num_stages,
+    }
+
+
+def _keep(kernel: Any, stem: Path) -> None:
+    """Writes what the compiler made, stage by stage, for people who want to read it."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    for stage in ("ttir", "ttgir", "ptx"):
+        stem.with_suffix(f".{stage}").write_text(kernel.asm[stage])
+    stem.with_suffix(".sass").write_text(resources.disassembly(kernel.asm["cubin"]))
+
+
+def _reason(error: BaseException, printed: str) -> str:
+    """One line: what the compiler printed, else the error at the bottom of the chain."""
+    lines = [line.partition("error:")[2] for line in printed.splitlines() if "error:" in line]
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if lines:
+        return " ".join(lines[0].split())[:300]
+    return " ".join(str(error).split())[-300:] or type(error).__name__  # Triton shows the source in front of its reason
+
+
+def _work(job: Job, sender: Connection, keep: Path | None, examined: bool) -> None:
+    """The whole of a worker process: what the compiler prints is kept from the terminal."""
+    with tempfile.TemporaryFile() as output:
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        try:
+            knobs.nvidia.dump_ptxas_log = examined
+            kernel = compiled(job)
+            result = Compilation(**_identity(job))
+            if examined:
+                result = resources.examine(kernel, _identity(job), _printed(output))
+            if keep is not None:
+                _keep(kernel, keep)
+        except BaseException as error:
+            result = Compilation(**_identity(job), error=_reason(error, _printed(output)))
+        sender.send(result)
+
+
+def _printed(output: IO[bytes]) -> str:
+    """What this process has printed to a file."""
+    sys.stdout.flush()
+    output.seek(0)
+    return output.read().decode(errors="replace")
+
+
+def _warm_up(families: set[str]) -> None:
+    """What Triton finds out once in a process, the hash of itself above all, and workers then inherit."""
+    triton_key()
+    for family in families:
+        make_backend(target(family)).hash()
+
+
+def compile_jobs(
+    jobs: Sequence[Job], keep: Path | None = None, *, examined: bool = True
+) -> Iterator[tuple[int, Compilation]]:
+    """(index, result) of each job as it is done, on all cores. keep: a folder for what the compiler makes.
+
+    examined: whether results say what a kernel takes, for which ptxas may run a second time.
+    """
+    _warm_up({job.family for job in jobs})
+    context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be sent
+    waiting = list(enumerate(jobs))[::-1]
+    running: dict[Any, tuple[int, BaseProcess]] = {}
+    while waiting or running:
+        while waiting and len(running) < len(os.sched_getaffinity(0)):
+            index, job = waiting.pop()
+            receiver, sender = context.Pipe(duplex=False)
+            stem = None if keep is None else keep / f"{job.operator}-{index}-{job.family}-{job.source.name}"
+            worker = context.Process(target=_work, args=(job, sender, stem, examined))
+            worker.start()
+            sender.close()
+            running[receiver] = index, worker
+        for done in wait(list(running)):
+            index, process = running.pop(done)
+            yield index, _received(done, process, jobs[index])
+
+
+def _received(receiver: Any, process: BaseProcess, job: Job) -> Compilation:
+    try:
+        result: Compilation = receiver.recv()
+    except EOFError:
+        process.join()
+        result = Compilation(**_identity(job), error=f"the compiler ended with exit status {process.exitcode}")
+    process.join()
+    return result
+
+
+def compile_here(
+    operators: Sequence[str],
+    families: Sequence[str],
+    dtypes: Sequence[str],
+    keep: Path | None = None,
+    on_done: Callable[[Compilation], object] = lambda result: None,
+    kept_results: Path | None = None,
+) -> Report:
+    """Records here and compiles in this process's children. The kernels must not be interpreted here.
+
+    kept_results: a folder of results, which are taken from there where nothing has changed, and kept there; not with
+    `keep`, which needs what the compiler makes.
+    """
+    recorded = record(operators, families, dtypes)
+    unique: dict[tuple[object, ...], Job] = {}
+    for job in recorded.jobs:
+        unique.setdefault(job.key, job)  # some operators share kernels
+    kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
+    names = {} if kept is None else {key: digest(job) for key, job in unique.items()}
+    found = {}
+    jobs = []
+    for key, job in unique.items():
+        result = None if kept is None else kept.read(names[key])
+        if result is None:
+            jobs.append(job)
+        else:
+            found[key] = replace(result, operator=job.operator, dtype=job.dtype)
+            on_done(found[key])
+    for index, result in compile_jobs(jobs, keep):
+        key = jobs[index].key
+        found[key] = result
+        if kept is not None:
+            kept.write(names[key], result)
+        on_done(result)
+    results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
+    return Report(triton.__version__, results + _refused(recorded), recorded.rows)
+
+
+def _refused(recorded: Recorded) -> list[Compilation]:
+    """The launchers that raised."""
+    return [
+        Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
+        for operator, family, dtype, reason in recorded.errors
+    ]
+
+
+def warm_cache(
+    operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], on_done: Callable[[Compilation], object]
+) -> Report:
+    """Compiles, in this process's children, so that Triton finds in its cache what the operators launch here later."""
+    recorded = record(operators, families, dtypes)
+    jobs = list({job.key: job for job in recorded.jobs}.values())
+    results = _refused(recorded)
+    for _, result in compile_jobs(jobs, examined=False):
+        on_done(result)
+        results.append(result)
+    return Report(triton.__version__, results, recorded.rows)
+
+
+def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
+    """Records, and takes representatives of all launches through the compiler's front end, in this process."""
+    recorded = record(operators, families, dtypes)
+    results = _refused(recorded)
+    for job in front_end.representatives(recorded.jobs):
+        try:
+            front_end.lower(job)
+            results.append(Compilation(**_identity(job)))
+        except Exception as error:
+            results.append(Compilation(**_identity(job), error=_reason(error, "")))
+    return Report(triton.__version__, results, recorded.rows)
+
+
+def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
+    """`compile_here` in a Python of its own that does not interpret. Raises RuntimeError where it fails as a whole."""
+    flags = ["--json", "--families", *families, "--dtypes", *dtypes]
+    done = subprocess.run(
+        [sys.executable, "-m", "tpfuse.tools.compilation", *operators, *flags],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    try:
+        return read_report(done.stdout)
+    except json.JSONDecodeError:
+        raise RuntimeError(f"compiling {', '.join(operators)} failed: {done.stderr.strip()}") from None
+
+
+def read_report(text: str) -> Report:
+    """The report that `--json` printed."""
+    document = json.loads(text)
+    return Report(
+        document["triton"],
+        [entry(fields) for fields in document["compilations"]],
+        [Configuration(**row) for row in document["rows"]],
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    known = cases.names()
+    parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.compilation", description=__doc__)
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write TTIR, TTGIR, PTX and SASS there")
+    parser.add_argument(
+        "--front-end", action="store_true", help="no whole compilation: only what the front end refuses"
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="only fill Triton's cache of this machine, and say what does not compile"
+    )
+    folder = default_folder()
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", default=folder, help=f"kept results; default: {folder}"
+    )
+    parser.add_argument("--anew", action="store_true", help="compile all, whatever results are kept, and keep none")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON document")
+    form.add_argument("--markdown", action="store_true", help="the table that benchmarks/results/compiled.md holds")
+    options = parser.parse_args()
+    for name in set(options.operators) - set(known):
+        parser.error(f"there is no operator {name}: expected one of {', '.join(known)}")
+    options.operators = options.operators or known
+    return options
+
+
+def main() -> int:
+    """Exit status 1 where a kernel does not pass the gate."""
+    options = _arguments()
+    document = options.json or options.markdown
+    asked = options.operators, options.families, options.dtypes
+    if options.warm:
+        report = warm_cache(*asked, lambda result: print(result.operator, result.error, flush=True))
+    elif options.front_end:
+        report = front_end_here(*asked)
+        if not document:
+            print(f"Triton {report.triton}: {len(report.compilations)} launches taken through its front end")
+    else:
+        report = compile_here(
+            *asked,
+            options.keep,
+            (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
+            None if options.anew else options.results,
+        )
+    if options.json:
+        print(json.dumps(asdict(report)))
+    if options.markdown:
+        print(gate.table(report.compilations, report.triton), end="")
+    judged = [result for result in report.compilations if result.error or not (options.front_end or options.warm)]
+    complaints = [text for result in judged for text in gate.complaints(result)]
+    print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
+    return int(bool(complaints))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

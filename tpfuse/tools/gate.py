@@ -1,0 +1,228 @@
+"""What is asked of every compiled kernel, and the table of what they take.
+
+A kernel that spills, does without tensor cores or loads few bytes at a time is right, and slow: no other test shows it.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import triton
+
+from tpfuse.kernels.launch import FAMILIES
+from tpfuse.tools.resources import LIMITS, Compilation
+
+# The newest matrix instruction of each family.
+NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
+
+# Pattern of `named` -> why these products are not as fast as the family's can be. Tensor cores they have all the same.
+EXCEPTIONS = {
+    r"float32 \w*attention_\w+ .*BLOCK_M=(16|32) ": "three tf32 products of 64 rows, as wgmma and tcgen05 want, spill",
+    r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows spill beside dropout's hashes",
+}
+
+# The largest `issue_share` of kernels by name: attention's loops hold a softmax beside the products.
+ISSUE_SHARE = {"attention": 1.0, "": 0.8}
+
+# Pattern of `named` -> why a kernel may take more.
+ISSUE_EXCEPTIONS = {
+    r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
+    r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "few rows: reading the weight takes longer than multiplying it",
+    r" \w*attention_\w+ .*DROPOUT=True": "dropout hashes each score in some twenty integer instructions",
+    r"float32 \w*attention_\w+ ": "tf32x3 splits each element of its operands in two",
+    r" \w*attention_\w+ .*HEAD_SIZE=64 .*DROPOUT=False": "as many exponentials as heads of 128 have, half the products",
+    r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers hold no larger tile",
+}
+
+# Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16.
+NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "one program, which moves signals alone"}
+
+# Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
+_SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
+SPILLS = {
+    "3.6": {
+        r"sm_90 (bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) ring_attention_forward_kernel .*RING=True .*BLOCK_D=256 DROPOUT=True ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) attention_backward_dkdv_kernel .*BLOCK_D=64 .*DROPOUT=True ": (8, _SMALL),
+        r"sm_90 (bfloat16|float16) ring_attention_dkdv_kernel .*BLOCK_D=64 DROPOUT=True ": (24, _SMALL),
+    },
+}
+
+# Rows of sm_80 serve the GPUs that have less shared memory than an A100 too.
+SHARED = {family: limits.shared_per_program for family, limits in LIMITS.items()} | {"sm_80": 99 * 1024}
+
+
+def complaints(result: Compilation, version: str = triton.__version__) -> Iterator[str]:
+    """One line for each thing that is wrong with what this version of Triton has compiled."""
+    if result.error:
+        yield f"{named(result)}: {result.error}"
+        return
+    for complaint in _complaints(result, version):
+        yield f"{named(result)}: {complaint}"
+
+
+def _complaints(result: Compilation, version: str) -> Iterator[str]:
+    if result.spilled > accepted_spill(result, version):
+        yield f"{result.spilled} bytes of registers are spilled"
+    if result.shared > SHARED[result.family]:
+        yield f"{result.shared} bytes of shared memory, {SHARED[result.family]} are allowed"
+    if result.dot and not result.tensor_cores:
+        yield "its dot is not done by tensor cores"
+    elif result.dot and slow(result) and exception(result) is None:
+        yield slow(result)
+    if issues_too_much(result) and issue_exception(result) is None:
+        yield f"its loop takes {result.issue_share} issue slots for each tensor cycle"
+    if moves_little(result) and narrow_exception(result) is None:
+        yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
+    if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
+        yield "its warps have no roles of their own, as WARP_SPECIALIZE asks for"
+
+
+def accepted_spill(result: Compilation, version: str) -> int:
+    """How many bytes a result may spill under a version of Triton."""
+    listed = SPILLS.get(".".join(version.split(".")[:2]), {})
+    return max((size for pattern, (size, _) in listed.items() if re.search(pattern, named(result))), default=0)
+
+
+def slow(result: Compilation) -> str:
+    """Why its products take longer than the family can: an older instruction, or such as do not overlap."""
+    if NEWEST[result.family] not in result.tensor_cores:
+        return f"{'+'.join(result.tensor_cores)} instructions for its dot, not {NEWEST[result.family]}"
+    if result.serialized:
+        return f"its wgmma instructions wait for one another: {result.serialized}"
+    return ""
+
+
+def issues_too_much(result: Compilation) -> bool:
+    """Whether instructions bind a loop around wgmma rather than the tensor cores."""
+    return result.issue_share > next(share for part, share in ISSUE_SHARE.items() if part in result.kernel)
+
+
+def issue_exception(result: Compilation) -> str | None:
+    """The entry of ISSUE_EXCEPTIONS that a result falls under."""
+    return _listed(ISSUE_EXCEPTIONS, result)
+
+
+def _listed(patterns: Iterable[str], result: Compilation) -> str | None:
+    return next((pattern for pattern in patterns if re.search(pattern, named(result))), None)
+
+
+def exception(result: Compilation) -> str | None:
+    """The entry of EXCEPTIONS that a result falls under."""
+    return _listed(EXCEPTIONS, result)
+
+
+def moves_little(result: Compilation) -> bool:
+    """Whether a kernel without products moves too many of its bytes a few at a time."""
+    return not result.dot and narrow(result) > 1 / 3
+
+
+def narrow_exception(result: Compilation) -> str | None:
+    """The entry of NARROW_EXCEPTIONS that a result falls under."""
+    return _listed(NARROW_EXCEPTIONS, result)
+
+
+def narrow(result: Compilation) -> float:
+    """The share of what it loads and stores, instruction by instruction, that moves less than 16 bytes of a thread."""
+    moved = [(width, width * count) for widths in (result.loads, result.stores) for width, count in widths.items()]
+    return sum(size for width, size in moved if width < 16) / max(1, sum(size for _, size in moved))
+
+
+def named(result: Compilation) -> str:
+    """Operator, family and configuration on one line."""
+    place = f"{result.operator} {result.family} {result.dtype}"
+    if not result.kernel:  # a launcher raised
+        return place
+    return f"{place} {result.kernel} {_constants(result)} num_warps={result.num_warps} num_stages={result.num_stages}"
+
+
+def _constants(result: Compilation) -> str:
+    return " ".join(f"{name}={value}" for name, value in result.constants.items() if value != "None")
+
+
+def describe(result: Compilation) -> str:
+    """Two lines for people."""
+    if result.error:
+        return f"{named(result)}\n    {result.error}"
+    features = "".join(f"  {text}" for text in _features(result))
+    return (
+        f"{named(result)}\n    registers {result.registers}  spilled {result.spilled}  shared {result.shared}"
+        f"  programs {result.programs}{features}  loads {result.loads}  stores {result.stores}"
+    )
+
+
+def _features(result: Compilation) -> list[str]:
+    return [*result.tensor_cores, *["TMA"] * result.bulk, *["specialized"] * result.specialized]
+
+
+HEADER = """\
+# What the kernels take
+
+Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. A line is a kernel
+on a GPU family, over all launches that the rows of kernels/configurations.toml and the dtypes make of it: the least and
+the most of each figure. Registers are those of a thread; spilled is how many launches spill; shared memory is a
+program's, in bytes; programs: how many fit on a multiprocessor at once. Issue: issue slots for each cycle of the tensor
+cores in the main loop around wgmma; then the wgmma groups that a step of it leaves running (both sm_90 alone). float16
+is compiled for sm_90 only, since it differs from bfloat16 in conversions alone.
+`python -m tpfuse.tools.compilation OPERATOR` prints each launch.
+
+"""
+
+COLUMNS = (
+    "kernel",
+    "family",
+    "launches",
+    "registers",
+    "spilled",
+    "shared",
+    "programs",
+    "issue",
+    "pending",
+    "instructions",
+)
+
+
+def table(results: Sequence[Compilation], version: str) -> str:
+    """Markdown, a line for each kernel and family."""
+    groups: dict[tuple[str, str], list[Compilation]] = {}
+    for result in results:
+        kernel = result.kernel.removesuffix("_kernel") or f"{result.operator}'s launcher"
+        groups.setdefault((kernel, result.family), []).append(result)
+    lines = [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    lines += [_row([*group, *_cells(groups[group])]) for group in sorted(groups, key=_by_kernel)]
+    return HEADER.format(version=version) + "\n".join(lines) + "\n"
+
+
+def _by_kernel(group: tuple[str, str]) -> tuple[str, int]:
+    kernel, family = group
+    return kernel, FAMILIES.index(family)
+
+
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _cells(results: Sequence[Compilation]) -> list[object]:
+    whole = [result for result in results if not result.error]
+    loops = [result for result in whole if result.issue_share]
+    features = {name for result in whole for name in _features(result)}
+    return [
+        f"{len(results)}{f', {len(results) - len(whole)} failed' * (len(whole) < len(results))}",
+        _range(result.registers for result in whole),
+        sum(bool(result.spilled) for result in whole) or "",
+        _range(result.shared for result in whole),
+        _range(result.programs for result in whole),
+        _range(result.issue_share for result in loops),
+        _range(result.pending for result in loops),
+        " ".join(sorted(features)),
+    ]
+
+
+def _range(values: Iterable[float]) -> str:
+    found = sorted(set(values))
+    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else ""
+
+
+def version_of(table: str) -> str:
+    """The version of Triton that a table was made with."""
+    found = re.search(r"Triton (\S+)", table)
+    return found[1] if found else ""

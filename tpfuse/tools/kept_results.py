@@ -1,0 +1,81 @@
+"""Results of compilations, kept by a digest of all that they depend on, so that only what has changed is compiled.
+
+A digest covers the kernel's source with that of every function it calls, the types and constants of the launch, the
+options, Triton itself, the version of ptxas, the variables of the environment that Triton asks, and the source of what
+reads the figures out of a compiled kernel. So an entry never becomes wrong, and checkouts share one folder: by default
+`tpfuse/compiled` in the user's cache, which survives `make clean` and may be deleted at any time.
+
+Each entry is a file that begins with the checksum of its rest. It is written beside its place and then renamed, so that
+processes that write at the same time do no harm; an entry whose checksum is wrong counts as missing. Errors are not
+kept: some go away (memory that ran out).
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import make_backend
+from triton.runtime.cache import get_cache_key
+
+from tpfuse.comm.host import cache_folder, replace_file
+from tpfuse.tools import issue_slots, resources
+from tpfuse.tools.recorded import Job, target
+from tpfuse.tools.resources import Compilation
+
+
+def default_folder() -> Path:
+    """Where results are kept unless the caller says otherwise."""
+    return cache_folder() / "compiled"
+
+
+@cache
+def _reader() -> str:
+    """The digest of the code that makes a Compilation of a compiled kernel."""
+    files = resources.__file__, issue_slots.__file__
+    return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()
+
+
+def digest(job: Job) -> str:
+    """Equal for jobs whose results are the same but for the operator and the dtype that they were met in."""
+    backend = make_backend(target(job.family))
+    options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
+    key = get_cache_key(job.source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(f"{_reader()}-{job.family}-{key}".encode()).hexdigest()
+
+
+def entry(document: dict[str, Any]) -> Compilation:
+    """The Compilation whose fields JSON has kept, which makes texts of the widths."""
+    widths = {name: {int(width): count for width, count in document[name].items()} for name in ("loads", "stores")}
+    return Compilation(**document | widths)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class KeptResults:
+    """A folder of results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str) -> Compilation | None:
+        """The result with this digest; None where there is none that is whole."""
+        try:
+            checksum, _, text = (self.folder / name).read_text(encoding="utf-8").partition("\n")
+        except (OSError, UnicodeDecodeError):
+            return None
+        return entry(json.loads(text)) if checksum == _checksum(text) else None
+
+    def write(self, name: str, result: Compilation) -> None:
+        """Keeps a result. A folder that cannot be written is no error: the result is then compiled again next time."""
+        if result.error:
+            return
+        text = json.dumps(asdict(result))
+        with suppress(OSError):
+            replace_file(self.folder / name, f"{_checksum(text)}\n{text}")

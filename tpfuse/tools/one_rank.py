@@ -1,0 +1,82 @@
+"""One rank of a communicating operator alone on a device, with all signals set ahead: for a profiler.
+
+    ncu --profile-from-start off --set full python -m tpfuse.tools.one_rank all_gather_gemm --world 8 --rows 1024
+
+Nsight Compute runs each kernel many times and alone; one that waits for a peer would wait for ever. Here its flags say
+that every other rank has come as far as a thousand launches from now, so no launch waits; the epochs are in memory
+that the profiler puts back before each replay. What peers would have sent is zeros, read from this device instead of
+through a link: the figures of copies are those of local memory.
+"""
+
+import argparse
+import sys
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from tpfuse.comm.errors import PeerTimeout
+from tpfuse.kernels.launch import INTERPRETED
+from tpfuse.testing.one_process import OneProcess, OneProcessMemory
+from tpfuse.tools.rank_programs import PROGRAMS, TINY, Program, Sizes, load
+
+_NUMBERS = [field.name for field in fields(Sizes) if field.name != "dtype"]
+
+
+def profile(name: str, world: int, rank: int, sizes: Sizes, device: torch.device, timeout: float) -> None:
+    """Runs a program of PROGRAMS once as `rank` of `world`, between the marks at which a profiler starts and stops.
+
+    Raises PeerTimeout where a kernel still waits after `timeout` seconds.
+    """
+    ranks = OneProcess(world, device, timeout, shared=False)
+    with ranks.aborted():
+        program = ranks.alone(rank, lambda memory: load(memory, name, sizes))
+    ranks.signal_ahead(rank)
+    ranks.alone(rank, lambda memory: _marked(program, memory))
+
+
+def _marked(program: Program, memory: OneProcessMemory) -> None:
+    if memory.device.type != "cuda":
+        program.run(0)
+        return
+    torch.cuda.synchronize(memory.device)
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+    program.run(0)
+    torch.cuda.synchronize(memory.device)
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.one_rank")
+    parser.add_argument("program", choices=PROGRAMS, metavar="PROGRAM", help=f"one of: {'; '.join(PROGRAMS)}")
+    parser.add_argument("--world", type=int, default=8, help="ranks of the group")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds; the profiler's replays count")
+    for name in _NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="of one rank")
+    found = parser.parse_args()
+    if not 0 <= found.rank < found.world:
+        parser.error(f"rank {found.rank} of {found.world}: expected 0 <= rank < world")
+    return found
+
+
+def main() -> int:
+    """On a GPU; interpreted, with tiny shapes, where TRITON_INTERPRET=1 is set. Exit status 1 where a kernel waits."""
+    arguments = _arguments()
+    if not INTERPRETED and not torch.cuda.is_available():
+        print("tpfuse.tools.one_rank: error: there is no CUDA GPU, and TRITON_INTERPRET=1 is not set", file=sys.stderr)
+        return 2
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in _NUMBERS if getattr(arguments, name)}
+    sizes = replace(TINY if INTERPRETED else Sizes(), **given)
+    device = torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())
+    try:
+        profile(arguments.program, arguments.world, arguments.rank, sizes, device, arguments.timeout)
+    except PeerTimeout as error:
+        print(f"tpfuse.tools.one_rank: error: {arguments.program}: {error}", file=sys.stderr)
+        return 1
+    print(f"{arguments.program}: rank {arguments.rank} of {arguments.world}, once, on {device}: nothing has waited")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""all_gather_gemm: of one rank alone for `tpfuse verify`, its copiers included; launches that reach every row."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.activations import ACTIVATIONS
+from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.engine_gather import close_copies, open_copies
+from tpfuse.ops.autograd import apply
+from tpfuse.ops.gemm import preactivation_gradient
+from tpfuse.testing.inputs import normal
+from tpfuse.tools.case import Case
+
+_SLOT_BYTES = 1 << 16
+_EPOCHS = 3
+
+
+def _alone(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool, **options: Any
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The product of a group of one rank, several times over; at the end what was gathered."""
+    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
+    flags, state, abort, ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8, 1))
+    addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
+    endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
+    gathered = torch.empty(1, *x.shape, dtype=x.dtype, device=x.device)
+    options |= {"copied": True} if copied else {"keep_own": True}
+    for _ in range(_EPOCHS):
+        if copied:
+            open_copies(endpoint, stamp)
+            gathered[0].copy_(x)
+        out, preactivation = all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
+    return out, preactivation, gathered[0]
+
+
+class _Linear(torch.autograd.Function):
+    """Forward and the gradient of x are the kernel's, the gradient of the weight is of what was gathered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, copied: bool
+    ) -> Tensor:
+        keep = activation is not None
+        out, preactivation, gathered = _alone(
+            x, weight, bias, copied=copied, activation=activation, keep_preactivation=keep
+        )
+        ctx.save_for_backward(gathered, weight, preactivation)
+        ctx.activation, ctx.copied = activation, copied
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gathered, weight, preactivation = ctx.saved_tensors
+        left, grad_bias = preactivation_gradient(grad, preactivation, ctx.activation, ctx.needs_input_grad[2])
+        grad_x = _alone(left, weight.t(), None, copied=ctx.copied)[0]
+        return grad_x, left.t() @ gathered, grad_bias, None, None
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None, copied: bool) -> Tensor:
+    return apply(_Linear, x, weight, bias, activation, copied)
+
+
+def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    m, n, k = 70, 80, 48
+    tensors = {
+        "x": normal(1, m, k, dtype=dtype),
+        "weight": normal(2, n, k, dtype=dtype) / k**0.5,
+        "bias": normal(3, n, dtype=dtype),
+    }
+    return {name: tensors[name] for name in names.split()}
+
+
+def _case(name: str, inputs: str, activation: str | None, copied: bool = False) -> Case:
+    return Case(
+        "all_gather_gemm",
+        f"{name}, one rank",
+        partial(_linear, activation=activation, copied=copied),
+        partial(reference.linear, activation_name=activation),
+        partial(_inputs, inputs),
+    )
+
+
+CASES = (
+    _case("bias", "x weight bias", None),
+    _case("gelu_tanh, bias", "x weight bias", "gelu_tanh"),
+    _case("swiglu", "x weight", "swiglu"),
+    _case("as after a copy engine", "x weight", None, copied=True),
+)
+
+
+def launches(dtype: torch.dtype) -> None:
+    """On meta tensors: column-parallel layers and gradients of a row-parallel one, in groups of several sizes."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run(world: int, m: int, weight: Tensor, bias: Tensor | None = None, **options: Any) -> None:
+        slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
+        state, stamp, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 8 * world))
+        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, 8 * world, state, stamp, programs=108)
+        x, gathered = empty(m, weight.shape[1]), empty(world, m, weight.shape[1])
+        if options.get("copied"):
+            open_copies(endpoint, stamp)
+            close_copies(endpoint)
+        all_gather_gemm_forward(x, weight, bias, gathered, ready, endpoint, **options)
+
+    m, n, k = 1024, 4096, 8192
+    for activation in ACTIVATIONS:
+        keep = activation is not None
+        run(8, m, empty(n, k), empty(n), activation=activation, keep_preactivation=keep, keep_own=True)
+    for activation in ("gelu", "geglu"):
+        run(4, 64, empty(n, k), activation=activation)  # few rows
+        run(3, m, empty(n, k + 1), activation=activation)  # rows that TMA cannot read
+    for activation in (None, "gelu_tanh"):  # wide tiles would leave multiprocessors idle
+        run(8, m, empty(1024, k), activation=activation, keep_own=True)
+    run(2, m, empty(k, n).t(), keep_own=True)
+    run(2, m, empty(n, k), empty(n), activation="gelu", keep_preactivation=True, copied=True)

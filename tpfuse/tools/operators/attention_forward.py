@@ -1,0 +1,87 @@
+"""attention_forward: the forms of attention that have no gradient of their own, for `tpfuse verify`, and launches that
+reach every row of the tables of the forward pass and of the merge."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.attention_merge import attention_merge
+from tpfuse.testing.inputs import normal
+from tpfuse.tools.case import Case
+
+
+def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Case:
+    """`function(q, k, v, **options)` beside the reference, for two heads that share one of keys and values."""
+
+    def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with torch.no_grad():
+                out = function(q, k, v, **options)
+            return out + 0 * (q + k.sum() + v.sum())  # the kernels by themselves have no gradient
+
+        return call
+
+    def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+        shapes = {"q": (1, 2, tq, size), "k": (1, 1, tk, size), "v": (1, 1, tk, size)}
+        return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
+
+    return Case("attention_forward", name, constant(function), constant(_reference), inputs)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return reference.attention(q, k, v, **options)[0]
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attention_forward(q, k, v, **options)[0]
+
+
+def _merged(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    half = k.shape[2] // 2
+    out, lse = attention_forward(q, k[:, :, :half], v[:, :, :half], **options)
+    others = attention_forward(q, k[:, :, half:], v[:, :, half:], k_offset=half, **options)
+    return attention_merge(out.float(), lse, *others, in_place=True)[0].to(q.dtype)
+
+
+CASES = (
+    _case("queries behind the keys", _whole, 33, 70, 40, q_offset=37),
+    _case("window on both sides", _whole, 63, 63, 64, causal=False, window=20),
+    _case("merge of two halves", _merged, 63, 63, 16, causal=False),
+)
+
+
+def launches(dtype: torch.dtype) -> None:
+    """Each head size alone and with everything at once, and merges into both kinds of sums."""
+    for size in (64, 128, 256):
+        _launch(dtype, size)
+        _launch(dtype, size, documents=8, window=256, dropout_p=0.1)
+    _launch(dtype, 80, causal=False)
+    q = _empty(32, 256, dtype)
+    lse = torch.empty(1, 32, q.shape[2], device="meta")
+    for out in (q, q.float()):
+        attention_merge(out, lse, q, lse)
+
+
+def _empty(heads: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)
+
+
+def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
+    """8192 positions under 32 heads and 8 of keys and values."""
+    cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
+    attention_forward(
+        _empty(32, size, dtype),
+        _empty(8, size, dtype),
+        _empty(8, size, dtype),
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=2048 if documents else None,
+        dropout_p=dropout_p,
+        dropout_key=torch.empty((), dtype=torch.int64, device="meta") if dropout_p else None,
+        head_rows=torch.empty(max(documents, 1), 32, dtype=torch.int64, device="meta") if dropout_p else None,
+        **options,
+    )

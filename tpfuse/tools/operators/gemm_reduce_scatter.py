@@ -1,0 +1,115 @@
+"""gemm_reduce_scatter: of one rank alone for `tpfuse verify`, signals included; launches that reach every row."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.engine_scatter import await_part, sum_parts
+from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
+from tpfuse.kernels.launch import multiprocessors
+from tpfuse.ops.autograd import apply
+from tpfuse.testing.inputs import normal
+from tpfuse.tools.case import Case
+
+_SLOT_BYTES = 1 << 16
+_EPOCHS = 3
+
+
+def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:
+    """The product of a group of one rank, several times over; copied: as where copy engines take the tiles away."""
+    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
+    flags, state, abort, stored = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 2, 1, 3))
+    addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
+    endpoint = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=3)
+    for _ in range(_EPOCHS):
+        if copied:
+            gemm_for_copies(x, weight, endpoint, stored.view(3, 1))
+            await_part(endpoint, stored.view(3, 1), state[:1] + 1, 0)
+            out = x.new_empty(len(x), len(weight))
+            sum_parts(out, endpoint, stored, len(x), **options)
+        else:
+            out = gemm_reduce_scatter_forward(x, weight, endpoint, **options)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """Forward and the gradient of x are the kernel's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, copied: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.copied = copied
+        return _alone(x, weight, copied, bias=bias, residual=residual)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        grad_x = _alone(grad, weight.t(), ctx.copied)
+        return grad_x, grad.t() @ x, grad_bias, grad if ctx.needs_input_grad[3] else None, None
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *, copied: bool
+) -> Tensor:
+    return apply(_Linear, x, weight, bias, residual, copied)
+
+
+def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    m, n, k = 100, 96, 80
+    tensors = {
+        "x": normal(1, m, k, dtype=dtype),
+        "weight": normal(2, n, k, dtype=dtype) / k**0.5,
+        "bias": normal(3, n, dtype=dtype),
+        "residual": normal(4, m, n, dtype=dtype),
+    }
+    return {name: tensors[name] for name in names.split()}
+
+
+def _case(inputs: str, copied: bool = False) -> Case:
+    terms = inputs.removeprefix("x weight").strip().replace(" ", ", ") or "no bias"
+    name = f"{terms}, one rank{', as beside copy engines' if copied else ''}"
+    linear = partial(_linear, copied=copied)
+    return Case("gemm_reduce_scatter", name, linear, reference.linear, partial(_inputs, inputs))
+
+
+CASES = (_case("x weight bias residual"), _case("x weight"), _case("x weight bias residual", copied=True))
+
+
+def launches(dtype: torch.dtype) -> None:
+    """On meta tensors: forward of a row-parallel layer, gradients of a column-parallel one, groups of any size."""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def run(world: int, x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> None:
+        slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
+        state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
+        programs = multiprocessors(x.device)
+        endpoint = Endpoint(world - 1, world, slots, 1 << 30, flags, programs * world, state, abort, programs)
+        if copied:
+            stored = torch.empty(programs, world, dtype=torch.int32, device="meta")
+            gemm_for_copies(x, weight, endpoint, stored)
+            await_part(endpoint, stored, abort, 0)
+            sum_parts(empty(len(x) // world, len(weight)), endpoint, stored.view(-1), len(x) // world, **options)
+        else:
+            gemm_reduce_scatter_forward(x, weight, endpoint, **options)
+
+    m, n, k = 8192, 4096, 2048
+    run(8, empty(m, k), empty(n, k), bias=empty(n), residual=empty(m // 8, n))
+    run(8, empty(m, k), empty(k, n).t())
+    run(8, empty(m, k), empty(n, k), copied=True, bias=empty(n), residual=empty(m // 8, n))
+    run(8, empty(m, k), empty(k, n).t(), copied=True)
+    run(8, empty(256, k), empty(n, k))  # few rows of each owner
+    run(8, empty(m, k), empty(1280, k))  # wide tiles would leave multiprocessors idle
+    odd = k + 1  # rows that TMA cannot read
+    run(3, empty(m, odd), empty(n, odd))
+    run(2, empty(m, odd), empty(odd, n).t())
+    run(3, empty(150, odd), empty(n, odd))
+    run(8, empty(m, odd), empty(1280, odd))

@@ -1,0 +1,147 @@
+"""ring_attention_backward: of one rank and its copiers, and of blocks that are here; launches that reach every row."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.attention_forward import attention_forward
+from tpfuse.kernels.block_exchange import BlockExchange
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.ring_attention_backward import (
+    ring_attention_backward,
+    ring_attention_delta,
+    ring_attention_dkdv,
+    ring_attention_dq,
+)
+from tpfuse.kernels.sequence_runs import SequenceRuns
+from tpfuse.ops.autograd import apply
+from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.testing.inputs import normal
+from tpfuse.tools.case import Case
+
+_SLOT_BYTES = 1 << 16
+_EPOCHS = 3
+_Backward = Callable[..., tuple[Tensor, ...]]
+
+
+def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Several launches of a ring of one rank, which holds both ends of the sequence."""
+    half = q.shape[2] // 2
+    runs = SequenceRuns(q.shape[2], 1, 2, half, half, 1)
+    slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=q.device)
+    flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (8, 2, 1, 8))
+    addresses = [torch.tensor([memory.data_ptr()], device=q.device) for memory in (slots, flags)]
+    end = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
+    seen, seen_by = sights(runs.positions(0, q.device), runs.length, True, None, None)
+    exchange = BlockExchange(end, ready, ring=True)
+    for _ in range(_EPOCHS):
+        found = ring_attention_backward(grad_out, q, k, v, out, lse, runs, 0, seen, seen_by, exchange=exchange)
+    return found
+
+
+def _here(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, runs: SequenceRuns
+) -> tuple[Tensor, ...]:
+    """Every rank's launches, one after another, for the blocks of all of them."""
+    own = [runs.positions(rank, q.device) for rank in range(runs.world)]
+    sight = [sights(tokens, runs.length, True, None, None) for tokens in own]
+    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
+    dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
+    for rank, tokens in enumerate(own):
+        sums = ring_attention_delta(grad_out[:, :, tokens], out[:, :, tokens], lse[:, :, tokens])
+        queries = (q[:, :, tokens], grad_out[:, :, tokens], *sums)
+        dq[:, :, tokens] = ring_attention_dq(*queries, blocks, runs, rank, sight[rank][0], range(runs.world))
+        for source, keys in enumerate(own):
+            parts = ring_attention_dkdv(blocks[source], *queries, runs, rank, source, sight[source][1])
+            dk[:, :, keys] += parts[0]
+            dv[:, :, keys] += parts[1]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention by the plain kernel; its gradients by one of the ways above."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backward: _Backward) -> Tensor:
+        out, lse = attention_forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.backward = backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.backward(grad, *ctx.saved_tensors), None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *, backward: _Backward) -> Tensor:
+    return apply(_Attention, q, k, v, backward)
+
+
+def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two heads over one of keys and values."""
+    return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
+
+
+_HEADS = (("q", 2), ("k", 1), ("v", 1))
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return reference.attention(q, k, v)[0]
+
+
+def _case(name: str, backward: _Backward) -> Case:
+    return Case("ring_attention_backward", name, partial(_attention, backward=backward), _reference, _inputs)
+
+
+CASES = (
+    _case("one rank and its copiers", _brought),
+    _case("zigzag of two ranks", partial(_here, runs=SequenceRuns(72, 2, 2, 18, 18, 1))),
+    _case("stripes of three ranks", partial(_here, runs=SequenceRuns(72, 3, 1, 24, 1, 3))),
+)
+
+
+def launches(dtype: torch.dtype) -> None:
+    """On meta tensors: every head size alone, with dropout, with blocks that are here; and groups of several sizes."""
+    for size in (64, 128, 256):
+        _launch(dtype, size, 8)
+        _launch(dtype, size, 8, dropout_p=0.1)
+    _launch(dtype, 80, 2, ring=False)
+    for size in (64, 128):
+        _launch_here(dtype, size, 4)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _runs(world: int) -> SequenceRuns:
+    return SequenceRuns(world * 2048, world, 2, 1024, 1024, 1)
+
+
+def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropout_p: float = 0.0) -> None:
+    """The last rank's of 2048 tokens, under 16 heads and 4 of keys and values, in zigzag."""
+    q, k = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 4, 2048, size, dtype=dtype)
+    sight = (_empty(2048, dtype=torch.int32),) * 2
+    addresses, words = _empty(world, dtype=torch.int64), _empty(16 * world, dtype=torch.int32)
+    flag_count = 16 * world * max(world - 1, 1)
+    end = Endpoint(world - 1, world, addresses, 1 << 30, addresses, flag_count, words[:2], words[:1], programs=108)
+    ring_attention_backward(
+        q, q, k, k, q, _empty(1, 16, 2048, dtype=torch.float32), _runs(world), world - 1, sight, sight,
+        exchange=BlockExchange(end, words, ring),
+        dropout_p=dropout_p,
+        counters_of_all=_empty(world, 1, 16, 2048, dtype=torch.int64) if dropout_p else None,
+        dropout_key=_empty(dtype=torch.int64) if dropout_p else None,
+    )  # fmt: skip
+
+
+def _launch_here(dtype: torch.dtype, size: int, world: int) -> None:
+    """With all blocks here, and one by one."""
+    q, sums = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 16, 2048 + 128, dtype=torch.float32)
+    sight = (_empty(2048, dtype=torch.int32),) * 2
+    blocks = _empty(world, 2, 1, 4, 2048, size, dtype=dtype)
+    ring_attention_dq(q, q, sums, sums, blocks, _runs(world), 0, sight, range(world))
+    ring_attention_dkdv(blocks[0], q, q, sums, sums, _runs(world), 0, 1, sight)

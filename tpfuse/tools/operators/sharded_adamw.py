@@ -1,0 +1,104 @@
+"""sharded_adamw, and shard_sum before it: of one rank alone for `tpfuse verify`, signals included; launches of groups
+of several sizes, gradients in both types, the sum known before or not."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels import reference
+from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.testing.inputs import normal
+from tpfuse.tools.case import Case
+
+_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_LR, _STEPS, _START, _BORDER, _CLIP = 0.25, 3, 16, 500, 0.5
+
+
+def _address(x: Tensor) -> Tensor:
+    return torch.tensor([x.data_ptr()], device=x.device)
+
+
+def _alone(device: torch.device) -> tuple[Endpoint, Tensor]:
+    """The endpoint of a group of one rank, and the flags behind its address."""
+    flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (64, 2, 1))
+    table = _address(flags)
+    return Endpoint(0, 1, table, 16, table, len(flags), state, abort, programs=3), flags
+
+
+@torch.no_grad()
+def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
+    """The bucket of parameters after some updates of its elements from _START on."""
+    device, m = gradients.device, len(gradients) - _START
+    values, scalar = normal(2, len(gradients), dtype=gradients.dtype).to(device), torch.zeros((), device=device)
+    exp_avg, exp_avg_sq, sums = (torch.zeros(m, device=device) for _ in range(3))
+    master = None if values.dtype == torch.float32 else values[_START:].float()
+    endpoint, memory = _alone(device)
+    squares = torch.zeros(endpoint.programs, device=device)
+    for step in range(1, _STEPS + 1):
+        sent = gradients * step
+        taken, addresses = sent, None if summed else _address(sent)
+        if summed:
+            taken = sums
+            shard_sum(sent, _address(sent), sums, squares, _START, endpoint)
+        numbers = _RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
+        tensors = values, _address(values), taken, addresses, master, exp_avg, exp_avg_sq
+        sharded_adamw_(*tensors, start=_START, border=_BORDER, **numbers, endpoint=endpoint)
+    del memory  # in the order of the stream, or at once where kernels are interpreted
+    return values
+
+
+def _function(gradients: Tensor, *, summed: bool) -> Tensor:
+    """As an operator that has no gradient, of its own input none."""
+    return _updates(gradients, summed=summed) + 0 * gradients
+
+
+def _reference(gradients: Tensor) -> Tensor:
+    dtype = torch.float64 if gradients.dtype == torch.float64 else torch.float32
+    values = normal(2, len(gradients), dtype=gradients.dtype).to(gradients.device)
+    parameter = values[_START:].to(dtype)
+    moments = [torch.zeros_like(parameter) for _ in range(2)]
+    numbers = _RATES | {"border": _BORDER, "clip": _CLIP, "lr": _LR}
+    for step in range(1, _STEPS + 1):
+        sent = (gradients * step).detach()[_START:]
+        parameter, *moments = reference.sharded_adamw(parameter, [sent.to(dtype)], *moments, step=step, **numbers)
+    return torch.cat([values[:_START], parameter.to(values.dtype)]) + 0 * gradients
+
+
+def _case(name: str, summed: bool) -> Case:
+    return Case(
+        "sharded_adamw",
+        f"{name}, one rank",
+        partial(_function, summed=summed),
+        _reference,
+        lambda dtype: {"gradients": normal(1, 1003, dtype=dtype)},
+    )
+
+
+CASES = (_case("gradients of all", summed=False), _case("sums known before", summed=True))
+
+
+def launches(dtype: torch.dtype) -> None:
+    """On meta tensors: the last rank of groups of several sizes."""
+    for world in (2, 4, 8):
+        _launch(dtype, world, clipped=world == 8)
+
+
+def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) -> None:
+    def empty(n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=dtype, device="meta")
+
+    table, words, scalar = empty(world, torch.int64), empty(2, torch.int32), torch.empty((), device="meta")
+    endpoint = Endpoint(world - 1, world, table, 16, table, 4096, words, words[:1], programs=64)
+    values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
+    master = None if dtype == torch.float32 else sums
+    numbers = _RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
+    for sent in {dtype, torch.float32}:
+        gradients = empty(world * m, sent)
+        shard_sum(gradients, table, sums, empty(64), start, endpoint)
+        for taken, addresses in ((gradients, table), (sums, None)):
+            tensors = values, table, taken, addresses, master, sums, sums
+            sharded_adamw_(*tensors, start=start, border=m // 3, **numbers, endpoint=endpoint)

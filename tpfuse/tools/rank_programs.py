@@ -1,0 +1,309 @@
+"""What one rank does in each operator that ranks do together, for ranks of one process (`tpfuse.testing.one_process`).
+
+The classes are those that models use, so that whatever they launch, wait for and copy is what is tried. A program has
+three sets of inputs, taken in turn: a slot of two halves never holds the right numbers by being late. Whole numbers
+make products and sums exact, whatever their order. Where results are rounded, the first ones are compared with float64,
+and later ones with the first, to the bit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.collectives.fused import LaunchedCollectives, most_programs, open_channel
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels import reference
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.ops.linear.fused import FusedLinear
+from tpfuse.ops.ring_attention.call import RingCall
+from tpfuse.ops.ring_attention.fused import FusedRing
+from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.one_process import set_epochs
+
+VARIANTS = 3
+_WRAP = 2**31  # where epochs become negative
+_NO_ENGINES = 2**62  # bytes
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one rank. rows of x, k and n of a product; elements of a collective; tokens and head size; shard of AdamW."""
+
+    dtype: torch.dtype = torch.bfloat16
+    rows: int = 1000
+    k: int = 512
+    n: int = 2048
+    elements: int = 100_000
+    tokens: int = 500
+    heads: int = 4
+    head_size: int = 64
+    shard: int = 100_000
+
+
+TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
+
+
+class Program(Protocol):
+    """What a rank does again and again."""
+
+    def run(self, variant: int) -> Tensors:
+        """One round with a set of inputs: launches, and returns its results, which the next round may overwrite."""
+
+    def check(self, variant: int, found: Tensors) -> None:
+        """Raises AssertionError where results of `run(variant)` are wrong."""
+
+
+class _Exact:
+    """A program whose results are equal to the expected ones to the bit. rounds: (what runs, what it gives)."""
+
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Tensors]]) -> None:
+        self._rounds = rounds
+
+    def run(self, variant: int) -> Tensors:
+        return self._rounds[variant][0]()
+
+    def check(self, variant: int, found: Tensors) -> None:
+        for name, expected in self._rounds[variant][1].items():
+            wrong = int((found[name] != expected).sum())
+            assert wrong == 0, f"{name}, inputs {variant}: {wrong} of {expected.numel()} numbers are wrong"
+
+
+def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) -> Tensor:
+    """Of -1, 0 and 1: sums of some hundred products stay exact in bfloat16."""
+    return integers(seed, *shape, low=-1, high=1, dtype=dtype).to(memory.device)
+
+
+def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
+    """act(all_gather(x) Wᵀ), the shards brought by programs of the product or by copy engines."""
+    products = FusedLinear(memory, 1 if engines else _NO_ENGINES)
+    weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
+    rounds = []
+    for seed in range(VARIANTS):
+        xs = _whole(10 + seed, memory.world, sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
+        expected = torch.relu(xs.flatten(0, 1).float() @ weight.float().t()).to(sizes.dtype)
+
+        def run(x: Tensor = xs[memory.rank]) -> Tensors:
+            return {"out": products.all_gather(x, [weight], [None], "relu", False)[0][0]}
+
+        rounds.append((run, {"out": expected}))
+    return _Exact(rounds)
+
+
+def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
+    """reduce_scatter(x Wᵀ) + residual, the partial sums moved by programs of the product or by copy engines; and
+    all_reduce(x Wᵀ), the same with an all-gather after it."""
+    products = FusedLinear(memory).variant(engines=engines, other_tiles=False)
+    rank, world = memory.rank, memory.world
+    weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
+    rounds = []
+    for seed in range(VARIANTS):
+        xs = _whole(10 + seed, world, world * sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
+        residual = _whole(20 + seed, sizes.rows, sizes.n, memory=memory, dtype=sizes.dtype)
+        partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # as they travel
+        sums = partial_sums.sum(0)
+        own = sums.view(world, sizes.rows, -1)[rank] + residual.float()
+        expected = {"scattered": own.to(sizes.dtype), "reduced": sums.to(sizes.dtype)}
+
+        def run(x: Tensor = xs[rank], residual: Tensor = residual) -> Tensors:
+            scattered = products.reduce_scatter(x, weight, None, residual)
+            return {"scattered": scattered, "reduced": products.all_reduce(x, weight, None, None)}
+
+        rounds.append((run, expected))
+    return _Exact(rounds)
+
+
+def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
+    """all_gather, reduce_scatter, all_to_all, and all_reduce of few and of many bytes."""
+    launched, (rank, world) = LaunchedCollectives(memory), (memory.rank, memory.world)
+    few = min(sizes.elements, 1000)
+    rounds = []
+    for seed in range(VARIANTS):
+        xs = _whole(seed, world, world, sizes.elements, memory=memory, dtype=sizes.dtype)
+        total = xs.float().sum(0).to(sizes.dtype)
+        expected = {
+            "all_gather": xs[:, 0],
+            "all_to_all": xs[:, rank],
+            "reduce_scatter": total[rank],
+            "all_reduce": total,
+            "all_reduce of few": total[0, :few],
+        }
+
+        def run(x: Tensor = xs[rank], expected: Tensors = expected) -> Tensors:
+            out = {name: torch.empty_like(y, memory_format=torch.contiguous_format) for name, y in expected.items()}
+            launched.all_gather(x[0], out["all_gather"])
+            launched.reduce_scatter(x, out["reduce_scatter"])
+            launched.all_to_all(x, out["all_to_all"])
+            launched.all_reduce(x, out["all_reduce"])
+            launched.all_reduce(x[0, :few].contiguous(), out["all_reduce of few"])
+            return out
+
+        rounds.append((run, expected))
+    return _Exact(rounds)
+
+
+class _Rounded:
+    """A program whose first results are compared with float64. rounds: (what runs, what checks)."""
+
+    def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
+        self._rounds = rounds
+
+    def run(self, variant: int) -> Tensors:
+        return self._rounds[variant][0]()
+
+    def check(self, variant: int, found: Tensors) -> None:
+        self._rounds[variant][1](found)
+
+
+def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Program:
+    """Causal attention forward and backward (dq, then dk and dv), blocks from neighbours or from their owners."""
+    attention, rank = FusedRing(memory), memory.rank
+    layout = SequenceLayout(memory.world * sizes.tokens, memory.world, "zigzag")
+    call = RingCall(layout.runs, rank, True, None, sizes.head_size**-0.5, ring=ring)
+    rounds = []
+    for seed in range(VARIANTS):
+        shape = 1, sizes.heads, layout.length, sizes.head_size
+        q, k, v, grad = (normal(4 * seed + i, *shape, dtype=sizes.dtype).to(memory.device) for i in range(4))
+        mine = [layout.shard(x, rank, 2) for x in (q, k, v, grad)]
+
+        def run(mine: list[Tensor] = mine) -> Tensors:
+            own_q, own_k, own_v, own_grad = mine
+            out, lse = attention.forward(own_q, own_k, own_v, call)
+            gradients = attention.backward(own_grad, own_q, own_k, own_v, out, lse, call)
+            return {"out": out} | dict(zip("qkv", gradients, strict=True))
+
+        check = partial(_check_attention, layout=layout, rank=rank, inputs={"q": q, "k": k, "v": v}, grad=grad)
+        rounds.append((run, check))
+    return _Rounded(rounds)
+
+
+def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
+    """The log-sum-exp is rounded between forward and backward, which is a relative error of the probabilities."""
+    with torch.enable_grad():
+        yardstick = Yardstick(lambda **x: reference.attention(**x)[0], inputs, grad)
+    lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
+    rounding = lse.abs().max().item() * torch.finfo(torch.float32).eps
+    for name, x in found.items():
+        plain, truth = (layout.shard(y[name], rank, 2) for y in (yardstick.plain, yardstick.truth))
+        bound = yardstick.bound(name) + rounding * yardstick.truth[name].abs().max().item()
+        check_error(name, x.to(plain.dtype), plain, truth, bound)
+
+
+_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_STEP, _LR = 3, 1e-3
+
+
+def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
+    """An update in one sweep: sum, AdamW, new parameters to all ranks; and the sum by itself before another one."""
+    size, start = memory.world * sizes.shard, memory.rank * sizes.shard
+    own, device = slice(start, start + sizes.shard), memory.device
+    _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
+    values, gradients = (memory.buffer(f"sharded_adamw: {x}", (size,), sizes.dtype) for x in ("values", "gradients"))
+    lr, step = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP))
+    squares = torch.zeros(endpoint.programs, device=device)
+    rounds = []
+    for seed in range(VARIANTS):
+        first = normal(seed, size, dtype=sizes.dtype).to(device)
+        every = [normal(10 + 7 * seed + rank, size, dtype=sizes.dtype).to(device) for rank in range(memory.world)]
+
+        def run(first: Tensor = first, mine: Tensor = every[memory.rank]) -> Tensors:
+            found: Tensors = {}
+            for summed in (False, True):
+                values.local.copy_(first)
+                gradients.local.copy_(mine)
+                sums = torch.empty(sizes.shard, device=device)
+                if summed:
+                    shard_sum(gradients.local, gradients.addresses, sums, squares, start, endpoint)
+                master = first[own].float()
+                mean, square = torch.zeros_like(master), torch.zeros_like(master)
+                sent, addresses = (sums, None) if summed else (gradients.local, gradients.addresses)
+                kept = None if sizes.dtype == torch.float32 else master
+                sharded_adamw_(
+                    values.local, values.addresses, sent, addresses, kept, mean, square,
+                    start=start, border=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
+                )  # fmt: skip
+                found |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
+            return found
+
+        rounds.append((run, partial(_check_adamw, world=memory.world, rank=memory.rank, first=first, every=every)))
+    return _Rounded(rounds)
+
+
+def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: list[Tensor]) -> None:
+    def updated(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        parts = []
+        for owner in range(world):
+            parameter, *gradients = (x.chunk(world)[owner].to(dtype) for x in (first, *every))
+            zero, border = torch.zeros_like(parameter), len(parameter) // 2
+            parts.append(
+                reference.sharded_adamw(
+                    parameter, gradients, zero, zero, border=border, clip=1.0, lr=_LR, step=_STEP, **_RATES
+                )
+            )
+        return torch.cat([part[0] for part in parts]), parts[rank][2]
+
+    (values, moments), (true_values, true_moments) = updated(torch.float32), updated(torch.float64)
+    for name, x in found.items():
+        plain, truth = (values.to(x.dtype), true_values) if "values" in name else (moments, true_moments)
+        error = (plain.double() - truth).abs().max().item()
+        check_error(name, x, plain, truth, 2 * error + torch.finfo(x.dtype).eps * truth.abs().max().item())
+
+
+PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
+    "all_gather_gemm": partial(all_gather_gemm, engines=False),
+    "all_gather_gemm, copy engines": partial(all_gather_gemm, engines=True),
+    "gemm_reduce_scatter": partial(gemm_reduce_scatter, engines=False),
+    "gemm_reduce_scatter, copy engines": partial(gemm_reduce_scatter, engines=True),
+    "collectives": collectives,
+    "ring_attention": partial(ring_attention, ring=True),
+    "ring_attention, from owners": partial(ring_attention, ring=False),
+    "sharded_adamw": sharded_adamw,
+}
+
+
+def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
+    """A program of PROGRAMS, all of whose launches have been made once: where waits are aborted, without effect."""
+    with torch.no_grad():
+        program = PROGRAMS[name](memory, sizes)
+        for variant in range(VARIANTS):
+            program.run(variant)
+    return program
+
+
+def iterate(
+    memory: SymmetricMemory, program: Program, iterations: int, delay: Callable[[], object] = lambda: None
+) -> list[int]:
+    """The rounds, of `iterations`, in which this rank's results were not those of the same inputs' first time.
+
+    Each set of inputs is tried and checked first. Then the epochs of all channels are set so that they wrap around
+    within the rounds. delay: called before each of them; may keep the rank's stream busy for a while. Nothing is looked
+    at before the last round has been launched. Raises AssertionError where a first result is wrong.
+    """
+    firsts = []
+    with torch.no_grad():
+        for variant in range(VARIANTS):
+            found = {name: x.clone() for name, x in program.run(variant).items()}
+            program.check(variant, found)
+            firsts.append(found)
+        memory.barrier()
+        set_epochs(memory, _WRAP - iterations // 2)
+        memory.barrier()
+        different = torch.zeros(iterations, dtype=torch.int64, device=memory.device)
+        for turn in range(iterations):
+            delay()
+            for name, x in program.run(turn % VARIANTS).items():
+                different[turn] += (x != firsts[turn % VARIANTS][name]).sum()
+        return list(_places(different))
+
+
+def _places(different: Tensor) -> Iterator[int]:
+    for turn, count in enumerate(different.tolist()):
+        if count:
+            yield turn

@@ -1,0 +1,133 @@
+"""The search for the best row of configurations.toml, over the trials that choose it, on whatever measures.
+
+Step by step (`search_space`): each candidate is inspected, compared with float64 as the tests do, and timed.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from tpfuse.kernels.configurations import Configuration, override
+from tpfuse.testing.compare import check_error
+from tpfuse.tools.search_space import Step, candidates
+from tpfuse.tools.trial import Trial
+from tpfuse.train.errors import RunError
+
+Inspect = Callable[[Sequence[Configuration], Sequence[Trial]], list[str]]
+Measure = Callable[[Callable[[], object]], float]
+_GAIN = 0.98  # of the present time: what is closer is noise, and the present row stays
+_HOPELESS = 1.25  # times the present time at one trial: the others are left out
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """What the search is made with; tests bring their own.
+
+    inspect: for each candidate the word why it is not to be run, "" where it may be. measure: seconds of a call.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    inspect: Inspect
+    measure: Measure
+    say: Callable[[str], None]
+    place: str  # where it measures, for the row
+    deadline: float = float("inf")  # by time.monotonic
+
+
+class Search:
+    """The search for one row, over the trials that choose it."""
+
+    def __init__(self, tuner: Tuner, fitting: Sequence[Trial]) -> None:
+        self._tuner, self._trials = tuner, fitting
+        self._inputs = [trial.inputs(tuner.device, tuner.dtype) for trial in fitting]
+        self._plain = [trial.plain(**x) for trial, x in zip(fitting, self._inputs, strict=True)]
+        self._truth = [trial.plain(**_wide(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
+
+    def best(self, row: Configuration, steps: Sequence[Step]) -> Configuration | None:
+        """The best row, `measured` filled in; None where the present row itself does not work."""
+        present = self._times(row, None)
+        if isinstance(present, str):
+            self._tuner.say(f"  {brief(row)}: the present row does not work, {present}")
+            return None
+        best, times = row, present
+        for step in steps:
+            tried = [candidate for candidate in candidates(best, step) if candidate != best]
+            for candidate, reason in zip(tried, self._tuner.inspect(tried, self._trials), strict=True):
+                if monotonic() > self._tuner.deadline:
+                    break
+                result = reason or self._times(candidate, present)
+                if isinstance(result, str):
+                    self._tuner.say(f"  {brief(candidate)}: skipped, {result}")
+                    continue
+                ratio = _ratio(result, present)
+                self._tuner.say(f"  {brief(candidate)}: {ratio:.3f} of the present time")
+                if ratio < min(_GAIN, _ratio(times, present)):
+                    best, times = candidate, result
+        speed = f"{self._trials[0].work / times[0] / 1e12:.4g} {self._trials[0].unit} at {self._trials[0].name}"
+        return replace(best, measured=f"{self._tuner.place}, {speed}")
+
+    def _times(self, row: Configuration, present: Sequence[float] | None) -> list[float] | str:
+        """Seconds at each trial, or why there are none."""
+        times: list[float] = []
+        try:
+            with override(row):
+                for index, trial in enumerate(self._trials):
+                    self._check(index)
+                    times.append(self._tuner.measure(partial(trial.run, **copies(self._inputs[index]))))
+                    if present is not None and times[-1] > _HOPELESS * present[index]:
+                        return f"{times[-1] / present[index]:.2f} of the present time at {trial.name}"
+        except Exception as error:
+            _check_device(self._tuner.device, error)
+            return one_line(error)
+        return times
+
+    def _check(self, index: int) -> None:
+        """Raises AssertionError where a result is further from the truth than the tests allow."""
+        before = torch.are_deterministic_algorithms_enabled()
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody wrote is NaN
+        try:
+            outputs = self._trials[index].run(**copies(self._inputs[index]))
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        for number, actual in enumerate(outputs):
+            plain, truth = self._plain[index][number], self._truth[index][number]
+            error, scale = (plain.double() - truth).abs().max().item(), truth.abs().max().item()
+            check_error(f"output {number}", actual, plain, truth, 2 * error + torch.finfo(plain.dtype).eps * scale)
+
+
+def copies(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """For launchers that write over their inputs; strides stay as they are."""
+    return {name: x.clone() for name, x in inputs.items()}
+
+
+def _wide(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+def _ratio(times: Sequence[float], present: Sequence[float]) -> float:
+    return statistics.geometric_mean([a / b for a, b in zip(times, present, strict=True)])
+
+
+def brief(row: Configuration) -> str:
+    values = " ".join(f"{name}={value}" for name, value in row.blocks.items())
+    return f"{values} num_warps={row.num_warps} num_stages={row.num_stages}"
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _check_device(device: torch.device, error: Exception) -> None:
+    """Raises RunError where an error has taken the device down: nothing that follows could be measured."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except Exception:
+            raise RunError(f"a candidate took the device down: {one_line(error)}; finished rows are kept") from error

@@ -1,0 +1,232 @@
+"""`tpfuse tune`: measures tile sizes on the GPU at hand and writes them into kernels/configurations.toml.
+
+    tpfuse tune gemm attention_forward --minutes 20
+    python -m tpfuse.tools.tune gemm
+
+For each row of the table that a trial's launcher chooses, the candidates of its search space are compiled (what spills,
+or fails the gate of the tests in another way, goes no further), compared with float64 as the tests do, and timed. The
+best by geometric mean over the row's trials takes the row's place, which says what it reached, where and when. Rows are
+written one by one, so that what ends early keeps what it has found.
+
+On several ranks the first one measures and writes, and the others receive its rows: ranks never launch differently.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.testing
+
+from tpfuse.kernels import configurations, launch
+from tpfuse.kernels.configurations import Configuration, override, read_table
+from tpfuse.tools.compilation import compile_jobs
+from tpfuse.tools.gate import complaints
+from tpfuse.tools.recorded import Job, source_of
+from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
+from tpfuse.tools.search_space import SPACES, Step
+from tpfuse.tools.table_file import with_rows
+from tpfuse.tools.trial import Trial
+from tpfuse.tools.trials import trials
+from tpfuse.train.errors import RunError, UserError
+
+
+def tune(
+    operators: Sequence[str],
+    tuner: Tuner,
+    all_trials: Sequence[Trial],
+    spaces: dict[str, tuple[Step, ...]],
+    out: Path,
+    group: dist.ProcessGroup | None = None,
+) -> list[Configuration]:
+    """Tunes the rows of `operators` for the tuner's device and writes `out`; returns the rows that were measured.
+
+    A collective of `group`: its first rank measures and writes, all return the same. Raises RunError on all of them
+    where the first one fails.
+    """
+    if group is None:
+        return _tuned(operators, tuner, all_trials, spaces, out)
+    outcome: list[list[Configuration] | str] = [""]
+    if dist.get_rank(group) == 0:
+        try:
+            outcome = [_tuned(operators, tuner, all_trials, spaces, out)]
+        except Exception as error:
+            outcome = [f"tuning failed on the first rank: {error}"]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(outcome[0], str):
+        raise RunError(outcome[0])
+    return outcome[0]
+
+
+def _tuned(
+    operators: Sequence[str],
+    tuner: Tuner,
+    all_trials: Sequence[Trial],
+    spaces: dict[str, tuple[Step, ...]],
+    out: Path,
+) -> list[Configuration]:
+    text = configurations.TABLE.read_text(encoding="utf-8")
+    found: list[Configuration] = []
+    for place in places(operators, tuner, all_trials):
+        if not place.fitting or monotonic() > tuner.deadline:
+            tuner.say(f"{place.name}: left as it is, {'no time left' if place.fitting else 'no trial chooses it'}")
+            continue
+        best = place.best(tuner, spaces)
+        if best is None:
+            continue
+        found.append(best)
+        out.write_text(with_rows(text, found), encoding="utf-8")
+    configurations.forget()
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row of the table. fitting: the trials that choose it."""
+
+    row: Configuration
+    fitting: list[Trial]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        limits = "".join(f", {key} <= {x}" for key, x in self.row.at_most.items())
+        return f"{self.row.operator}, {self.row.bits} bits{limits}"
+
+    def best(self, tuner: Tuner, spaces: dict[str, tuple[Step, ...]]) -> Configuration | None:
+        """The best row for this place, None where the present one does not work."""
+        tuner.say(f"{self.name}: {', '.join(trial.name for trial in self.fitting)}")
+        best = Search(tuner, self.fitting).best(self.row, spaces[self.row.operator])
+        if best is not None:
+            tuner.say(f"  best: {brief(best)}: {best.measured}")
+        return best
+
+
+def places(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[Place]:
+    """The rows of these operators for the tuner's device."""
+    rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
+    mine = [row for row in rows if row.family == family and row.operator in operators]
+    chosen = _chosen_rows(mine, all_trials, tuner)
+    return [Place(row, [trial for trial, served in chosen if row in served]) for row in mine]
+
+
+def _chosen_rows(
+    rows: Sequence[Configuration], all_trials: Sequence[Trial], tuner: Tuner
+) -> list[tuple[Trial, list[Configuration]]]:
+    """For each trial the rows among these that its launcher chooses: nothing runs where launches can be recorded.
+
+    A trial that fails chooses none.
+    """
+    family, chosen = launch.family(tuner.device), []
+    recorded = family in launch.FAMILIES
+    device = torch.device("meta") if recorded else tuner.device
+    for trial in all_trials if rows else []:
+        try:
+            with override(*rows) as served, launch.recording(family) if recorded else contextlib.nullcontext():
+                trial.run(**trial.inputs(device, tuner.dtype))
+            chosen.append((trial, list(served)))
+        except Exception as error:
+            tuner.say(f"{trial.name}: left out, {one_line(error)}")
+    return chosen
+
+
+def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
+    """Compiles what each candidate would launch, all cores at once, and asks of it what the tests ask of the table."""
+
+    def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+        inputs = [trial.inputs(torch.device("meta"), dtype) for trial in fitting]
+        jobs: dict[object, Job] = {}
+        needed: list[set[object]] = []
+        for candidate in tried:
+            with override(candidate), launch.recording(family) as recording:
+                for trial, given in zip(fitting, inputs, strict=True):
+                    trial.run(**given)
+            keys: set[object] = set()
+            for x in recording.launches:
+                job = Job(candidate.operator, family, str(dtype), source_of(x, family), x.num_warps, x.num_stages)
+                key = job.source.hash(), x.num_warps, x.num_stages
+                jobs.setdefault(key, job)
+                keys.add(key)
+            needed.append(keys)
+        results = dict(compile_jobs(list(jobs.values())))
+        reasons = {key: next(complaints(results[index]), "").partition(": ")[2] for index, key in enumerate(jobs)}
+        return [next(filter(None, (reasons[key] for key in keys)), "") for keys in needed]
+
+    return inspect
+
+
+def measure_on_device(call: Callable[[], object]) -> float:
+    """The median of some 100 ms of calls, the L2 cache emptied before each."""
+    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")) / 1e3
+
+
+def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch.dtype = torch.bfloat16) -> int:
+    """The command. Raises UserError where there is no GPU, for an operator without a search space, and for `out`."""
+    unknown = [name for name in operators if name not in SPACES]
+    if unknown:
+        raise UserError(f"no search space for {', '.join(unknown)}: expected operators of {', '.join(SPACES)}")
+    if not torch.cuda.is_available():
+        raise UserError("there is no CUDA GPU here to measure on")
+    if launch.INTERPRETED:
+        raise UserError("TRITON_INTERPRET=1 is set: kernels would be interpreted, not run")
+    out = out or configurations.TABLE
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"cannot write {out}: give another file with --out")
+    group, device = _joined()
+    deadline = monotonic() + 60 * minutes if minutes else float("inf")
+    tuner = tuner_of(device, dtype, lambda line: print(line, flush=True), deadline)
+    rows = tune(operators or list(SPACES), tuner, trials(), SPACES, out, group)
+    if group is None or dist.get_rank(group) == 0:
+        print(f"{len(rows)} rows measured and written to {out}")
+    if group is not None:
+        dist.destroy_process_group()
+    return 0
+
+
+def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], deadline: float) -> Tuner:
+    """What measures on a GPU until the deadline, by time.monotonic."""
+    return Tuner(
+        device=device,
+        dtype=dtype,
+        inspect=inspect_compiled(dtype, launch.family(device)),
+        measure=measure_on_device,
+        say=say,
+        place=f"{torch.cuda.get_device_name(device)}, {date.today().isoformat()}, triton {triton.__version__}",
+        deadline=deadline,
+    )
+
+
+def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
+    """Under torchrun all ranks as a group, which may wait for the first one for hours; else this process alone."""
+    if "WORLD_SIZE" not in os.environ:
+        return None, torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=timedelta(hours=12))
+    return dist.group.WORLD, device
+
+
+def main() -> int:
+    """The command without what `tpfuse` imports for the others."""
+    parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.tune")
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(SPACES)}; default: all")
+    parser.add_argument("--out", type=Path, help="write the table there; default: kernels/configurations.toml itself")
+    parser.add_argument("--minutes", type=float, default=0.0, help="no candidate is begun after this long; 0: no limit")
+    arguments = parser.parse_args()
+    try:
+        return run(arguments.operators, arguments.out, arguments.minutes)
+    except (UserError, RunError) as error:
+        print(f"tpfuse tune: error: {error}", file=sys.stderr)
+        return error.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""`tpfuse verify`: every kernel beside its plain meaning on this machine, and what it takes of the GPU.
+
+Output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted where there is
+none: in a process of its own then, since Triton decides that when kernels are imported. Meanwhile the kernels are
+compiled for this machine's family of GPUs, for sm_90 where there is none. Above that, what the machine can do for
+ranks that share memory (`tpfuse.comm.probe`); below, two training steps with each implementation of tensor parallelism
+(`tpfuse.tools.training`).
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+import tpfuse
+from tpfuse.comm.probe import Finding, probe
+from tpfuse.kernel_choice import kernels
+from tpfuse.kernels import launch
+from tpfuse.testing.compare import Yardstick, evaluate
+from tpfuse.testing.inputs import normal
+from tpfuse.tools import operators as cases
+from tpfuse.tools.case import Case
+from tpfuse.tools.compilation import compile_in_subprocess
+from tpfuse.tools.gate import complaints
+from tpfuse.tools.recorded import DTYPES
+from tpfuse.tools.resources import Compilation
+from tpfuse.tools.training import TrainingRun, train_each
+from tpfuse.train.errors import RunError, UserError
+from tpfuse.train.messages import say
+
+TRAINING = "training"  # what may be asked for beside the operators
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case in one dtype. Of the output and the gradients, the one that uses most of what it is allowed."""
+
+    operator: str
+    case: str
+    dtype: str
+    tensor: str = ""  # "out", or the name of the input whose gradient it is
+    error: float | None = None  # None: not finite, or the case raised
+    bound: float = 0.0
+    failure: str = ""  # one line, what it raised
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound."""
+        return self.error is not None and self.error <= self.bound
+
+
+def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
+    """Runs a case by the kernels and by its reference."""
+    place = case.operator, case.name, dtype
+    try:
+        inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
+        with kernels("torch"):
+            with torch.no_grad():
+                shape = case.reference(**inputs).shape
+            grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
+            yardstick = Yardstick(case.reference, inputs, grad)
+        with kernels("triton"):
+            actual = evaluate(case.function, inputs, grad)
+        measured = [(name, yardstick.error(name, actual.get(name)), yardstick.bound(name)) for name in yardstick.plain]
+    except Exception as error:
+        return Comparison(*place, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+    name, largest, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
+    return Comparison(*place, name, largest if math.isfinite(largest) else None, bound)
+
+
+@contextlib.contextmanager
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
+    """Every case of the operators in every dtype, in this process, which must have a GPU or interpret."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    runs: list[TrainingRun] = []
+    with _unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
+        for operator in operators:
+            if operator == TRAINING:
+                status.update("two training steps with each implementation of tensor parallelism")
+                runs = train_each()
+                continue
+            for case in cases.load(operator).CASES:
+                for dtype in DTYPES:
+                    status.update(f"{operator}: {case.name}, {dtype}")
+                    found.append(compare(case, dtype, device))
+    return found, runs
+
+
+def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
+    """`compare_here` in a Python that interprets kernels. Raises RunError where it cannot."""
+    if problem := launch.interpreter_problem():
+        raise RunError(problem)
+    done = subprocess.run(
+        [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", *operators],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if not done.stdout:
+        raise RunError(f"the interpreting process ended with exit status {done.returncode}")
+    said = json.loads(done.stdout)
+    comparisons = [Comparison(**_without_verdict(entry)) for entry in said["comparisons"]]
+    runs = [TrainingRun(**_without_verdict(entry)) for entry in said["training"]]
+    return comparisons, [replace(run, losses=tuple(run.losses)) for run in runs]
+
+
+def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in entry.items() if name != "passed"}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Everything that `tpfuse verify` finds out. kernels: what was compiled, for `family`."""
+
+    machine: list[Finding]
+    device: str
+    family: str
+    comparisons: list[Comparison]
+    training: list[TrainingRun]
+    kernels: list[Compilation]
+
+    @property
+    def bad_kernels(self) -> list[Compilation]:
+        """Those that spill or do not compile."""
+        return [kernel for kernel in self.kernels if kernel.spilled or kernel.error]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        verdicts = [x.passed for x in self.comparisons] + [x.passed for x in self.training]
+        return all(verdicts) and not self.bad_kernels
+
+
+def chosen(operators: Sequence[str]) -> Sequence[str]:
+    """`operators`, or all of them for an empty sequence. Raises UserError for one that is not known."""
+    known = [*cases.names(), TRAINING]
+    for name in operators:
+        if name not in known:
+            raise UserError(f"operator {name!r} is not known: expected some of {', '.join(known)}")
+    return operators or known
+
+
+def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
+    """Compares and compiles the kernels of `operators` (all: an empty sequence) at the same time.
+
+    One of them may be "training", two steps of the tiny GPT with each implementation of tensor parallelism.
+
+    Raises UserError for an operator that is not known, RunError where the comparison cannot start.
+    """
+    operators = chosen(operators)
+    to_compile = [name for name in operators if name != TRAINING] if compile_too else []
+    gpu = torch.cuda.is_available()
+    family = launch.family(torch.device("cuda")) if gpu else "sm_90"
+    compare_all = compare_here if gpu or launch.INTERPRETED else compare_in_subprocess
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_in_subprocess, to_compile, [family], list(DTYPES)) if to_compile else None
+        comparisons, training = compare_all(operators)
+        try:
+            compiled = [] if compiling is None else compiling.result().compilations
+        except RuntimeError as error:  # what was compared is shown all the same
+            reason = " ".join(str(error).split())
+            compiled = [Compilation(", ".join(to_compile), family, "", "", {}, 0, 0, error=reason)]
+    device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
+    return Verification(probe(), device, family, comparisons, training, compiled)
+
+
+def document(found: Verification) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "passed": found.passed,
+        "device": found.device,
+        "family": found.family,
+        "machine": [asdict(finding) for finding in found.machine],
+        "versions": {
+            "tpfuse": tpfuse.__version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+        },
+        "comparisons": [asdict(x) | {"passed": x.passed} for x in found.comparisons],
+        "training": [asdict(x) | {"passed": x.passed} for x in found.training],
+        "kernels": [asdict(kernel) for kernel in found.kernels],
+    }
+
+
+def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
+    """The most that a kernel of an operator takes: registers, spilled bytes, shared memory."""
+    mine = [kernel for kernel in found.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
+    if not mine:
+        return ["", "", ""]
+    return [str(max(getattr(kernel, name) for kernel in mine)) for name in ("registers", "spilled", "shared")]
+
+
+def show(found: Verification, console: Console) -> None:
+    """What the machine can do, the table, the reasons of what failed, and the last word."""
+    machine = Table("machine", "", "", box=None)
+    for finding in found.machine:
+        machine.add_row(finding.name, finding.value, finding.meaning)
+    console.print(machine, "", sep="\n")
+    table = Table("operator", "case", "dtype", box=None)
+    for name in ("error", "bound", "registers", "spills", "shared"):
+        table.add_column(name, justify="right")
+    for operator in dict.fromkeys(x.operator for x in found.comparisons):
+        for dtype in DTYPES:
+            taken = _resources(found, operator, dtype)
+            for x in found.comparisons:
+                if (x.operator, x.dtype) == (operator, dtype):
+                    error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
+                    bound = f"{x.bound:.1e}" if x.tensor else ""
+                    style = None if x.passed else "bold red"
+                    table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
+                    taken = ["", "", ""]  # they are the operator's, not the case's
+    if found.comparisons:
+        console.print(table)
+        console.print(
+            "error: the largest difference from float64, of the output and all gradients; bound: what the same dtype in"
+            " plain torch allows"
+        )
+    _show_training(found.training, console)
+    for x in found.comparisons:
+        if not x.passed:
+            error = "not finite" if x.error is None else f"{x.error:.3e}"
+            reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
+            console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
+    for kernel in found.bad_kernels:
+        console.print(f"FAILED {next(complaints(kernel))}", markup=False, soft_wrap=True)
+    console.print(f"\ncompared on {found.device}")
+    if found.kernels:
+        columns = "registers a thread, spilled bytes and bytes of shared memory"
+        console.print(f"compiled for {found.family}; {columns}: the most of any kernel of the operator")
+    console.print(verdict(found), style=None if found.passed else "bold red", soft_wrap=True)
+
+
+def verdict(found: Verification) -> str:
+    """The last line: how many of all are right."""
+    cases, runs, kernels = len(found.comparisons), len(found.training), len(found.kernels)
+    counts = (
+        (cases, sum(not x.passed for x in found.comparisons), "cases are within their bounds"),
+        (runs, sum(not x.passed for x in found.training), "training runs are within their bounds"),
+        (kernels, len(found.bad_kernels), "kernels compile without spills"),
+    )
+    said = [
+        f"{count - bad} of {count} {what}" if bad else f"all {count} {what}" for count, bad, what in counts if count
+    ]
+    return f"{'passed' if found.passed else 'FAILED'}: {', '.join(said)}"
+
+
+def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
+    if not runs:
+        return
+    table = Table("two training steps of GPT tiny, tp 2", box=None)
+    for name in ("loss 1", "loss 2", "largest difference of weights", "norm", "allowed", "ms a step"):
+        table.add_column(name, justify="right")
+    for x in runs:
+        losses = [f"{loss:.6f}" for loss in x.losses] or ["FAILED", ""]
+        far = [f"{value:.1e}" for value in (x.difference, x.distance, x.allowed)] if x.losses else [""] * 3
+        style = None if x.passed else "bold red"
+        table.add_row(x.name, *losses, *far, f"{x.seconds * 1e3:.0f}" if x.losses else "", style=style)
+    console.print("", table, sep="\n")
+    console.print(
+        "difference: of a weight from float64 on one rank; norm: the 2-norm of all differences; allowed: what the norm"
+        " may be"
+    )
+    for x in runs:
+        if not x.passed:
+            console.print(f"FAILED training, {x.name}: {x.failure or 'weights differ too much'}", soft_wrap=True)
+
+
+def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
+    """The command. Exit status 1 where an error is out of bounds, or a kernel spills or does not compile."""
+    operators = chosen(operators)
+    if as_json:
+        found = verify(operators, compile_too)
+        print(json.dumps(document(found)))
+    else:
+        say(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n")
+        found = verify(operators, compile_too)
+        show(found, Console(width=None if sys.stdout.isatty() else 160))
+    return int(not found.passed)

@@ -1,0 +1,436 @@
+"""What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import tpfuse
+from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
+from tpfuse.comm.decisions import Decision, as_json, from_json, machine
+from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
+from tpfuse.comm.measurement import measuring
+from tpfuse.comm.mesh import build_mesh
+from tpfuse.comm.settings import set_settings
+from tpfuse.implementation_choice import set_implementation
+from tpfuse.kernel_choice import implementation, set_kernels
+from tpfuse.layers.explain import plans, summary
+from tpfuse.models.generate import generate
+from tpfuse.train import checkpoint
+from tpfuse.train.agreement import agree
+from tpfuse.train.batches import Windows, unigram_loss
+from tpfuse.train.errors import PeerLost, RunError, UserError, of_disk
+from tpfuse.train.hardware import (
+    expand_segments,
+    held_bytes,
+    is_out_of_memory,
+    keep_freed_memory,
+    memory_bytes,
+    peak_flops,
+    set_threads,
+)
+from tpfuse.train.initial_weights import load_weights
+from tpfuse.train.launch import Place, device_of, join
+from tpfuse.train.memory import count_on
+from tpfuse.train.messages import program, say, warn
+from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
+from tpfuse.train.saved_state import saved_state
+from tpfuse.train.setup import Run, exchanging
+from tpfuse.train.stop import StopRequest
+from tpfuse.train.trainer import StepResult, Trainer
+
+_SAMPLE_TOKENS = 200
+_MEASURE_SECONDS = 20.0  # on GPUs, by default
+_RECENT = 5  # intervals between rows, which say how much time is left
+
+
+def train_rank(place: Place, run: Run) -> int:
+    """Joins the other ranks, trains and leaves; returns 0. One rank alone needs no group.
+
+    Raises RunError where the run cannot go on, as PeerLost where other ranks do not answer.
+    """
+    stop = StopRequest(insistent=place.world == 1)
+    set_kernels(run.options.kernels)
+    set_implementation(run.options.parallel.impl)
+    if run.options.train.deterministic:
+        torch.use_deterministic_algorithms(True)
+    comm, debug = run.options.comm, run.options.debug
+    set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
+    device = device_of(place)
+    if device.type == "cpu":
+        set_threads(place.local_world)
+        keep_freed_memory()
+    elif run.options.train.expandable_segments:
+        expand_segments()
+    if place.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
+        join(place, device, comm.timeout)
+    training = None
+    try:
+        training = Training(place, run, _mesh(place, run, device), device, stop)
+        training.run_to_end()
+    except RunError:
+        raise
+    except PeerTimeout as error:
+        missing = () if error.peer in (None, place.rank) else (error.peer,)
+        raise PeerLost(str(error) if error.step >= 0 else f"{_when(training)}: {error}", missing) from error
+    except (Disagreement, Unavailable) as error:
+        raise RunError(f"{_when(training)}: {error}") from error
+    except OSError as error:
+        raise RunError(f"{_when(training)}: rank {place.rank}: {of_disk(error)}") from error
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise RunError(
+                f"{_when(training)}: rank {place.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
+                " a smaller --train.micro-batch, --train.recompute full or more ranks take less"
+            ) from error
+        if place.world == 1 or not is_lost_peer(error):
+            raise
+        lost = f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}"
+        raise PeerLost(lost) from error
+    finally:
+        if place.world > 1:
+            dist.destroy_process_group()
+    return 0
+
+
+def _mesh(place: Place, run: Run, device: torch.device) -> DeviceMesh | None:
+    if place.world == 1:
+        return None
+    parallel = run.options.parallel
+    ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
+    return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
+
+
+def _when(training: "Training | None") -> str:
+    return "preparation" if training is None else f"step {training.trainer.step}"
+
+
+def _reason(error: BaseException) -> str:
+    """What Gloo says, without its source line and its advice."""
+    line = str(error).strip().splitlines()[0]
+    return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
+
+
+class Training:
+    """The run as this rank sees it. Only rank 0 prints and writes metrics."""
+
+    def __init__(
+        self, place: Place, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
+    ) -> None:
+        self.place, self.run, self.device, self.stop = place, run, device, stop
+        self.options = run.options
+        self.first = place.rank == 0
+        self.data, self.tokenizer = run.data, run.data.train.tokenizer
+        self.train_tokens, self.val_tokens = run.data.open(run.options.data.val_fraction)
+        options, length = run.options.train, run.config.n_positions
+        self.windows = Windows(self.train_tokens, length, options.seed, "train", options.batch)
+        self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
+        held = held_bytes(device)
+        self.trainer = Trainer(run.options, run.config, mesh, device)
+        self.held_before = held  # by Python and torch themselves
+        self.decisions: dict[str, Decision] = {}  # by which the products of all ranks are computed
+        if run.checkpoint is not None:
+            self._resume(run.checkpoint)
+        elif run.weights is not None:
+            weights, parts = run.weights, self.trainer.parts()
+            self._on_all_ranks(lambda: load_weights(weights, parts))
+            self.trainer.optimizer.publish()
+        self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
+        self.val_loss: float | None = None
+        self.saved_step: int | None = self.trainer.step if run.checkpoint is not None else None
+        self.retry_at: int | None = None
+        self.retry_delay = 1
+
+    def _resume(self, folder: Path) -> None:
+        """Every rank reads what it needs. Raises RunError on all ranks where one cannot."""
+        states: list[dict[str, Any]] = []
+
+        def load() -> None:
+            saved = checkpoint.open_checkpoint(folder)
+            saved.load(self.trainer.parts())
+            states.append(saved_state(saved)[0])
+
+        self._on_all_ranks(load)
+        self.trainer.restore(states[0])
+        match states[0].get("decisions"):
+            case {"machine": str(name), "cases": cases} if name == machine(self.device.type):
+                self.decisions = from_json(cases)
+
+    def _on_all_ranks(self, load: Callable[[], None]) -> None:
+        """Raises RunError on all ranks where one cannot load."""
+
+        def outcome() -> tuple[str, int] | None:
+            try:
+                load()
+            except (UserError, checkpoint.CheckpointMismatch, checkpoint.CheckpointError) as error:
+                return str(error), error.status
+            return None
+
+        for failure in agree(dist.group.WORLD if self.place.world > 1 else None, outcome):
+            if failure is not None:
+                raise RunError(*failure)
+
+    def run_to_end(self) -> None:
+        """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""
+        self._introduce()
+        started, steps = perf_counter(), self.options.train.steps
+        reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
+        try:
+            stopped = self._loop(reporter, started)
+        finally:
+            if reporter is not None:
+                reporter.close()
+        if self.saved_step != self.trainer.step:
+            self._save()
+        seconds = perf_counter() - started
+        if stopped:
+            if self.first:
+                draw_losses(self.run.folder, None)
+                say(
+                    f"stopped at step {self.trainer.step} of {steps}; go on with:"
+                    f" {program()} train --resume --out {self.run.folder}"
+                )
+        else:
+            self._conclude(seconds)
+        if self.saved_step != self.trainer.step:
+            newest = "there is none" if self.saved_step is None else f"the newest is of step {self.saved_step}"
+            raise RunError(f"the checkpoint of step {self.trainer.step} could not be written; {newest}")
+
+    def _introduce(self) -> None:
+        layers = plans(self.trainer.model)
+        if not self.first:
+            return
+        config, train, trainer = self.run.config, self.options.train, self.trainer
+        size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.2f}M"
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' * (count > 1)} each" if self.device.type == "cpu" else ""
+        if self.run.weights is not None:
+            say(f"weights  from {self.run.weights}")
+        say(f"model    {config.n_layer} layers x {config.n_embd} wide, {config.n_head} heads, {size} parameters")
+        say(f"text     {self._described_data()}, vocabulary {config.vocab_size}")
+        context = trainer.model.context
+        cp = f" x cp {context.size}" if context.size > 1 else ""
+        layout = f"tp {trainer.tp}{cp} x dp {trainer.dp} on {self.device.type}"
+        say(f"ranks    {layout}{threads}, {self._precision()}, {self._kernels()}")
+        if layers and trainer.tp * context.size > 1:
+            say(f"layers   {summary([plan for plan in layers if plan.implementation != 'local'])}")
+        tokens = train.batch * config.n_positions
+        say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
+        say(f"memory   {self._counted()}")
+        peak = self.peak * self.place.world
+        say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
+        say(f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""))
+
+    def _described_data(self) -> str:
+        """How many tokens there are, and how often the run reads each, in words."""
+        train, count, data = self.options.train, len(self.train_tokens), self.data
+        times = train.steps * train.batch * self.run.config.n_positions / count
+        validation = "" if data.val is None else f"; validation on {data.val.count:,} tokens of {data.val.source}"
+        often = f"{times:.1f}" if times >= 1 else f"{times:.1g}"
+        return f"{data.train.source}: {count:,} tokens, each read {often} times in {train.steps} steps{validation}"
+
+    def _counted(self) -> str:
+        """What `tpfuse memory` counts for this rank, in words."""
+        stage, mesh = self.options.zero.stage, self.trainer.model.device_mesh
+        account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
+        kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
+        parts = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
+        by = f" ({self.trainer.exchanged_by})" if self.trainer.replicas > 1 else ""
+        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(parts)}"
+
+    def _measured(self) -> str:
+        """And what is there after a step, with what the count leaves out."""
+        held = held_bytes(self.device) - self.held_before
+        said = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
+        whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
+        return said + (whole if self.device.type == "cpu" else "")
+
+    def _holder(self) -> str:
+        """What `memory_bytes` counts the memory of."""
+        return "process" if self.device.type == "cpu" else "GPU"
+
+    def _precision(self) -> str:
+        """Of parameters and, where that is another, of products, in words."""
+        train = self.options.train
+        return train.dtype if train.autocast == "none" else f"{train.dtype} with autocast to {train.autocast}"
+
+    def _kernels(self) -> str:
+        """What computes, in words."""
+        kind = "torch" if self.trainer.dtype is torch.float64 else implementation(self.device.type)
+        interpreted = kind == "triton" and self.device.type == "cpu"
+        compiled = ", steps by torch.compile" if self.options.train.compile else ""
+        words = {"torch": "torch's kernels", "triton": "Triton kernels"}[kind]
+        return words + (", interpreted" if interpreted else "") + compiled
+
+    def _loop(self, reporter: Reporter | None, started: float) -> bool:
+        """Steps, evaluations, checkpoints; True where the run was stopped before its end."""
+        options, trainer = self.options.train, self.trainer
+        mark, mark_step = perf_counter(), trainer.step
+        begun = trainer.step
+        recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        losses: list[float] = []  # since the last row
+        if options.eval_every and begun == 0:
+            self._evaluate()
+            if reporter is not None:
+                memory = memory_bytes(self.device)
+                reporter.add(
+                    Row(0, None, self.val_loss, None, None, None, None, memory, perf_counter() - started), None
+                )
+            mark = perf_counter()
+        while trainer.step < options.steps:
+            result = self._first_step() if trainer.step == begun else trainer.train_step(self.windows, self.stop)
+            step = trainer.step
+            if step == begun + 1 and self.first:
+                say(self._measured())
+            last = step == options.steps
+            if result.skipped and self.first:
+                warn(f"step {step}: float16 overflow, loss scale now {trainer.loss_scale:g}, no update")
+            losses.append(result.loss)
+            due = step % options.log_every == 0 or last or result.stop
+            evaluated = bool(options.eval_every) and (step % options.eval_every == 0 or last)
+            if due or evaluated:
+                recent.append((step - mark_step, perf_counter() - mark))
+                if evaluated and not result.stop:
+                    self._evaluate()
+                if reporter is not None:
+                    row = self._row(result, recent[-1], fmean(losses), evaluated, perf_counter() - started)
+                    reporter.add(row, _seconds_a_step(recent) * (options.steps - step))
+                losses.clear()
+                mark, mark_step = perf_counter(), step
+            save_due = bool(options.save_every) and step % options.save_every == 0
+            if not last and (save_due or step == self.retry_at):
+                self._save()
+                mark, mark_step = perf_counter(), step
+            if result.stop and not last:
+                return True
+        return False
+
+    def _first_step(self) -> StepResult:
+        """A step in which the ranks measure what is the fastest here; a run that goes on takes what it took before."""
+        seconds = self.options.parallel.measure_seconds
+        if seconds < 0:
+            seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
+        if self.place.world == 1 or not (seconds or self.decisions):
+            return self.trainer.train_step(self.windows, self.stop)
+        with measuring(seconds, known=self.decisions) as measurement:
+            result = self.trainer.train_step(self.windows, self.stop)
+        assert dist.group.WORLD is not None
+        for found in gather_objects(as_json(measurement.decisions), dist.group.WORLD, op="gathering decisions"):
+            self.decisions |= from_json(found)
+        if self.first and self.decisions:
+            counts = Counter(decision.taken for decision in self.decisions.values())
+            taken = ", ".join(f"{count} {name}" for name, count in counts.items())
+            say(f"auto     {taken}; measured in {measurement.spent:.1f} s")
+        return result
+
+    def _row(
+        self, result: StepResult, interval: tuple[int, float], mean_loss: float, evaluated: bool, seconds: float
+    ) -> Row:
+        """interval: (steps, seconds) since the last row, without evaluation and checkpoints."""
+        speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
+        flops = speed * self.trainer.model.flops_per_token() / self.place.world
+        if self.device.type == "cpu":
+            self.peak = max(self.peak, flops)  # another process may have slowed the probe down
+        return Row(
+            self.trainer.step,
+            result.loss,
+            self.val_loss if evaluated else None,
+            result.lr,
+            result.grad_norm,
+            speed,
+            flops / self.peak,
+            memory_bytes(self.device),
+            seconds,
+            result.sent,
+            result.received,
+            mean_loss,
+        )
+
+    def _evaluate(self) -> None:
+        self.val_loss = self.trainer.evaluate(self.val_windows, self.options.train.eval_batches)
+
+    def _save(self) -> None:
+        """Saves; after a failure tries again 1, 2, 4, … steps later."""
+        trainer = self.trainer
+        if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
+            raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
+        loss = trainer.evaluate(self.windows, 1)  # a model that an update has ruined must not replace a good one
+        if not isfinite(loss):
+            raise RunError(
+                f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
+            )
+        state: dict[str, Any] = trainer.state()
+        state["model"] = asdict(self.run.config)
+        state["dtype"] = self.options.train.dtype
+        state["data"] |= self.data.digests()
+        state["tokenizer"] = {"vocab_size": self.tokenizer.vocab_size}
+        state["versions"] = {"tpfuse": tpfuse.__version__, "torch": torch.__version__, "numpy": np.__version__}
+        state["config"] = _plain(asdict(self.options))
+        state["decisions"] = {"machine": machine(self.device.type), "cases": as_json(self.decisions)}
+        saved = checkpoint.save(
+            self.run.folder,
+            trainer.step,
+            trainer.parts(),
+            state,
+            keep=self.options.train.keep,
+            group=trainer.world_group,
+            warn=warn,
+        )
+        trainer.optimizer.release()
+        if saved is not None:
+            self.saved_step, self.retry_at, self.retry_delay = trainer.step, None, 1
+        else:
+            self.retry_at = trainer.step + self.retry_delay
+            self.retry_delay *= 2
+
+    def _conclude(self, seconds: float) -> None:
+        """The last lines: losses, a sample, and where the files are. Collective: all ranks generate."""
+        start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
+        count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
+        ids = generate(self.trainer.model, start.unsqueeze(0), count, temperature=0.8, top_k=None, seed=0)
+        if not self.first:
+            return
+        folder, vocabulary = self.run.folder, self.run.config.vocab_size
+        known = len(self.val_tokens) > 0
+        unigram = unigram_loss(self.train_tokens, self.val_tokens, vocabulary) if known else None
+        draw_losses(folder, unigram)
+        say("\nsample\n------")
+        say(self.tokenizer.decode(ids[0].tolist()))
+        say("------")
+        if self.val_loss is not None and unigram is not None:
+            rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < self.trainer.step]
+            first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
+            say(f"validation loss {first}{self.val_loss:.4f} nats per token")
+            say(f"a unigram model, which knows only how often each token occurs, has {unigram:.4f}")
+        say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
+        data = "data/, " if (folder / "data").is_dir() else ""
+        say(
+            f"files in {folder}/: metrics.jsonl, loss.png, tensorboard/, config.toml, tokenizer.json, "
+            f"{data}{self._newest()}"
+        )
+        prompt = " --prompt 'def '" if self.options.data.path is None else ""
+        say(f"more text: {program()} sample {folder}{prompt}")
+
+    def _newest(self) -> str:
+        return "no checkpoint" if self.saved_step is None else f"step-{self.saved_step}/"
+
+
+def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
+    """The mean over intervals of (steps, seconds)."""
+    return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)
+
+
+def _plain(tree: Any) -> Any:
+    """Dictionaries, lists and scalars for JSON."""
+    if isinstance(tree, dict):
+        return {key: _plain(value) for key, value in tree.items()}
+    return str(tree) if isinstance(tree, Path) else tree

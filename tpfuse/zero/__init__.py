@@ -1,0 +1,1 @@
+"""ZeRO: gradient buckets, sharded parameters and optimizer state, AdamW on shards, offload and compression."""

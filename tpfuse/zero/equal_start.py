@@ -1,0 +1,46 @@
+"""Data-parallel ranks begin with one model: that of the first of them, as under PyTorch's DDP.
+
+A comparison alone would leave it to the user to seed all ranks alike, and then to seed what they draw afterwards
+differently. The broadcast of 43M float32 parameters between two CPU ranks over Gloo takes 0.22 s, once, where drawing
+them takes 1 s (2 cores, torch 2.13, 2026-11-23).
+"""
+
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfuse.comm.collectives import collective
+from tpfuse.comm.layout import local_tensor
+
+
+def broadcast_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives all ranks of `group` the parameters and buffers of its first rank; of DTensors each rank's own part.
+
+    Collective. Raises ValueError, on every rank alike, where ranks have other names, shapes or dtypes; PeerTimeout
+    where one does not come.
+    """
+    if group is None or group.size() == 1:
+        return
+    held = {name: local_tensor(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    _compare(held, group)
+    sent = {name: x.contiguous() for name, x in held.items() if x.numel()}
+    collective.broadcast_([x.view(-1).view(torch.uint8) for x in sent.values()], group)
+    for name, x in sent.items():
+        if x is not held[name]:
+            held[name].copy_(x)
+
+
+def _compare(held: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """Raises ValueError where the tensors of ranks differ in more than their values."""
+    mine = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in held.items()]
+    everybody = collective.gather_objects(mine, group, op="comparison of parameters")
+    ranks = dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks, everybody, strict=True):
+        for first, other in zip_longest(everybody[0], theirs, fillvalue="nothing"):
+            if first != other:
+                raise ValueError(
+                    f"data-parallel ranks have other parameters or buffers: rank {rank} has {other} where rank"
+                    f" {ranks[0]} has {first}"
+                )

@@ -1,0 +1,147 @@
+"""AdamW on this rank's shards of the gradient buckets (`tpfuse.zero.reducer.base` has the order of work)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.layout import local_slices
+from tpfuse.comm.rank_order import HALF
+from tpfuse.zero.bucket import Bucket
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import DeviceStore, Staging, StateStore
+from tpfuse.zero.rectangles import Kept, Piece, pieces_of
+from tpfuse.zero.reducer.base import Exchange
+from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
+from tpfuse.zero.taken_parameters import count_write
+
+MOMENTS: tuple[Kept, ...] = ("exp_avg", "exp_avg_sq")
+
+
+class FlatAdamW:
+    """AdamW whose state is that of this rank's shards: all of the buckets at stage 0.
+
+    betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
+    (`tpfuse.zero.bucket_layout.decays`). store: where moments and float32 masters live, by default on the device of
+    the parameters (`tpfuse.zero.offload`).
+
+    What is written into parameters of a half type between two updates (by load_state_dict, say) becomes their masters.
+    """
+
+    def __init__(
+        self,
+        buckets: GradientBuckets,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        store: StateStore | None = None,
+    ) -> None:
+        self._buckets, self._betas, self._eps, self._weight_decay = buckets, betas, eps, weight_decay
+        device = buckets.buckets[0].values.device
+        self._store = DeviceStore(device) if store is None else store
+        self._state = {bucket: self._made(bucket) for bucket in buckets.buckets}
+        state_device = self._state[buckets.buckets[0]]["exp_avg"].device
+        self._staging = None if state_device == device else Staging()
+        self._step = torch.zeros((), dtype=torch.float32, device=state_device)
+        for bucket, state in self._state.items():
+            if "model" in state:
+                for part in self._store.walk([state["model"]]):
+                    state["model"][part].copy_(bucket.own[part])
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> dict[str, int]:
+        """How often each parameter was written; writes into the bucket do not count."""
+        return {name: parameter._version for name, parameter in self._buckets.trained.items()}
+
+    def _take_written(self) -> None:
+        """Parameters that somebody has written since the last update are the masters from now on."""
+        versions = self._current_versions()
+        if versions == self._versions:
+            return
+        for bucket, state in self._state.items():
+            for segment, part in bucket.layout.inside(bucket.shard):
+                if "model" in state and versions[segment.name] != self._versions[segment.name]:
+                    inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                    state["model"][inside].copy_(bucket.own[inside])
+        self._store.release()
+
+    def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
+        layout, size = bucket.layout, len(bucket.shard)
+        kept: tuple[Kept, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
+        return {name: self._store.tensor(name, size, layout.state_dtype) for name in kept}
+
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """One update with the buckets' gradients times `factor`; afterwards every rank has all new parameters.
+
+        Raises ValueError without a `finish()` of the buckets since the last update. Raises PeerTimeout; some parameters
+        may then be new and others old: go on from a checkpoint.
+        """
+        self._buckets.take_sums()
+        self._take_written()
+        self._step += 1
+        rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
+        updates: dict[Exchange, list[ShardUpdate]] = {}
+        following: tuple[Tensor, ...] = ()
+        for bucket, state in reversed(self._state.items()):
+            update = ShardUpdate(
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                state.get("model"),
+                bucket.layout.border - bucket.shard.start,
+                rates,
+                self._store,
+                self._staging,
+                following,
+            )
+            following = update.state
+            updates.setdefault(bucket.exchange, []).insert(0, update)
+        for exchange in self._buckets.exchanges:
+            exchange.update(updates[exchange])
+        count_write(list(self._buckets.trained.values()))
+        self._versions = self._current_versions()
+
+    def state(self, bucket: Bucket) -> dict[Kept, Tensor]:
+        """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
+        shard of a bucket, flat."""
+        return {"model": bucket.own, **self._state[bucket]}
+
+    def publish(self) -> None:
+        """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
+        for bucket, state in self._state.items():
+            if "model" in state:
+                for part in self._store.walk([state["model"]]):
+                    bucket.own[part].copy_(state["model"][part])
+        for exchange in self._buckets.exchanges:
+            exchange.publish()
+        self._versions = self._current_versions()
+        self._store.release()
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of masters and moments, for checkpoints; which of several equal ranks is to write it."""
+        for bucket in self._buckets.buckets:
+            state = self.state(bucket)
+            for number, (segment, part) in enumerate(bucket.layout.inside(bucket.shard)):
+                parameter = self._buckets.model.get_parameter(segment.name)
+                inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                yield from pieces_of(
+                    segment.name,
+                    tuple(parameter.shape),
+                    local_slices(parameter),
+                    range(part.start - segment.start, part.stop - segment.start),
+                    {kind: flat[inside] for kind, flat in state.items()},
+                    self._buckets.writes(bucket, number),
+                )
+
+    def release(self) -> None:
+        """After a checkpoint has read the state: what need not stay in memory for that goes."""
+        self._store.release()
+
+    @property
+    def updates(self) -> int:
+        """How many updates the moments have seen."""
+        return int(self._step)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._step.fill_(count)

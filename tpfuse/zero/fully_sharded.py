@@ -1,0 +1,299 @@
+"""ZeRO's stage 3 (arXiv:1910.02054): a rank keeps a shard of the parameters, of their gradients and of AdamW's state.
+
+PyTorch's `fully_shard` does the work: it cuts each parameter along one dimension, gathers the parameters of a unit
+(a transformer's block) shortly before they are needed, the next unit's while this one computes, frees them afterwards,
+and reduces the gradients of a unit when its backward pass is over. On top of tensor parallelism it cuts what each rank
+has.
+Here is what makes it an engine like the buckets of the other stages (`tpfuse.zero.gradient_buckets`):
+
+- Gradients are summed, not averaged, and accumulated over micro-batches without communication.
+- Parameters in a half type have float32 masters: the shards are float32, and what is gathered of them is rounded. So
+  initial weights, drawn in the half type and then widened, are those of the other stages.
+- Communication between CPU ranks goes through `tpfuse.comm.collectives`: sums in rank order, a deadline, the name of a
+  rank that is lost. All of it is counted.
+- Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are reduced
+  across. Neighbouring ranks form a group, so that parameters are gathered within a node.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn import Parameter
+
+from tpfuse.comm import collectives
+from tpfuse.comm.choice import choose
+from tpfuse.comm.collectives.collective import set_timeout
+from tpfuse.comm.layout import is_sharded, local_tensor
+from tpfuse.comm.mesh import flat_group, rank_and_size
+from tpfuse.comm.rank_order import HALF
+from tpfuse.comm.traffic import Traffic
+from tpfuse.layers.parameter import Borrowed
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.counted_collectives import CountedAllGather, CountedReduceScatter
+from tpfuse.zero.equal_start import broadcast_model
+from tpfuse.zero.micro_batches import MicroBatches
+from tpfuse.zero.taken_parameters import taken_gradient
+
+_REPLACED = (
+    "{name} was replaced by its shards when FullySharded took the model: make optimizers and lists of"
+    " model.parameters() after that"
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trained parameter: `sharded` is the DTensor of its shards, float32 for half types.
+
+    counted: whether this rank's shard enters the norm here; writer: whether this rank saves it. Of the ranks with the
+    same shard one does each.
+    """
+
+    name: str
+    sharded: Parameter
+    decay: bool
+    counted: bool
+    writer: bool
+
+    @property
+    def gradient(self) -> Tensor:
+        """Σ of this rank's shard, in its shape; zeros where the parameter took no part."""
+        if self.sharded.grad is None:
+            return torch.zeros_like(local_tensor(self.sharded))
+        return local_tensor(self.sharded.grad)
+
+
+class FullySharded(MicroBatches):
+    """Takes over the parameters of `model`: shards them, and sums their gradients into `members`.
+
+    model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel ranks get
+    the parameters and buffers of the first of them, as under DDP. mesh: `tpfuse.comm.mesh.build_mesh`'s, of which all
+    dimensions but "tp" are data-parallel (one rank alone has no mesh, and nothing to shard: `GradientBuckets` serve
+    it). units: modules of the model, in the order of its forward pass, whose parameters are gathered together and for
+    as long as the module computes; the model is the unit of all others. replicas: how many copies of the model there
+    are; 1: its shards are on all data-parallel ranks. reduce_dtype: in which gradients travel, and are accumulated
+    before: float32 (float64 for float64) or the parameters' own.
+
+    Use: for each micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
+    parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
+    none). A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks forward and backward
+    raise PeerTimeout.
+
+    Collective. Raises ValueError, which names the parameter, for one that cannot be sharded, where nothing requires a
+    gradient, where the replicas do not divide the ranks, and where these have parameters of other names, shapes or
+    dtypes.
+    """
+
+    _cure = "shard a new model after such changes"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        units: Iterable[nn.Module] = (),
+        replicas: int = 1,
+        reduce_dtype: Literal["float32", "parameter"] = "float32",
+    ) -> None:
+        super().__init__(model)
+        self.traffic = Traffic()
+        units = list(units)
+        dtype = _checked(model, units)
+        shards, across = data_mesh(mesh, replicas)
+        for each in (shards, across):
+            set_timeout(each.get_group())
+        self._groups = [each.get_group() for each in (shards, across) if each.size() > 1]
+        self._across = across.get_group() if across.size() > 1 else None
+        data = (name for name in mesh.mesh_dim_names or () if name != "tp")
+        broadcast_model(model, flat_group(mesh, *data))
+        copies, copy = across.size(), across.get_local_rank()
+        replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        spread = {name for name, p in model.named_parameters() if is_sharded(p)}
+        tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
+        self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
+        self.members: list[Member] = []
+        for index, name in enumerate(replaced):
+            parameter = model.get_parameter(name)
+            same, place = (copies, copy) if name in spread else (copies * tp, copy * tp + tp_rank)
+            decay = decays(name, parameter)
+            self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
+        for name, parameter in replaced.items():  # an optimizer may hold it
+            parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
+        self._watch()
+
+    def _check_parameters(self) -> None:
+        self.forget()  # the modules hold shards then
+        super()._check_parameters()
+
+    def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
+        """Units first, the model last, which is left what they have not taken."""
+        half = dtype in HALF
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
+        )
+        gather, reduce = CountedAllGather(self.traffic), CountedReduceScatter(self.traffic)
+        self._units: list[FSDPModule] = []
+        for unit in (*units, self.model):
+            _widen(unit)
+            # Backward begins with the model and its last unit: what they free would be gathered again at once.
+            frees = all(unit is not later for later in (*units[-1:], self.model))
+            wrapped = fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=frees,
+                shard_placement_fn=lambda p: Shard(shard_dim(local_tensor(p).shape, mesh.size())),
+            )
+            wrapped.set_gradient_divide_factor(1.0)
+            wrapped.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+            wrapped.set_custom_all_gather(cast(Any, gather))
+            wrapped.set_custom_reduce_scatter(cast(Any, reduce))
+            if self._across is not None:
+                wrapped.set_all_reduce_hook(self._sum_across)
+            self._units.append(wrapped)
+        *blocks, root = self._units
+        if hasattr(root, "set_reduce_scatter_unused_params"):  # from torch 2.13
+            root.set_reduce_scatter_unused_params(True)
+        for first, second in zip([root, *blocks], blocks, strict=False):
+            first.set_modules_to_forward_prefetch([second])
+        for first, second in zip([root, *blocks[::-1]], blocks[::-1], strict=False):
+            first.set_modules_to_backward_prefetch([second])
+
+    def _sum_across(self, sums: Tensor) -> None:
+        """Of a unit's shards, over the replicas."""
+        assert self._across is not None
+        world = self._across.size()
+        nbytes = 2 * (world - 1) * sums.nbytes // world
+        self.traffic.exchange(nbytes)
+        collectives.start_all_reduce(sums, self._across).wait()
+
+    def _announce(self, *, first: bool, last: bool) -> None:
+        if first:
+            self.clear()
+        self._units[-1].set_requires_gradient_sync(last)
+
+    def _complete(self, *, sums: bool) -> None:
+        """They are there, whether they are asked for or not."""
+
+    def _abandon(self, *, begun: bool) -> None:
+        root = self._units[-1]
+        if not hasattr(root, "reset_iter_state"):
+            raise ValueError("stage 3 can abandon a step from torch 2.13 on: go on from a checkpoint in a new process")
+        for group in self._groups if self.device.type == "cpu" else []:
+            memory = choose(self.device, torch.float32, group).memory
+            if memory is not None:
+                memory.reset()
+        root.reset_iter_state()
+        for unit in self._units:  # gradients of micro-batches that were not the last, which it leaves
+            for parameters in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in parameters.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Lets the gradients go."""
+        for member in self.members:
+            member.sharded.grad = None
+
+    def squared_norm(self) -> Tensor:
+        """This rank's contribution to the squared norm of the whole gradient: the sum over all ranks is it.
+
+        float64 []. What several ranks have counts on one of them.
+        """
+        parts = [member.gradient for member in self.members if member.counted]
+        norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
+        if norms:
+            return torch.stack(norms).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters with a gradient that is not finite in this rank's shards."""
+        return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
+
+    def forget(self) -> None:
+        """After the shards have been changed: lets go of parameters that are still gathered from what they were."""
+        for unit in self._units:
+            unit.reshard()
+
+    @property
+    def device(self) -> torch.device:
+        """Of the shards."""
+        return local_tensor(self.members[0].sharded).device
+
+
+def shard_dim(shape: Sequence[int], world: int) -> int:
+    """The dimension in which stage 3 cuts a parameter of this (local) shape.
+
+    The first; but where ranks would have an eighth more by that than equal parts, as of GPT-2's packed [3, C, C], the
+    first one that can be cut evenly, if there is one.
+    """
+    if -(-shape[0] // world) * world * 8 <= shape[0] * 9:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % world == 0), 0)
+
+
+def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """One-dimensional meshes: of the ranks that share a copy of the model, and of those with the same shard of it.
+
+    mesh: all its dimensions but "tp" are data-parallel; together they are `replicas` × shards. Collective: all ranks of
+    the mesh call it. Raises ValueError where the replicas do not divide the data-parallel ranks.
+    """
+    names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
+    data = mesh[wide] if len(wide) == 1 else mesh[wide]._flatten("_".join(wide))
+    if replicas < 1 or data.size() % replicas:
+        raise ValueError(f"replicas {replicas}: expected a number that divides the {data.size()} data-parallel ranks")
+    both = data._unflatten(0, (replicas, data.size() // replicas), ("replicate", "shard"))
+    return both["shard"], both["replicate"]
+
+
+def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
+    """The dtype of the parameters. Raises ValueError where they cannot be sharded."""
+    unit_of = dict.fromkeys(model.modules(), model)
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "sum_gradients", None), Borrowed):
+            raise ValueError(
+                f"GradientBuckets sum the gradients of {name} over tensor-parallel ranks: shard a copy of the model"
+                " (copy.deepcopy), or a new one"
+            )
+    for module in model.modules():  # from the outside in
+        if any(module is unit for unit in units):
+            unit_of |= dict.fromkeys(module.modules(), module)
+    seen: dict[Parameter, tuple[str, nn.Module]] = {}
+    dtypes: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_of[model.get_submodule(name.rpartition(".")[0])]
+        first, its_unit = seen.setdefault(parameter, (name, unit))
+        if its_unit is not unit:
+            raise ValueError(f"{first} and {name} are one parameter in two units of stage 3: put both in one unit")
+        if not parameter.ndim:
+            raise ValueError(f"{name} is a scalar, and stage 3 shards first dimensions: give it the shape (1,)")
+        if not local_tensor(parameter).is_contiguous():
+            raise ValueError(f"{name} is not contiguous, and stage 3 cannot shard it: make it so")
+        if parameter.is_floating_point():
+            dtypes.setdefault(parameter.dtype, name)
+    if len(dtypes) > 1:
+        several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
+    if not any(parameter.requires_grad for parameter in seen):
+        raise ValueError("the model has no parameter that requires a gradient")
+    return next(iter(dtypes))
+
+
+def _widen(unit: nn.Module) -> None:
+    """Makes the parameters of a half type that the unit itself is left with float32; those that are tied stay so."""
+    widened: dict[Parameter, Parameter] = {}
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype in HALF:
+                if parameter not in widened:
+                    wide = parameter.detach().float()
+                    widened[parameter] = Parameter(wide, requires_grad=parameter.requires_grad)
+                module.register_parameter(name, widened[parameter])

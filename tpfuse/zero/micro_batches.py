@@ -1,0 +1,120 @@
+"""What the engines of all stages have in common: the micro-batches of a step, and a model that is not to change."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn import Parameter
+
+from tpfuse.zero.taken_parameters import location
+
+
+class MicroBatches(ABC):
+    """An engine that takes over the parameters of `model`: `tpfuse.zero.gradient_buckets`, `fully_sharded`.
+
+    Between the first micro-batch of a step and `finish()` it is accumulating, `_last` from the last one on; from
+    `finish()` to the update `_summed`. `_begun` lasts from the first micro-batch to the update, also after an error.
+    """
+
+    _cure = ""  # for a model that was changed: what to do
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._last = self._accumulating = self._summed = self._begun = False
+
+    def _watch(self) -> None:
+        """When the parameters are those that training will have: from here on the model must keep them."""
+        self._watched = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
+        self._held, self._names = _held(self.model), _names(self.model)
+
+    def start(self, *, last: bool) -> None:
+        """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
+
+        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
+        where a parameter was frozen, released, converted or replaced since the engine was made. Raises PeerTimeout.
+        """
+        if self._last:
+            raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
+        if not self._accumulating:
+            self._check_parameters()
+        for name, parameter, required, _ in self._watched:
+            if parameter.requires_grad != required:
+                raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
+        self._announce(first=not self._accumulating, last=last)
+        self._accumulating, self._last, self._summed, self._begun = True, last, False, True
+
+    def _check_parameters(self) -> None:
+        """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
+        held = _held(self.model)
+        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
+            taken, now = self._names, _names(self.model)
+            for name in {**taken, **now}:
+                if taken.get(name) is now.get(name):
+                    continue
+                what = "is not in the model any more" if name not in now else "is new in the model"
+                if name in now and name in taken:
+                    what = "was replaced by another tensor, as load_state_dict(assign=True) does"
+                raise ValueError(f"{name} {what}: {self._cure}")
+        for name, parameter, _, place in self._watched:
+            if location(parameter) != place:
+                raise ValueError(f"{name} was converted or moved, as model.to() does: {self._cure}")
+
+    @abstractmethod
+    def _announce(self, *, first: bool, last: bool) -> None:
+        """What a micro-batch needs: the first of a step, the last, or both."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
+        self.start(last=False)
+        yield
+
+    def finish(self, *, sums: bool = True) -> None:
+        """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
+
+        sums: False where nobody asks for them, or for their norm, before the update; it then takes them on its way
+        where it can, and memory is passed over once less. Raises ValueError where no micro-batch was the last.
+        """
+        if not self._last:
+            raise ValueError("finish() without a last micro-batch: start(last=True) and its backward pass come first")
+        try:
+            self._complete(sums=sums)
+            self._summed = True
+        finally:
+            self._accumulating = self._last = False
+
+    @abstractmethod
+    def _complete(self, *, sums: bool) -> None:
+        """What is left to be done when backward is over."""
+
+    def abandon(self) -> None:
+        """Gives up the gradients of a step, after an error on some rank or all; the next `start()` begins a step anew.
+
+        Collective: every rank calls it, wherever its own step has ended; ranks that still wait for others in this
+        engine then raise PeerTimeout, and are to call it too. Memory in which tensor-parallel operators failed has a
+        `reset()` of its own. After an error in an update some parameters may be new: go on from a checkpoint. Raises
+        PeerTimeout where a rank does not come.
+        """
+        self._abandon(begun=self._begun)
+        self._last = self._accumulating = self._summed = self._begun = False
+
+    @abstractmethod
+    def _abandon(self, *, begun: bool) -> None:
+        """begun: whether this rank has begun the step, which others may have."""
+
+    def take_sums(self) -> None:
+        """Before an update: it uses up what `finish()` has brought. Raises ValueError where that is not there."""
+        if not self._summed:
+            raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
+        self._summed = self._begun = False
+
+
+def _held(model: nn.Module) -> list[Parameter | None]:
+    """What the modules hold, in one order; without names, whose making takes longer than all else."""
+    return [parameter for module in model.modules() for parameter in module._parameters.values()]
+
+
+def _names(model: nn.Module) -> dict[str, Parameter]:
+    """The model's parameters by all their names: tied ones have several."""
+    return dict(model.named_parameters(remove_duplicate=False))

@@ -1,0 +1,59 @@
+"""Which exchange serves the buckets of a group, and why: one function that chooses and explains."""
+
+from collections.abc import Sequence
+from itertools import count
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from tpfuse.comm.choice import Choice, choose
+from tpfuse.comm.nodes import split_by_node, why_not_split
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.zero.reducer.base import Alone, BucketSpec, Exchange
+from tpfuse.zero.reducer.collective import CollectiveExchange
+from tpfuse.zero.reducer.direct import DirectExchange
+from tpfuse.zero.reducer.fused import FusedExchange
+from tpfuse.zero.reducer.inter_node import Compression, NodeHop
+
+_numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
+
+
+def open_exchange(
+    specs: Sequence[BucketSpec],
+    stage: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    compression: Compression | None = None,
+) -> tuple[Exchange, str]:
+    """The exchange for these buckets, and the reason for its kind. Collective.
+
+    compression: of what passes between nodes; nothing is compressed within one.
+    """
+    if group is None or group.size() == 1:
+        return Alone(specs, stage, device), "one rank"
+    choice = choose(device, specs[0].sent, group)
+    if choice.memory is not None:
+        exchange = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
+        return exchange, f"{choice.implementation}: {choice.reason}"
+    reason = choice.reason
+    if choice.fallback:
+        nodes = split_by_node(group)
+        within = None if nodes is None else choose(device, specs[0].sent, nodes.within)
+        if nodes is not None and within is not None and within.memory is not None:
+            hop = NodeHop(nodes.across, compression)
+            exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
+            where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
+            return exchange, f"{where}, within one {within.implementation}: {within.reason}"
+        reason += f"; {why_not_split(group) if within is None else within.reason}"
+    return CollectiveExchange(specs, stage, group, device), f"collective: {reason}"
+
+
+def _kind(choice: Choice) -> type[DirectExchange]:
+    return FusedExchange if choice.implementation == "fused" else DirectExchange
+
+
+def _name(memory: SymmetricMemory) -> str:
+    """Of an exchange in its memory, the same on every rank: they are opened in one order."""
+    return f"exchange {next(_numbers.setdefault(memory, count()))}"

@@ -1,0 +1,97 @@
+"""Buckets that pass through torch.distributed: a reduce-scatter of each in backward, an all-gather after the update.
+
+Gradients lie in memory of this rank alone; at stage 2 those of a bucket from its filling until they are sent.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfuse.comm.collectives import collective
+from tpfuse.comm.collectives.handle import DONE, Handle
+from tpfuse.zero.reducer.base import BucketSpec, Exchange, OnDemand
+from tpfuse.zero.reducer.shard_update import ShardUpdate
+
+_UNDER_WAY = 2  # buckets of stage 2 that are being reduced at once
+
+
+class CollectiveExchange(Exchange):
+    """Ranks that share no memory: NCCL, or Gloo."""
+
+    def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(specs, stage, group.rank(), group.size())
+        self._group = group
+        self._values, self._rooms = OnDemand(device), OnDemand(device)
+        self._reduced: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
+
+    def values(self, index: int) -> Tensor:
+        return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
+
+    def begin(self) -> None:
+        self._reduced = [None] * len(self.specs)
+
+    def room(self, index: int) -> Tensor:
+        return self._rooms.get(index, self.specs[index].size, self.specs[index].sent)
+
+    def send(self, index: int) -> None:
+        room = self.room(index)
+        part = room.nbytes // self.world
+        if self.stage == 0:
+            self._reduced[index] = room, collective.start_all_reduce(room, self._group), room
+            self.traffic.exchange(2 * (self.world - 1) * part)
+            return
+        out = room.new_empty(len(self.shard(index)))
+        handle = collective.start_reduce_scatter(room.view(self.world, -1), out, self._group)
+        self._reduced[index] = out, handle, room  # which is held until it has been sent
+        self.traffic.exchange((self.world - 1) * part)
+        if self.stage == 2:
+            self._rooms.give_up(index)
+            if index >= _UNDER_WAY:
+                self.sums(index - _UNDER_WAY)  # and what was sent for them is free
+
+    def end_backward(self) -> None:
+        pass
+
+    def sums(self, index: int) -> Tensor:
+        reduced = self._reduced[index]
+        assert reduced is not None
+        out, handle, _ = reduced
+        handle.wait()
+        self._reduced[index] = out, DONE, out
+        return out
+
+    def update(self, updates: Sequence[ShardUpdate]) -> None:
+        gathered = []
+        for index, update in enumerate(updates):
+            sums, shard = self.sums(index), self.shard(index)
+            update.apply(sums, self.values(index)[shard.start : shard.stop])
+            self._reduced[index] = None
+            gathered += self._gather(index)
+        for handle in gathered:
+            handle.wait()
+
+    def publish(self) -> None:
+        for handle in [handle for index in range(len(self.specs)) for handle in self._gather(index)]:
+            handle.wait()
+
+    def abandon(self, *, begun: bool) -> None:
+        """Sends NaN where this rank has sent nothing, for which others may wait: no rank goes on with that."""
+        if not begun:
+            self.begin()
+        for index, reduced in enumerate(self._reduced):
+            if reduced is None:
+                self.room(index).fill_(torch.nan)
+                self.send(index)
+        for index in range(len(self.specs)):
+            self.sums(index)
+        self.begin()
+
+    def _gather(self, index: int) -> list[Handle]:
+        if self.stage == 0:
+            return []
+        shard, values = self.shard(index), self.values(index)
+        own = values[shard.start : shard.stop].clone()
+        self.traffic.exchange((self.world - 1) * own.nbytes)
+        return [collective.start_all_gather(own, values.view(self.world, -1), self._group)]

@@ -1,0 +1,317 @@
+"""Buckets in memory that ranks share: gradients are summed where they lie, parameters written where they are needed.
+
+Nothing is staged: what a rank's backward pass writes its peers read, and what they update they write into its
+parameters. All that orders this are four counters on each rank, written by it alone:
+
+| word   | counts                 | says                                                                               |
+|--------|------------------------|------------------------------------------------------------------------------------|
+| SENT   | buckets, in all steps  | the gradients of that many are whole                                               |
+| SUMMED | buckets, in all steps  | this rank has read that many; at stage 0 the sums of its part stand in its own     |
+| DONE   | backward passes        | this rank computes with its parameters no more: peers may write them               |
+| ENDED  | steps                  | this rank reads and writes nothing of others any more                              |
+
+Stages 0 and 1: the owner's sum takes the place of its own gradients, which nobody else reads there. Before a gradient
+is written again everybody has ENDED the step. Stage 2: three rooms take the buckets in turn, so that nobody waits for
+what has just been sent. The one of bucket i is filled when all have read i - 3, which lay there. Sums are kept apart.
+
+Across nodes a rank sums for its node the part of all ranks in its place, and they sum what all nodes have: each has a
+piece of that part for its shard. Sources: ZeRO, arXiv:1910.02054; the order of sums is DESIGN's rule 1.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.rank_order import sum_in_rank_order
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.zero.reducer.base import BucketSpec, Exchange, squared
+from tpfuse.zero.reducer.inter_node import NodeHop
+from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
+
+SENT, SUMMED, DONE, ENDED = range(4)
+_ALIGNED = 64  # bytes
+ROOMS = 3  # at most: one for each bucket is enough
+
+
+class DirectExchange(Exchange):
+    """Ranks of one host or, with `hop`, of one node.
+
+    memory: theirs; name: of this exchange in it; hop: to the ranks in this rank's place on the other nodes.
+    """
+
+    def __init__(
+        self, specs: Sequence[BucketSpec], stage: int, memory: SymmetricMemory, name: str, hop: NodeHop | None = None
+    ) -> None:
+        """Collective."""
+        nodes, node = (1, 0) if hop is None else (hop.nodes, hop.node)
+        super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
+        self.memory, self._name, self._hop = memory, name, hop
+        self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
+        self._flags = memory.signals(f"{name}: flags", 4)
+        self._said, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
+        self._first = 0  # buckets that were sent before this step
+        self._sums: list[Tensor | None] = [None] * len(self.specs)
+        self._squares: list[Tensor | None] = [None] * len(self.specs)
+        self._apart: dict[int, Tensor] = {}
+        self._crossed = 0  # buckets that this step has summed over the nodes
+        self._arrange()
+
+    @torch.inference_mode(False)  # views are kept
+    def _arrange(self) -> None:
+        specs = self.specs
+        if self.stage == 0:
+            device = self.memory.device
+            self._values = [[torch.zeros(s.size, dtype=s.dtype, device=device)] * self.memory.world for s in specs]
+        else:
+            sizes = [s.size * s.dtype.itemsize for s in specs]
+            starts, total = _places(sizes)
+            self._values = self._views("parameters", total, starts, [s.dtype for s in specs])
+        sizes = [s.size * s.sent.itemsize for s in specs]
+        sent = [s.sent for s in specs]
+        if self.stage < 2:
+            starts, total = _places(sizes)
+            self._rooms = [self._views("gradients", total, starts, sent)]
+        else:
+            starts, total = _places([max(sizes)] * min(ROOMS, len(specs)))
+            self._rooms = [self._views("gradients", total, [at] * len(specs), sent) for at in starts]
+        for index, spec in enumerate(specs):
+            if self.stage == 2 or spec.sent != spec.state_dtype:
+                size = spec.size // self.memory.world
+                self._apart[index] = torch.zeros(size, dtype=spec.state_dtype, device=self.memory.device)
+
+    def _views(self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[list[Tensor]]:
+        """Of each bucket, every rank's buffer."""
+        whole = self.memory.buffer(f"{self._name}: {what}", (total,), torch.uint8).peers
+        return [
+            [x[at : at + spec.size * dtype.itemsize].view(dtype) for x in whole]
+            for spec, at, dtype in zip(self.specs, starts, dtypes, strict=True)
+        ]
+
+    def free(self) -> None:
+        for what in (["parameters"] if self.stage else []) + ["gradients", "flags"]:
+            self.memory.free(f"{self._name}: {what}")
+
+    def _part(self, index: int) -> slice:
+        """What this rank sums for its node."""
+        return self._part_of(index, self.memory.rank)
+
+    def _part_of(self, index: int, rank: int) -> slice:
+        size = self.specs[index].size // self.memory.world
+        return slice(rank * size, (rank + 1) * size)
+
+    def _room(self, index: int) -> list[Tensor]:
+        """Every rank's gradients of a bucket, in this step."""
+        return self._rooms[(self._first + index) % len(self._rooms)][index]
+
+    def _say(self, word: int, value: int) -> None:
+        self._said[word] = value
+        self.memory.put(self._flags, self.memory.rank, word, value)
+
+    def _wait(self, word: int, value: int, op: str) -> None:
+        for rank in self._others:
+            self.memory.wait(self._flags, rank, word, value, op=op)
+
+    def values(self, index: int) -> Tensor:
+        return self._values[index][self.memory.rank]
+
+    def begin(self) -> None:
+        with self.memory.guard("begin a step"):
+            if self._generation != self.memory.generation:  # a reset has made all counters 0
+                self._said, self._generation = [0, 0, 0, 0], self.memory.generation
+            self._first = self._said[SENT]
+            self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
+            self._crossed = 0
+            if self._said[ENDED] != self._said[DONE]:  # there was no update
+                self._say(ENDED, self._said[DONE])
+            self._wait(ENDED, self._said[DONE], "begin a step")
+
+    def room(self, index: int) -> Tensor:
+        if self.stage == 2 and len(self.specs) > ROOMS:
+            if index >= ROOMS - 1:
+                self._sum(index - ROOMS + 1)
+            if index >= ROOMS:
+                self._wait_until_read(index - ROOMS)
+        return self._room(index)[self.memory.rank]
+
+    def _wait_until_read(self, index: int) -> None:
+        """By everybody. Of what the step before has left in the rooms `begin` knows it."""
+        op = f"room of bucket {index}"
+        with self.memory.guard(op):
+            self._wait(SUMMED, self._first + index + 1, op)
+
+    def send(self, index: int) -> None:
+        self._say(SENT, self._first + index + 1)
+
+    def end_backward(self) -> None:
+        self._say(DONE, self._said[DONE] + 1)
+
+    def sums(self, index: int) -> Tensor:
+        found = self._sums[index]
+        if found is None:
+            if self.stage == 0:
+                self._sum_everywhere()
+            else:
+                self._sum(index)
+            found = self._sums[index]
+            assert found is not None
+        return found
+
+    def squared_norm(self, index: int) -> Tensor:
+        squares = self._squares[index]
+        if self.stage == 0 or self._hop is not None or squares is None:  # squares are of a part that went on
+            return super().squared_norm(index)
+        return squares
+
+    def _sum(self, index: int) -> None:
+        """Takes the sum of this rank's shard."""
+        if self._sums[index] is None:
+            part = self._sum_part(index)
+            if self.stage == 2:
+                self._say(SUMMED, self._first + index + 1)
+            self._sums[index] = self._cross(index, part)
+
+    def _sum_part(self, index: int) -> Tensor:
+        """The node's sum of this rank's part."""
+        place, op = self._part(index), f"sum of bucket {index}"
+        with self.memory.guard(op):
+            self._wait(SENT, self._first + index + 1, op)
+            parts = [gradients[place] for gradients in self._room(index)]
+            out = self._apart.get(index, parts[self.memory.rank])
+            squares = 0.0
+            for a, b in _blocks(len(out)):
+                self._sum_block(parts, a, b, out[a:b])
+                squares += squared(out[a:b])  # while it is in the cache
+            self._squares[index] = torch.tensor(squares, dtype=torch.float64)
+            self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
+        return out
+
+    def _sum_block(self, parts: Sequence[Tensor], a: int, b: int, out: Tensor) -> None:
+        """out = the sum of parts[:][a:b]; it may be this rank's own one."""
+        blocks, own = [part[a:b] for part in parts], self.memory.rank
+        if out.data_ptr() == blocks[own].data_ptr() and own > 1:  # it is needed when the first two have been added
+            blocks[own] = blocks[own].clone()
+        sum_in_rank_order(blocks, out)
+
+    def _matrices(self, index: int) -> tuple[tuple[int, int, int], ...]:
+        """The whole rows of matrices that lie in this rank's part, counted from its beginning."""
+        place, found = self._part(index), []
+        for first, rows, columns in self.specs[index].matrices:
+            top = max(0, -(-(place.start - first) // columns))
+            bottom = min(rows, (place.stop - first) // columns)
+            if top < bottom:
+                found.append((first + top * columns - place.start, bottom - top, columns))
+        return tuple(found)
+
+    def _cross(self, index: int, part: Tensor) -> Tensor:
+        """Sums the node's part over all nodes: in place at stage 0, otherwise this rank's shard of it."""
+        self._crossed = index + 1
+        if self._hop is None:
+            return part
+        if self.stage == 0:
+            self._hop.all_reduce(part, index, self._matrices(index), self.traffic)
+            return part
+        return self._hop.reduce_scatter(part, index, self._matrices(index), self.traffic)
+
+    def _sum_everywhere(self) -> None:
+        """Stage 0: all sums of all buckets, on every rank; afterwards this rank has read what it needs."""
+        own = self.memory.rank
+        for index in range(len(self.specs)):
+            part = self._sum_part(index)
+            self._cross(index, part)
+            if index in self._apart:
+                self._room(index)[own][self._part(index)].copy_(part)
+            self._say(SUMMED, self._first + index + 1)
+        for index in range(len(self.specs)):
+            op, rooms = f"sums of bucket {index}", self._room(index)
+            with self.memory.guard(op):
+                for rank in self._others:
+                    self.memory.wait(self._flags, rank, SUMMED, self._first + index + 1, op=op)
+                    place = self._part_of(index, rank)
+                    rooms[own][place].copy_(rooms[rank][place])
+                    self.traffic.exchange(rooms[own][place].nbytes)
+            self._sums[index] = rooms[own]
+        self._say(ENDED, self._said[DONE])
+
+    def update(self, updates: Sequence[ShardUpdate]) -> None:
+        if self.stage == 0:
+            for index, update in enumerate(updates):
+                update.apply(self.sums(index), self.values(index))
+            return
+        for index, update in enumerate(updates):
+            if self._sums_first(update):
+                self.sums(index)
+        step = self._said[DONE]
+        with self.memory.guard("update"):
+            self._wait(DONE, step, "update")  # and so they have sent all buckets
+            for index, update in enumerate(updates):
+                self._sweep(index, update)
+            self._say(ENDED, step)
+            self._wait(ENDED, step, "update")
+
+    def _sums_first(self, update: ShardUpdate) -> bool:
+        """Whether an update cannot sum on its way."""
+        return self._hop is not None
+
+    def _sweep(self, index: int, update: ShardUpdate) -> None:
+        """The update of a shard, and its parameters to all; its gradients are summed on the way if they are not yet."""
+        shard, sums, parts = self.shard(index), self._sums[index], []
+        if sums is None:
+            parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
+            self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
+            scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
+        values = [x[shard.start : shard.stop] for x in self._values[index]]
+        own = values[self.memory.rank]
+        for a, b in update.blocks():
+            if sums is None:
+                self._sum_block(parts, a, b, scratch[: b - a])
+            update.block(a, b, scratch[: b - a] if sums is None else sums[a:b], own[a:b])
+            if self._hop is None:
+                for rank in self._others:
+                    values[rank][a:b].copy_(own[a:b])
+        if self._hop is None:
+            self.traffic.exchange((self.memory.world - 1) * own.nbytes)
+        else:
+            self._spread(index)
+
+    def _spread(self, index: int) -> None:
+        """The parameters of this rank's shard to all."""
+        place, values = self._part(index), self._values[index]
+        own = values[self.memory.rank]
+        if self._hop is not None:
+            shard = self.shard(index)
+            self._hop.all_gather(own[shard.start : shard.stop], own[place], self.traffic)
+        for rank in self._others:
+            values[rank][place].copy_(own[place])
+        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
+
+    def publish(self) -> None:
+        if self.stage == 0:
+            return
+        self.memory.barrier("publish")
+        for index in range(len(self.specs)):
+            self._spread(index)
+        self.memory.barrier("published")
+
+    def abandon(self, *, begun: bool) -> None:
+        if self._generation == self.memory.generation:  # another exchange, or the caller, may have reset it
+            self.memory.reset()
+        if self._hop is not None:  # which has no reset: other nodes, which may wait for sums, get NaN
+            for index in range(self._crossed if begun else 0, len(self.specs)):
+                size = self.specs[index].size // self.memory.world
+                dtype = self.specs[index].state_dtype
+                self._cross(index, torch.full((size,), torch.nan, dtype=dtype, device=self.memory.device))
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where buffers of these sizes begin in a common one, and its size; in bytes."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // _ALIGNED) * _ALIGNED
+    return starts, end
+
+
+def _blocks(size: int) -> Iterator[tuple[int, int]]:
+    for a in range(0, size, CPU_BLOCK):
+        yield a, min(a + CPU_BLOCK, size)

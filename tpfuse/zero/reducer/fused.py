@@ -1,0 +1,96 @@
+"""Buckets in symmetric memory, with Triton kernels for what `direct` does block by block.
+
+`tpfuse.kernels.shard_sum` sums a shard during the backward pass; `tpfuse.kernels.sharded_adamw` updates it and writes
+the new parameters to all ranks, in one sweep with the sums where nobody has asked for them. Both bring their own rounds
+of signals; the counters of `DirectExchange` order what is copied: whole sums at stage 0, what crosses nodes, the
+parameters of a state that lies on the host.
+
+A room of stage 2 is filled again behind the sum of the next one, which every rank begins after it has read this one.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.collectives.fused import most_programs, open_channel
+from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels.shard_sum import shard_sum
+from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.zero.reducer.base import BucketSpec
+from tpfuse.zero.reducer.direct import SENT, DirectExchange
+from tpfuse.zero.reducer.inter_node import NodeHop
+from tpfuse.zero.reducer.shard_update import ShardUpdate
+
+_LEAST_SLOT = 16  # bytes: nothing passes through the channel but signals
+
+
+class FusedExchange(DirectExchange):
+    """CUDA ranks that reach each other's memory; on CPUs interpreted."""
+
+    def __init__(
+        self, specs: Sequence[BucketSpec], stage: int, memory: SymmetricMemory, name: str, hop: NodeHop | None = None
+    ) -> None:
+        """Collective."""
+        super().__init__(specs, stage, memory, name, hop)
+        self._found: dict[int, Tensor] = {}
+        _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, most_programs(memory))
+
+    def send(self, index: int) -> None:
+        self._said[SENT] += 1
+
+    def _wait_until_read(self, index: int) -> None:
+        """The sum of the next bucket, which is on the stream already, ends when all have read this one."""
+
+    def _sum_part(self, index: int) -> Tensor:
+        place, room = self._part(index), self._room(index)
+        own = room[self.memory.rank]
+        out = self._apart.get(index, own[place])
+        squares = torch.empty(self._endpoint.programs, dtype=torch.float32, device=own.device)
+        with self.memory.guard(f"sum of bucket {index}", kernel=True):
+            shard_sum(own, self._addresses(room), out, squares, place.start, self._endpoint)
+        self._squares[index] = squares.double().sum()
+        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
+        return out
+
+    def _sums_first(self, update: ShardUpdate) -> bool:
+        return self._hop is not None or update.staging is not None
+
+    def _sweep(self, index: int, update: ShardUpdate) -> None:
+        if self._sums_first(update):
+            super()._sweep(index, update)
+            return
+        shard, sums, values = self.shard(index), self._sums[index], self._values[index]
+        own, room, rates = values[self.memory.rank], self._room(index), update.rates
+        scalar = torch.full((2,), rates.lr, dtype=torch.float32, device=own.device)
+        scalar[1] = rates.factor
+        sharded_adamw_(
+            own,
+            self._addresses(values),
+            room[self.memory.rank] if sums is None else sums,
+            self._addresses(room) if sums is None else None,
+            update.master,
+            update.exp_avg,
+            update.exp_avg_sq,
+            start=shard.start,
+            border=min(max(update.border, 0), len(shard)),
+            lr=scalar[:1],
+            beta1=rates.beta1,
+            beta2=rates.beta2,
+            eps=rates.eps,
+            weight_decay=rates.weight_decay,
+            step=rates.step,
+            clip=None if rates.factor == 1.0 else scalar[1:],
+            endpoint=self._endpoint,
+        )
+        self.traffic.exchange((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
+        if sums is None:
+            self.traffic.exchange((self.memory.world - 1) * len(shard) * room[0].element_size())
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Of all ranks' buffers, as this rank's kernels see them."""
+        key = id(tensors)
+        if key not in self._found:
+            pointers = [x.data_ptr() for x in tensors]
+            self._found[key] = torch.tensor(pointers, dtype=torch.int64, device=self.memory.device)
+        return self._found[key]

@@ -1,0 +1,89 @@
+"""AdamW on the shards of stage 3: one update of all local shards (`tpfuse.ops.adamw`)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tpfuse.comm.layout import local_slices, local_tensor
+from tpfuse.ops.adamw import adamw_
+from tpfuse.zero.fully_sharded import FullySharded, Member
+from tpfuse.zero.rectangles import Piece
+
+
+class ShardedAdamW:
+    """AdamW whose state is that of this rank's shards, which are the masters too.
+
+    betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
+    (`tpfuse.zero.bucket_layout.decays`).
+    """
+
+    def __init__(
+        self,
+        engine: FullySharded,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        self._engine, self._betas, self._eps, self._weight_decay = engine, betas, eps, weight_decay
+        self._step = torch.zeros((), dtype=torch.float32, device=engine.device)
+        shards = {member.name: local_tensor(member.sharded) for member in engine.members}
+        self._exp_avg = {name: torch.zeros_like(shard) for name, shard in shards.items()}
+        self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items()}
+
+    def step(self, lr: float, factor: float = 1.0) -> None:
+        """One update with the gradients times `factor`, which are used up.
+
+        Raises ValueError without a `finish()` of the engine since the last update.
+        """
+        self._engine.take_sums()
+        self._step += 1
+        for decay in (True, False):
+            members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
+            if members:
+                self._update(members, lr, factor, self._weight_decay if decay else 0.0)
+        self._engine.clear()
+        self._engine.forget()
+
+    def _update(self, members: list[Member], lr: float, factor: float, weight_decay: float) -> None:
+        masters = [local_tensor(member.sharded).view(-1) for member in members]
+        adamw_(
+            masters,
+            [member.gradient.view(-1) for member in members],
+            [self._exp_avg[member.name].view(-1) for member in members],
+            [self._exp_avg_sq[member.name].view(-1) for member in members],
+            [None] * len(members),
+            lr=lr,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            eps=self._eps,
+            weight_decay=weight_decay,
+            step=self._step,
+            clip=None if factor == 1.0 else factor,
+        )
+
+    def publish(self) -> None:
+        """After a checkpoint has changed the shards: they are what will be gathered."""
+        self._engine.forget()
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank holds of parameters and moments, for checkpoints; which of equal ranks is to write it."""
+        for member in self._engine.members:
+            shape, slices = tuple(member.sharded.shape), local_slices(member.sharded)
+            shard: Tensor = local_tensor(member.sharded)
+            yield Piece(member.name, "model", shape, slices, shard, member.writer)
+            yield Piece(member.name, "exp_avg", shape, slices, self._exp_avg[member.name], member.writer)
+            yield Piece(member.name, "exp_avg_sq", shape, slices, self._exp_avg_sq[member.name], member.writer)
+
+    def release(self) -> None:
+        """After a checkpoint has read the state: all of it stays where it is."""
+
+    @property
+    def updates(self) -> int:
+        """How many updates the moments have seen."""
+        return int(self._step)
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._step.fill_(count)
