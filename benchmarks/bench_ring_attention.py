@@ -35,7 +35,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from benchmarks.bench_tensor_parallel import ALONE, of_others, set_threads
 from benchmarks.harness import OURS, Row, aligned, keep, percentiles
 from benchmarks.timing import seconds_per_call
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.backend import Implementation, implementation
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import Group, Schedule, ring_attention
 from tpfuse.testing.ranks import RankPool

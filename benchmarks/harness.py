@@ -21,8 +21,8 @@ from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.timing import Ceilings, Clock, Contender, DeviceClock, HostClock, Timing
+from tpfuse.backend import kernels
 from tpfuse.comm.host import processor
-from tpfuse.kernel_choice import kernels
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpfuse"

@@ -28,7 +28,7 @@ from torch.library import custom_op
 from benchmarks.driver_stand_in import DriverStandIn
 from benchmarks.harness import aligned, machine
 from benchmarks.lone_rank import LoneRank
-from tpfuse.kernel_choice import set_kernels
+from tpfuse.backend import set_kernels
 from tpfuse.ops.gemm import gemm, product
 from tpfuse.ops.linear.fused import FusedLinear
 

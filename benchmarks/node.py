@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.harness import Row, aligned, keep, percentiles
 from benchmarks.shapes import Model, layers, model
 from benchmarks.timing import one_line
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels.launch import INTERPRETED
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter

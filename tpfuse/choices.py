@@ -7,9 +7,9 @@ Balance = Literal["zigzag", "contiguous", "striped"]
 Schedule = Literal["auto", "ring", "all_gather", "ulysses", "ulysses_ring"]
 """How context-parallel ranks attend to each other's tokens (`tpfuse.ops.ring_attention.ring_attention`)."""
 Implementation = Literal["auto", "fused", "direct", "collective"]
-"""How tensor-parallel products and collectives communicate (`tpfuse.implementation_choice`)."""
+"""How tensor-parallel products and collectives communicate (`tpfuse.backend`)."""
 Kernels = Literal["auto", "triton", "torch"]
-"""Which kernels compute (`tpfuse.kernel_choice`)."""
+"""Which kernels compute (`tpfuse.backend`)."""
 GradientDtype = Literal["float32", "parameter"]
 """In which dtype gradients are accumulated and kept (`tpfuse.zero.gradient_buckets`)."""
 Offload = Literal["none", "optimizer", "nvme"]

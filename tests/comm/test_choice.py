@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import Implementation, Kernels, chosen_implementation, implementation, kernels, set_implementation
 from tpfuse.comm import choice
 from tpfuse.comm.errors import Unavailable
-from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation, set_implementation
-from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.testing.ranks import pool
 
 F32, F64 = torch.float32, torch.float64

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import Implementation, set_implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
-from tpfuse.implementation_choice import Implementation, set_implementation
 from tpfuse.testing.ranks import pool
 
 

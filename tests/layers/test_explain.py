@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tpfuse
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.measurement import measuring
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan, plans, summary
 from tpfuse.layers.row_parallel_linear import RowParallelLinear

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from tpfuse.backend import kernels
 from tpfuse.comm.layout import local_tensor
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.rms_norm import RMSNorm

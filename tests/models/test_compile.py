@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.backend import Implementation, Kernels, implementation, kernels
 from tpfuse.comm.mesh import context_mesh, group_of
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPT, GPTConfig

@@ -22,10 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.long_context import SavedBytes
+from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.parallel.context import Schedule

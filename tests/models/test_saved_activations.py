@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from benchmarks.long_context import SavedBytes
+from tpfuse.backend import Kernels, kernels
 from tpfuse.comm.layout import local_tensor
 from tpfuse.comm.mesh import context_mesh
-from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.backend import Kernels, kernels
 from tpfuse.ops.adamw import _update, adamw_
 from tpfuse.testing.inputs import normal
 

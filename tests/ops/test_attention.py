@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import Kernels, chosen_kernels, kernels
+from tpfuse.backend import Kernels, chosen_kernels, kernels
 from tpfuse.kernels import reference
 from tpfuse.ops import attention as module
 from tpfuse.ops.attention import attention

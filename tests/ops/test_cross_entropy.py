@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.testing.cases import naming

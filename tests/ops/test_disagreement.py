@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement
 from tpfuse.comm.settings import set_settings
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tpfuse.kernel_choice import kernels
+from tpfuse.backend import kernels
 from tpfuse.ops.dropout import dropout, dropout_key, dropout_keys, keep_mask
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import kernels
+from tpfuse.backend import kernels
 from tpfuse.kernels import activation_backward as activation_backward_kernel
 from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference

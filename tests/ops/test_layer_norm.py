@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
 from tpfuse.testing.cases import naming

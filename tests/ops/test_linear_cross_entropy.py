@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of, shard_range
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.kernels.launch import recording
 from tpfuse.ops import linear_cross_entropy as module

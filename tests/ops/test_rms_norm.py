@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.testing.compare import Yardstick

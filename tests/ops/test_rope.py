@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import kernels
+from tpfuse.backend import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import _forward, rope
 from tpfuse.testing.compare import Yardstick

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.backend import Implementation, implementation
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.context import Schedule
 from tpfuse.parallel.initialize import initialize

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.backend import resolved_kernels
 from tpfuse.cli import run
 from tpfuse.comm.probe import probe
-from tpfuse.kernel_choice import implementation
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators, verify
@@ -72,7 +72,7 @@ def test_the_function_runs_by_kernels_and_the_reference_without() -> None:
     seen = []
 
     def watched(x: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
-        seen.append(implementation("cpu"))
+        seen.append(resolved_kernels("cpu"))
         return swish(x, weight)
 
     assert verify.compare(replace(SOUND, reference=watched), "float32", torch.device("cpu")).passed

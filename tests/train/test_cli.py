@@ -24,7 +24,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tpfuse
-from tpfuse import cli, kernel_choice
+from tpfuse import backend, cli
 from tpfuse.__main__ import main
 from tpfuse.cli import COMMANDS, run
 from tpfuse.testing.patience import patient
@@ -254,7 +254,7 @@ def test_a_disk_without_space_for_the_optimizer(
 def test_triton_on_a_cpu_needs_the_interpreter(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     assert run(["train", *flags, "--out", str(tmp_path / "run"), "--kernels", "triton"]) == 2
     assert "--kernels triton on a CPU are interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
     assert run(["train", *flags, "--out", str(tmp_path / "run"), "--parallel.impl", "fused"]) == 2

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tpfuse.backend import Implementation, Kernels, implementation, kernels
 from tpfuse.comm.mesh import build_mesh
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.testing.ranks import pool

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from tpfuse.backend import Implementation, set_implementation
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
-from tpfuse.implementation_choice import Implementation, set_implementation
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool

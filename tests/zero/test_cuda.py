@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.backend import implementation
 from tpfuse.comm import collectives
-from tpfuse.implementation_choice import implementation
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.testing.tiers import exhaustive

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import Kernels, kernels
+from tpfuse.backend import Kernels, kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.whole import gather_whole

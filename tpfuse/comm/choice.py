@@ -1,6 +1,6 @@
 """Which implementation serves a group's tensors, and why: one function that chooses and explains.
 
-`tpfuse.implementation_choice` has the table of implementations and the switch.
+`tpfuse.backend` has the table of implementations and the switch.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import Implementation, Kernels, chosen_implementation, chosen_kernels
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.implementation_choice import Implementation, chosen_implementation
-from tpfuse.kernel_choice import Kernels, chosen_kernels
 from tpfuse.kernels.launch import INTERPRETED
 
 

@@ -19,7 +19,7 @@ from tpfuse.ops.linear.backend import measured_products
 class LayerPlan:
     """One layer. weight: its shape, whole, () for none; shard: what of it a rank holds; operator: by its name.
 
-    implementation: "fused", "direct" or "collective" (`tpfuse.implementation_choice`), or "local" for one rank.
+    implementation: "fused", "direct" or "collective" (`tpfuse.backend`), or "local" for one rank.
     """
 
     layer: str

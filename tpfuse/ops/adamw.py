@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.kernels import adamw
 
 

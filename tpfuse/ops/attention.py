@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.backend import chosen_kernels, use_triton
 from tpfuse.comm.layout import check_local
-from tpfuse.kernel_choice import chosen_kernels, use_triton
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_scores import check_scores

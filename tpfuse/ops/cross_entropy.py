@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
+from tpfuse.backend import use_triton
 from tpfuse.comm import collectives
 from tpfuse.comm.layout import check_local, is_traced
 from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_range
-from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.cross_entropy import (
     IGNORE,
     cross_entropy_backward,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.kernels.dropout import dropout_forward, threshold
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.activation import GATED

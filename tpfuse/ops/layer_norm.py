@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
+from tpfuse.backend import use_triton
 from tpfuse.comm.layout import check_local
-from tpfuse.kernel_choice import use_triton
 from tpfuse.kernels.checks import check_device, check_shape
 from tpfuse.kernels.layer_norm import norm_forward
 from tpfuse.kernels.layer_norm_backward import norm_backward

@@ -4,7 +4,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.ops.collectives import replicate
 from tpfuse.ops.layer_norm import check_norm, normalize
 

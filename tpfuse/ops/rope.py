@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.kernels import reference
 from tpfuse.kernels.rope import check_rope, rope_forward
 from tpfuse.ops.values import check_range

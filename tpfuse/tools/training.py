@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tpfuse.backend import Implementation, Kernels, implementation, kernels
 from tpfuse.comm.mesh import build_mesh
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import Kernels, kernels
 from tpfuse.layers.explain import plans
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool

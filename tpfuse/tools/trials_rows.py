@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tpfuse.kernel_choice import kernels
+from tpfuse.backend import kernels
 from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
 from tpfuse.kernels.attention_merge import attention_merge

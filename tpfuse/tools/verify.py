@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tpfuse
+from tpfuse.backend import kernels
 from tpfuse.comm.probe import Finding, probe
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import launch
 from tpfuse.testing.compare import Yardstick, evaluate
 from tpfuse.testing.inputs import normal

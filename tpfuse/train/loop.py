@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import tpfuse
+from tpfuse.backend import resolved_kernels, set_implementation, set_kernels
 from tpfuse.comm.collectives.collective import gather_objects, is_lost_peer
 from tpfuse.comm.decisions import Decision, as_json, from_json, machine
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
-from tpfuse.implementation_choice import set_implementation
-from tpfuse.kernel_choice import implementation, set_kernels
 from tpfuse.layers.explain import plans, summary
 from tpfuse.models.generate import generate
 from tpfuse.train import checkpoint
@@ -265,7 +264,7 @@ class Training:
 
     def _kernels(self) -> str:
         """What computes, in words."""
-        kind = "torch" if self.trainer.dtype is torch.float64 else implementation(self.device.type)
+        kind = "torch" if self.trainer.dtype is torch.float64 else resolved_kernels(self.device.type)
         interpreted = kind == "triton" and self.device.type == "cpu"
         compiled = ", steps by torch.compile" if self.options.train.compile else ""
         words = {"torch": "torch's kernels", "triton": "Triton kernels"}[kind]

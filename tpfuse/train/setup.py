@@ -12,8 +12,8 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from tpfuse import kernel_choice
-from tpfuse.kernel_choice import implementation, kernels
+from tpfuse import backend
+from tpfuse.backend import kernels, resolved_kernels
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.context import check_context, heads_to_exchange
 from tpfuse.train.checkpoint import newest_good
@@ -161,10 +161,10 @@ def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -
 def _check_kernels(options: TrainCommand) -> None:
     try:
         with kernels(options.kernels):
-            implementation("cuda" if device_count() else "cpu")
+            resolved_kernels("cuda" if device_count() else "cpu")
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    if options.parallel.impl == "fused" and not device_count() and not kernel_choice.INTERPRETED:
+    if options.parallel.impl == "fused" and not device_count() and not backend.INTERPRETED:
         raise UserError(
             "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1 before the program starts"
         )

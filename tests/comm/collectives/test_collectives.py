@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective, direct
 from tpfuse.comm.collectives.fused import LaunchedCollectives
@@ -17,8 +18,6 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import group_of
 from tpfuse.comm.settings import set_settings
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import kernels
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.patience import patient

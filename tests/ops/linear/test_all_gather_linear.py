@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import collectives
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.testing.inputs import integers, normal

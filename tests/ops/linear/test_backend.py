@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import measurement
 from tpfuse.comm.connect import connect
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
-from tpfuse.implementation_choice import Implementation, implementation
-from tpfuse.kernel_choice import kernels
 from tpfuse.kernels import configurations, reference
 from tpfuse.ops.linear import backend as parallel_linear_module
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.backend import parallel_linear

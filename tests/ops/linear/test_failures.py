@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.backend import _made
 from tpfuse.ops.linear.fused import FusedLinear

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.implementation_choice import Implementation, implementation
+from tpfuse.backend import Implementation, implementation
 from tpfuse.kernels import reference
 from tpfuse.ops.activation import ACTIVATIONS
 from tpfuse.ops.gemm import gemm

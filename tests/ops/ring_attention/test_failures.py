@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.measurement import measuring
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.meshes import mesh_of

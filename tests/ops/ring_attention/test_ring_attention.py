@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tpfuse.backend import Implementation, chosen_implementation, implementation
 from tpfuse.comm.measurement import measuring
-from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import dropout_keys
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear

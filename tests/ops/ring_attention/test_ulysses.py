@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import channel
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.ring_attention import ulysses
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ulysses import places_of, to_heads, to_tokens

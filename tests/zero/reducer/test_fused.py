@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.mesh import group_of
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import surviving
 from tpfuse.testing.explore.planting import Fault, replace

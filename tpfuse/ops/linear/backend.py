@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfuse.backend import Implementation, implementation
 from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.decisions import Decision
 from tpfuse.comm.measurement import decide, is_measuring
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.implementation_choice import Implementation, implementation
 from tpfuse.ops.linear.collective import CollectiveLinear
 from tpfuse.ops.linear.direct import DirectLinear
 from tpfuse.ops.linear.fused import FusedLinear

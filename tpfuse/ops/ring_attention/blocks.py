@@ -1,8 +1,8 @@
-"""Attention block by block: by Triton kernels or by torch's operators, as `tpfuse.kernel_choice` says."""
+"""Attention block by block: by Triton kernels or by torch's operators, as `tpfuse.backend` says."""
 
 from torch import Tensor
 
-from tpfuse.kernel_choice import use_triton
+from tpfuse.backend import use_triton
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 from tpfuse.ops.ring_attention.triton_blocks import KernelBackward, KernelForward

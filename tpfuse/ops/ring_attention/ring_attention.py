@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.library import custom_op
 
+from tpfuse.backend import Implementation, chosen_implementation, implementation
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
 from tpfuse.comm.choice import choose
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
-from tpfuse.implementation_choice import Implementation, chosen_implementation, implementation
 from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.autograd import once_differentiable
 from tpfuse.ops.ring_attention.backend import check_call, ring_of

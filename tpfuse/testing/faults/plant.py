@@ -11,7 +11,7 @@ from pathlib import Path
 AREAS = {
     "kernels": ("kernels/*.py",),
     "communication": ("tpfuse/comm/**/*.py",),
-    "operators": ("tpfuse/ops/**/*.py", "tpfuse/kernel_choice.py", "tpfuse/implementation_choice.py"),
+    "operators": ("tpfuse/ops/**/*.py", "tpfuse/backend.py"),
     "layers": ("tpfuse/layers/*.py", "models/*.py"),
     "engines": ("tpfuse/parallel/*.py", "tpfuse/zero/**/*.py"),
     "checkpoints": (

@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
-from tpfuse import kernel_choice
-from tpfuse.kernel_choice import implementation, kernels, set_kernels, use_triton
+from tpfuse import backend
+from tpfuse.backend import kernels, resolved_kernels, set_kernels, use_triton
 
 
 def test_cpu_tensors_take_torch_unless_triton_is_asked_for() -> None:
@@ -33,13 +33,13 @@ class _FakeCuda:
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'cuda': expected one of auto, triton, torch"):
         set_kernels("cuda")  # type: ignore[arg-type]
-    monkeypatch.setattr(kernel_choice, "INTERPRETED", False)
+    monkeypatch.setattr(backend, "INTERPRETED", False)
     with kernels("triton"), pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
         use_triton(torch.ones(2))
 
 
 def test_what_computes_is_told_by_device() -> None:
-    assert [implementation(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]
+    assert [resolved_kernels(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]
 
 
 def test_cublas_has_a_workspace_of_a_fixed_size() -> None:
