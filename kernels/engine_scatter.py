@@ -167,8 +167,10 @@ def _summing(
         check_shape(operator, "residual", residual, (rows, n))
     check_device(operator, "the channel", endpoint.slots, "out", out)
     check_ready(operator, ready, endpoint)
-    sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs, "unaligned": 0}
-    row = choose("gemm_reduce_scatter", out.device, out.dtype, **sizes)
+    row = choose(
+        "gemm_reduce_scatter", out.device, out.dtype,
+        M=chunk, N=n, chunks=endpoint.world, programs=endpoint.programs, unaligned=0,
+    )  # fmt: skip
     block_m, block_n = row.blocks["BLOCK_M"], min(row.blocks["SUM_WIDTH"], row.blocks["BLOCK_N"])
     nbytes = endpoint.world * chunk * n * out.element_size()
     (programs,) = endpoint.grid(operator, nbytes, cdiv(rows, block_m) * cdiv(n, block_n))

@@ -32,7 +32,7 @@ def _value(value: Any) -> str:
 
 
 def _content(row: Configuration) -> str:
-    fields = {"at_most": row.at_most} if row.at_most else {}
+    fields: dict[str, Any] = {"at_most": row.at_most} if row.at_most else {}
     fields |= {"blocks": row.blocks, "num_warps": row.num_warps, "num_stages": row.num_stages}
     return ", ".join(f"{name} = {_value(value)}" for name, value in (fields | {"measured": row.measured}).items())
 
