@@ -1,14 +1,14 @@
-"""tpfuse: tensor-parallel layers whose matrix products and communication are one program."""
+"""tpfuse: tensor-parallel layers whose matrix products and communication are one program.
 
-import importlib
+The names in `__all__` are the public ones. Each is imported when it is first used, so that `import tpfuse` needs
+neither torch nor Triton.
+"""
+
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpfuse import _layout as _layout
-
-if TYPE_CHECKING:
-    from tpfuse.comm.measurement import measuring as measuring
-    from tpfuse.layers.explain import explain as explain
+from tpfuse._lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -16,12 +16,54 @@ __version__ = "0.1.0"
 # deterministic algorithms are asked for. cuBLAS reads this when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+_MODULES = {
+    "ColumnParallelLinear": "tpfuse.layers.column_parallel_linear",
+    "RowParallelLinear": "tpfuse.layers.row_parallel_linear",
+    "VocabParallelEmbedding": "tpfuse.layers.vocab_parallel_embedding",
+    "LayerNorm": "tpfuse.layers.layer_norm",
+    "RMSNorm": "tpfuse.layers.rms_norm",
+    "all_gather_linear": "tpfuse.ops.all_gather_linear",
+    "linear_reduce_scatter": "tpfuse.ops.linear_reduce_scatter",
+    "linear_all_reduce": "tpfuse.ops.linear_all_reduce",
+    "gemm": "tpfuse.ops.gemm",
+    "attention": "tpfuse.ops.attention",
+    "linear_cross_entropy": "tpfuse.ops.linear_cross_entropy",
+    "ring_attention": "tpfuse.parallel.ring_attention",
+    "SequenceLayout": "tpfuse.comm.sequence",
+    "GradientBuckets": "tpfuse.parallel.gradient_buckets",
+    "FullySharded": "tpfuse.parallel.fully_sharded",
+    "recomputed": "tpfuse.parallel.recompute",
+    "build_mesh": "tpfuse.comm.mesh",
+    "connect": "tpfuse.comm.connect",
+    "explain": "tpfuse.layers.explain",
+    "measuring": "tpfuse.comm.measurement",
+    "PeerTimeout": "tpfuse.comm.errors",
+    "Disagreement": "tpfuse.comm.errors",
+}
+__all__ = [*_MODULES]
 
-_EXPORTED = {"explain": "tpfuse.layers.explain", "measuring": "tpfuse.comm.measurement"}
-
-
-def __getattr__(name: str) -> Any:
-    """What users call by its short name, imported when it is first used: torch and triton take a second to import."""
-    if name in _EXPORTED:
-        return getattr(importlib.import_module(_EXPORTED[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares them with the table
+    from tpfuse.comm.connect import connect as connect
+    from tpfuse.comm.errors import Disagreement as Disagreement
+    from tpfuse.comm.errors import PeerTimeout as PeerTimeout
+    from tpfuse.comm.measurement import measuring as measuring
+    from tpfuse.comm.mesh import build_mesh as build_mesh
+    from tpfuse.comm.sequence import SequenceLayout as SequenceLayout
+    from tpfuse.layers.column_parallel_linear import ColumnParallelLinear as ColumnParallelLinear
+    from tpfuse.layers.explain import explain as explain
+    from tpfuse.layers.layer_norm import LayerNorm as LayerNorm
+    from tpfuse.layers.rms_norm import RMSNorm as RMSNorm
+    from tpfuse.layers.row_parallel_linear import RowParallelLinear as RowParallelLinear
+    from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpfuse.ops.all_gather_linear import all_gather_linear as all_gather_linear
+    from tpfuse.ops.attention import attention as attention
+    from tpfuse.ops.gemm import gemm as gemm
+    from tpfuse.ops.linear_all_reduce import linear_all_reduce as linear_all_reduce
+    from tpfuse.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter as linear_reduce_scatter
+    from tpfuse.parallel.fully_sharded import FullySharded as FullySharded
+    from tpfuse.parallel.gradient_buckets import GradientBuckets as GradientBuckets
+    from tpfuse.parallel.recompute import recomputed as recomputed
+    from tpfuse.parallel.ring_attention import ring_attention as ring_attention
+else:
+    __getattr__, __dir__ = lazy_names(__name__, _MODULES)

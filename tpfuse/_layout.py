@@ -5,7 +5,6 @@ their bare names (Hugging Face publishes a package `kernels`). An installed tpfu
 subpackages; in a checkout on PYTHONPATH this finder maps the two names, and nothing else, to the folders.
 """
 
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
@@ -17,7 +16,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = {"tpfuse.kernels": _ROOT / "kernels", "tpfuse.models": _ROOT / "models"}
 
 
-class _CheckoutFinder(importlib.abc.MetaPathFinder):
+class _CheckoutFinder:
+    """A finder for sys.meta_path, without a base class: importing `importlib.abc` takes longer than the rest here."""
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:

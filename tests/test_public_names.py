@@ -1,0 +1,65 @@
+"""The public names of `tpfuse` and `tpfuse.layers`: which there are, where they come from, and what importing costs."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tpfuse
+
+LAYERS = "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding PositionEmbedding LayerNorm RMSNorm Dropout"
+NAMES = {
+    "tpfuse": """
+        ColumnParallelLinear RowParallelLinear VocabParallelEmbedding LayerNorm RMSNorm
+        all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
+        ring_attention SequenceLayout GradientBuckets FullySharded recomputed
+        build_mesh connect explain measuring PeerTimeout Disagreement
+    """,
+    "tpfuse.layers": LAYERS,
+}
+SECONDS = 0.1  # that `import tpfuse` may take
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_public_names_are_these_and_editors_see_the_same(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__ == NAMES[package].split()
+    assert set(module.__all__) <= set(dir(module))
+    assert module.__file__ is not None
+    (typed,) = (node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.If))
+    seen = {}
+    for node in typed.body:
+        assert isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names:
+            assert alias.asname == alias.name, "without `as` type checkers take the name for a private one"
+            seen[alias.name] = getattr(importlib.import_module(node.module), alias.name)
+    assert seen == {name: getattr(module, name) for name in module.__all__}
+
+
+def test_an_unknown_name_is_an_error_that_knows_its_neighbours() -> None:
+    with pytest.raises(AttributeError, match="module 'tpfuse' has no attribute 'PeerTimout'") as caught:
+        tpfuse.PeerTimout  # type: ignore[attr-defined] # noqa: B018
+    assert caught.value.obj is tpfuse and caught.value.name == "PeerTimout"
+
+
+IMPORT = """
+import sys, time
+start = time.perf_counter()
+import tpfuse, tpfuse.layers
+seconds = time.perf_counter() - start
+assert {"ColumnParallelLinear", "PeerTimeout"} <= {*dir(tpfuse)}
+print(seconds, *{"torch", "triton", "numpy"} & {*sys.modules})
+"""
+
+
+def test_importing_is_quick_and_needs_no_torch() -> None:
+    for _ in range(10):  # another process may be in the way
+        run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        seconds, *modules = run.stdout.split()
+        assert modules == []
+        if float(seconds) < SECONDS:
+            return
+    pytest.fail(f"import tpfuse took {seconds} s: expected less than {SECONDS}")

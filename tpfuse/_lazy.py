@@ -1,0 +1,26 @@
+"""Packages whose public names are imported when they are first used (PEP 562): torch and Triton take seconds."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for a package whose public names are defined in other modules.
+
+    modules: for each public name the module that defines it. A name that was used once is an attribute of the package.
+    """
+    module = sys.modules[package]
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(modules[name]), name)
+        setattr(module, name, value)
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(module), *modules})
+
+    return get, names
