@@ -22,16 +22,17 @@ _MODULES = {
     "VocabParallelEmbedding": "tpfuse.layers.vocab_parallel_embedding",
     "LayerNorm": "tpfuse.layers.layer_norm",
     "RMSNorm": "tpfuse.layers.rms_norm",
-    "all_gather_linear": "tpfuse.ops.all_gather_linear",
-    "linear_reduce_scatter": "tpfuse.ops.linear_reduce_scatter",
-    "linear_all_reduce": "tpfuse.ops.linear_all_reduce",
+    "all_gather_linear": "tpfuse.ops.linear.all_gather_linear",
+    "linear_reduce_scatter": "tpfuse.ops.linear.linear_reduce_scatter",
+    "linear_all_reduce": "tpfuse.ops.linear.linear_all_reduce",
     "gemm": "tpfuse.ops.gemm",
     "attention": "tpfuse.ops.attention",
     "linear_cross_entropy": "tpfuse.ops.linear_cross_entropy",
-    "ring_attention": "tpfuse.parallel.ring_attention",
-    "SequenceLayout": "tpfuse.comm.sequence",
-    "GradientBuckets": "tpfuse.parallel.gradient_buckets",
-    "FullySharded": "tpfuse.parallel.fully_sharded",
+    "ring_attention": "tpfuse.ops.ring_attention.ring_attention",
+    "SequenceLayout": "tpfuse.ops.ring_attention.layout",
+    "GradientBuckets": "tpfuse.zero.gradient_buckets",
+    "FullySharded": "tpfuse.zero.fully_sharded",
+    "ZeroOptimizer": "tpfuse.zero.optimizer",
     "recomputed": "tpfuse.parallel.recompute",
     "build_mesh": "tpfuse.comm.mesh",
     "connect": "tpfuse.comm.connect",
@@ -48,22 +49,23 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
     from tpfuse.comm.measurement import measuring as measuring
     from tpfuse.comm.mesh import build_mesh as build_mesh
-    from tpfuse.comm.sequence import SequenceLayout as SequenceLayout
     from tpfuse.layers.column_parallel_linear import ColumnParallelLinear as ColumnParallelLinear
     from tpfuse.layers.explain import explain as explain
     from tpfuse.layers.layer_norm import LayerNorm as LayerNorm
     from tpfuse.layers.rms_norm import RMSNorm as RMSNorm
     from tpfuse.layers.row_parallel_linear import RowParallelLinear as RowParallelLinear
     from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding as VocabParallelEmbedding
-    from tpfuse.ops.all_gather_linear import all_gather_linear as all_gather_linear
     from tpfuse.ops.attention import attention as attention
     from tpfuse.ops.gemm import gemm as gemm
-    from tpfuse.ops.linear_all_reduce import linear_all_reduce as linear_all_reduce
+    from tpfuse.ops.linear.all_gather_linear import all_gather_linear as all_gather_linear
+    from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce as linear_all_reduce
+    from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter as linear_reduce_scatter
     from tpfuse.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from tpfuse.ops.linear_reduce_scatter import linear_reduce_scatter as linear_reduce_scatter
-    from tpfuse.parallel.fully_sharded import FullySharded as FullySharded
-    from tpfuse.parallel.gradient_buckets import GradientBuckets as GradientBuckets
+    from tpfuse.ops.ring_attention.layout import SequenceLayout as SequenceLayout
+    from tpfuse.ops.ring_attention.ring_attention import ring_attention as ring_attention
     from tpfuse.parallel.recompute import recomputed as recomputed
-    from tpfuse.parallel.ring_attention import ring_attention as ring_attention
+    from tpfuse.zero.fully_sharded import FullySharded as FullySharded
+    from tpfuse.zero.gradient_buckets import GradientBuckets as GradientBuckets
+    from tpfuse.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 else:
     __getattr__, __dir__ = lazy_names(__name__, _MODULES)

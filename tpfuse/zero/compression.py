@@ -90,6 +90,15 @@ class Bf16Compression:
     def scale_errors(self, factor: float) -> None:
         """Nothing is kept that would have to change with the scale of the gradients."""
 
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Empty: nothing is kept from one step to the next."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Raises ValueError for a state of PowerSGD."""
+        if state:
+            raise ValueError("the state is of PowerSGD, not of compression in bfloat16")
+
 
 _Place = tuple[int, int, int]  # of a matrix: group, bucket, first element
 

@@ -21,11 +21,12 @@ MOMENTS: tuple[Kept, ...] = ("exp_avg", "exp_avg_sq")
 class FlatAdamW:
     """AdamW whose state is that of this rank's shards: all of the buckets at stage 0.
 
-    betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
-    (`tpfuse.zero.bucket_layout.decays`). store: where moments and float32 masters live, by default on the device of
-    the parameters (`tpfuse.zero.offload`).
+    betas, eps, weight_decay: as torch.optim.AdamW has them, and may be set anew between updates; biases and norms are
+    not decayed (`tpfuse.zero.bucket_layout.decays`). store: where moments and float32 masters live, by default on
+    the device of the parameters (`tpfuse.zero.offload`).
 
-    What is written into parameters of a half type between two updates (by load_state_dict, say) becomes their masters.
+    What is written into parameters of a half type between two updates (by load_state_dict, say) becomes their masters,
+    where it is not what these round to.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class FlatAdamW:
         weight_decay: float = 1e-2,
         store: StateStore | None = None,
     ) -> None:
-        self._buckets, self._betas, self._eps, self._weight_decay = buckets, betas, eps, weight_decay
+        self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
         device = buckets.buckets[0].values.device
         self._store = DeviceStore(device) if store is None else store
         self._state = {bucket: self._made(bucket) for bucket in buckets.buckets}
@@ -63,7 +64,9 @@ class FlatAdamW:
             for segment, part in bucket.layout.inside(bucket.shard):
                 if "model" in state and versions[segment.name] != self._versions[segment.name]:
                     inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
-                    state["model"][inside].copy_(bucket.own[inside])
+                    master = state["model"][inside]
+                    own = bucket.own[inside].to(master.device)
+                    master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
         self._store.release()
 
     def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
@@ -80,7 +83,7 @@ class FlatAdamW:
         self._buckets.take_sums()
         self._take_written()
         self._step += 1
-        rates = Rates(lr, *self._betas, self._eps, self._weight_decay, self._step, factor)
+        rates = Rates(lr, *self.betas, self.eps, self.weight_decay, self._step, factor)
         updates: dict[Exchange, list[ShardUpdate]] = {}
         following: tuple[Tensor, ...] = ()
         for bucket, state in reversed(self._state.items()):

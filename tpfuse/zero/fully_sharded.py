@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -79,7 +80,8 @@ class FullySharded(MicroBatches):
     are; 1: its shards are on all data-parallel ranks. reduce_dtype: in which gradients travel, and are accumulated
     before: float32 (float64 for float64) or the parameters' own.
 
-    Use: for each micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
+    Use: hand it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for an optimizer of your own, call for each
+    micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
     parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
     none). A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks forward and backward
     raise PeerTimeout.
@@ -102,6 +104,7 @@ class FullySharded(MicroBatches):
     ) -> None:
         super().__init__(model)
         self.traffic = Traffic()
+        self._mesh = mesh
         units = list(units)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
@@ -112,6 +115,7 @@ class FullySharded(MicroBatches):
         data = (name for name in mesh.mesh_dim_names or () if name != "tp")
         broadcast_model(model, flat_group(mesh, *data))
         copies, copy = across.size(), across.get_local_rank()
+        self.data_ranks = copies * shards.size()
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         spread = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
@@ -189,6 +193,12 @@ class FullySharded(MicroBatches):
             if memory is not None:
                 memory.reset()
         root.reset_iter_state()
+        self._drop()
+
+    def _reducing(self) -> bool:
+        return any(member.sharded.grad is not None for member in self.members)
+
+    def _drop(self) -> None:
         for unit in self._units:  # gradients of micro-batches that were not the last, which it leaves
             for parameters in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in parameters.fsdp_params:
@@ -201,6 +211,11 @@ class FullySharded(MicroBatches):
         """Lets the gradients go."""
         for member in self.members:
             member.sharded.grad = None
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """See `MicroBatches`."""
+        return flat_group(self._mesh, *(self._mesh.mesh_dim_names or ()))
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the squared norm of the whole gradient: the sum over all ranks is it.

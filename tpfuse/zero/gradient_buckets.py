@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tpfuse.choices import GradientDtype
-from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.comm.traffic import Traffic
 from tpfuse.layers.parameter import offer_leaf, withdraw_leaf
@@ -42,8 +42,9 @@ from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gradient
 
 _WITHOUT_GRADIENT = (
-    "{name}.grad is in the memory of GradientBuckets: call start() before each backward pass; after finish()"
-    " squared_norm() is the norm, bucket.sums the gradients, and FlatAdamW(buckets) updates the parameters"
+    "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
+    " put earlier backward passes of a step into its no_sync(), and clip by its clip_grad_norm_(); without it call"
+    " start() before each backward pass, and after finish() bucket.sums are the gradients"
 )
 
 
@@ -59,9 +60,10 @@ class GradientBuckets(MicroBatches):
     half as much where parameters are a half type; sums are float32 in any case, but for the whole ones of stage 0,
     which are of the dtype that travels. compression: of what passes between nodes (`tpfuse.zero.compression`).
 
-    Use: for each micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.sums` are there. A
-    parameter that took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets,
-    and so out of the optimizer. Every rank makes and uses its buckets in the same order.
+    Use: hand them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for an optimizer of your own, call for each
+    micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.sums` are there. A parameter that
+    took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets, and so out of
+    the optimizer. Every rank makes and uses its buckets in the same order.
 
     Parameters stay the objects that they are, with their hooks (a post-accumulate hook sees the gradient of a
     micro-batch if it was registered before the buckets were made); `trained` has those of the buckets by name. Their
@@ -91,7 +93,9 @@ class GradientBuckets(MicroBatches):
         if stage not in (0, 1, 2):
             raise ValueError(f"stage {stage}: expected 0, 1 or 2 (stage 3: tpfuse.zero.fully_sharded.FullySharded)")
         super().__init__(model)
-        self.stage = stage
+        self.stage, self.data_ranks = stage, rank_and_size(data_group)[1]
+        self.compression = compression
+        self._world_group = data_group if world_group is None else world_group
         self._gradient_dtype, self._reduce_dtype = gradient_dtype, reduce_dtype or gradient_dtype
         self._next = 0
         partial = take_partial_gradients(model)
@@ -112,6 +116,7 @@ class GradientBuckets(MicroBatches):
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
         self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # plain ones say 0
+        self._unknown_world = world_group is None and any(is_sharded(parameter) for parameter in trained.values())
         self.trained = trained
         self._taken = {name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()}
         for bucket in self.buckets:
@@ -254,9 +259,15 @@ class GradientBuckets(MicroBatches):
             for name, parameter in self.trained.items():
                 parameter.grad = self._taken[name]
 
+    def _reducing(self) -> bool:
+        return any(len(bucket.missing) < len(bucket.layout.segments) for bucket in self.buckets)
+
     def _abandon(self, *, begun: bool) -> None:
         for exchange in self.exchanges:
             exchange.abandon(begun=begun)
+        self._drop()
+
+    def _drop(self) -> None:
         for bucket in self.buckets:
             bucket.held.clear()
             bucket.room = None
@@ -270,6 +281,13 @@ class GradientBuckets(MicroBatches):
         for exchange in self.exchanges:
             total.add(exchange.traffic.sent, exchange.traffic.received)
         return total
+
+    @property
+    def world_group(self) -> dist.ProcessGroup | None:
+        """See `MicroBatches`."""
+        if self._unknown_world:
+            raise ValueError("world_group is missing: the norm of shards is a sum over tensor-parallel ranks too")
+        return self._world_group
 
     def squared_norm(self) -> Tensor:
         """This rank's contribution to the squared norm of the whole gradient: the sum over `world_group` is it.
@@ -318,7 +336,8 @@ class _Taking:
     def __call__(self, leaf: Tensor) -> None:
         assert leaf.grad is not None
         gradient, leaf.grad = local_tensor(leaf.grad), None
-        self.parameter.grad = self.buckets._taken[self.bucket.layout.segments[self.number].name]
+        taken = self.buckets._taken[self.bucket.layout.segments[self.number].name]
+        self.parameter.grad = taken if self.buckets._last else None  # several backward passes may come before the last
         self.buckets._take(self.bucket, self.number, gradient)
 
 

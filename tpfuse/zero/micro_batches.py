@@ -1,12 +1,12 @@
 """What the engines of all stages have in common: the micro-batches of a step, and a model that is not to change."""
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.taken_parameters import location
 
 
@@ -15,8 +15,12 @@ class MicroBatches(ABC):
 
     Between the first micro-batch of a step and `finish()` it is accumulating, `_last` from the last one on; from
     `finish()` to the update `_summed`. `_begun` lasts from the first micro-batch to the update, also after an error.
+    data_ranks: how many ranks have other tokens, over which gradients are summed. compression: of what passes between
+    nodes.
     """
 
+    data_ranks: int
+    compression: Compression | None = None
     _cure = ""  # for a model that was changed: what to do
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,11 +68,19 @@ class MicroBatches(ABC):
     def _announce(self, *, first: bool, last: bool) -> None:
         """What a micro-batch needs: the first of a step, the last, or both."""
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A micro-batch that is not the last one, under the name that DDP has for it: `start(last=False)`."""
-        self.start(last=False)
-        yield
+    def defer(self) -> None:
+        """After `start(last=True)`: the micro-batch is not the last one after all, and gradients are kept.
+
+        Raises ValueError where no micro-batch was announced as the last one, or gradients of it have come.
+        """
+        if not self._last or self._reducing():
+            raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
+        self._announce(first=False, last=False)
+        self._last = False
+
+    @abstractmethod
+    def _reducing(self) -> bool:
+        """Whether gradients of the last micro-batch have come on this rank."""
 
     def finish(self, *, sums: bool = True) -> None:
         """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
@@ -88,6 +100,21 @@ class MicroBatches(ABC):
     def _complete(self, *, sums: bool) -> None:
         """What is left to be done when backward is over."""
 
+    def discard(self) -> None:
+        """Gives up the gradients since the last update, where nothing failed; the next `start()` begins a step.
+
+        Every rank calls it after the same micro-batches: gradients of the last one are reduced first, since other ranks
+        may wait for them. Raises PeerTimeout.
+        """
+        if self._last and self._reducing():
+            self.finish()
+        self._drop()
+        self._accumulating = self._last = self._summed = False
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Lets go of the gradients of micro-batches that were not reduced."""
+
     def abandon(self) -> None:
         """Gives up the gradients of a step, after an error on some rank or all; the next `start()` begins a step anew.
 
@@ -102,6 +129,16 @@ class MicroBatches(ABC):
     @abstractmethod
     def _abandon(self, *, begun: bool) -> None:
         """begun: whether this rank has begun the step, which others may have."""
+
+    @abstractmethod
+    def squared_norm(self) -> Tensor:
+        """After `finish()`: this rank's contribution to the squared norm of the whole gradient, float64 []."""
+
+    @property
+    @abstractmethod
+    def world_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the sum of `squared_norm()` is the squared norm: data × tensor parallelism; None for one
+        rank. Collective when first asked for. Raises ValueError where the engine was not told."""
 
     def take_sums(self) -> None:
         """Before an update: it uses up what `finish()` has brought. Raises ValueError where that is not there."""

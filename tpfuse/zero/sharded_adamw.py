@@ -14,8 +14,8 @@ from tpfuse.zero.rectangles import Piece
 class ShardedAdamW:
     """AdamW whose state is that of this rank's shards, which are the masters too.
 
-    betas, eps, weight_decay: as torch.optim.AdamW has them; biases and norms are not decayed
-    (`tpfuse.zero.bucket_layout.decays`).
+    betas, eps, weight_decay: as torch.optim.AdamW has them, and may be set anew between updates; biases and norms are
+    not decayed (`tpfuse.zero.bucket_layout.decays`).
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class ShardedAdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        self._engine, self._betas, self._eps, self._weight_decay = engine, betas, eps, weight_decay
+        self._engine, self.betas, self.eps, self.weight_decay = engine, betas, eps, weight_decay
         self._step = torch.zeros((), dtype=torch.float32, device=engine.device)
         shards = {member.name: local_tensor(member.sharded) for member in engine.members}
         self._exp_avg = {name: torch.zeros_like(shard) for name, shard in shards.items()}
@@ -42,7 +42,7 @@ class ShardedAdamW:
         for decay in (True, False):
             members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
             if members:
-                self._update(members, lr, factor, self._weight_decay if decay else 0.0)
+                self._update(members, lr, factor, self.weight_decay if decay else 0.0)
         self._engine.clear()
         self._engine.forget()
 
@@ -55,9 +55,9 @@ class ShardedAdamW:
             [self._exp_avg_sq[member.name].view(-1) for member in members],
             [None] * len(members),
             lr=lr,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            eps=self._eps,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
             weight_decay=weight_decay,
             step=self._step,
             clip=None if factor == 1.0 else factor,

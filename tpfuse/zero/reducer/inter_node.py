@@ -3,6 +3,7 @@
 Only the shard of a rank crosses, once each way: its sums by a reduce-scatter, its new parameters by an all-gather.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch.distributed as dist
@@ -38,6 +39,12 @@ class Compression(Protocol):
 
     def scale_errors(self, factor: float) -> None:
         """Gradients are multiplied by `factor` from now on: so is what is left of earlier ones."""
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What this rank keeps from one step to the next."""
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes on from what `state_dict` returned on this rank. Raises ValueError where it is of another kind."""
 
 
 class NodeHop:

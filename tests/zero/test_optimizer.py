@@ -1,0 +1,320 @@
+"""ZeroOptimizer takes the place of DDP and torch.optim.AdamW in a training loop, and gives the same weights."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
+
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.inputs import normal
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import HostStore
+from tpfuse.zero.optimizer import ZeroOptimizer
+
+BATCH, CLIP = 18, 0.05
+BETAS, DECAY = (0.8, 0.95), 0.3
+SCHEDULES: dict[str, Callable[[Any], LRScheduler]] = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=5),
+}
+
+
+def made(dtype: torch.dtype = torch.float64) -> nn.Module:
+    model = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5, bias=False)).to(dtype)
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape, dtype=dtype))
+    model.dtype = dtype  # type: ignore[assignment]
+    return model
+
+
+def engine_of(model: nn.Module, stage: int) -> GradientBuckets | FullySharded:
+    if stage == 3:
+        return FullySharded(model, mesh=mesh_of(dist.get_world_size(), 1))
+    return GradientBuckets(model, stage=stage, data_group=dist.group.WORLD, bucket_bytes=200)
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler,
+    clip: Callable[[float], Tensor],
+    rows: Tensor,
+    steps: range,
+    no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> list[float]:
+    """A loop as anybody writes it, over three micro-batches of a step; returns the norms of the gradients."""
+    norms = []
+    for step in steps:
+        *early, last = rows.chunk(3)
+        with no_sync():
+            for micro in early:
+                (loss_of(model, step, micro) / 3).backward()
+        (loss_of(model, step, last) / 3).backward()
+        norms.append(clip(CLIP).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def loss_of(model: nn.Module, step: int, rows: Tensor) -> Tensor:
+    """The mean over these rows of the batch."""
+    x = normal(100 + step, BATCH, 9, dtype=model.dtype)  # type: ignore[arg-type]
+    loss: Tensor = model(x[rows]).square().mean()
+    return loss
+
+
+def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
+    model = made()
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for name, p in named if decays(name, p)]},
+        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=BETAS, weight_decay=DECAY)
+    norms = loop(
+        model,
+        optimizer,
+        SCHEDULES[schedule](optimizer),
+        lambda clip: nn.utils.clip_grad_norm_(model.parameters(), clip),
+        torch.arange(BATCH),
+        range(4),
+    )
+    return {name: p.detach() for name, p in named}, norms
+
+
+def zero(stage: int, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
+    model = made()
+    optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY)
+    # Every rank has as many rows of each micro-batch.
+    rows = torch.arange(BATCH).view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
+    scheduler = SCHEDULES[schedule](optimizer)
+    norms = loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, range(4), optimizer.no_sync)
+    return {name: gather_whole(p).clone() for name, p in model.named_parameters()}, norms
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "schedule"),
+    [
+        (2, 1, "lambda"),
+        (2, 2, "cosine"),
+        *exhaustive((2, 0, "lambda"), (2, 3, "cosine"), (3, 0, "cosine"), (3, 1, "cosine"), (3, 2, "lambda")),
+        *exhaustive((1, 2, "lambda"), (3, 3, "lambda")),
+    ],
+)
+def test_a_loop_trains_as_adamw_on_one_rank_does(world: int, stage: int, schedule: str) -> None:
+    """Scheduler, clipping, accumulation and the mean over ranks."""
+    expected, expected_norms = one_rank(schedule)
+    assert min(expected_norms) > CLIP
+    for found, norms in pool(world).run(zero, stage, schedule):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        for name, weight in expected.items():
+            error = (found[name] - weight).abs().max() / weight.abs().max().clamp(min=1.0)
+            assert error <= 1e-12, f"{name}: {error:.1e}"
+
+
+def going_on(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool, bool, dict[str, Any]]:
+    """Whether weights and state after four steps are those of a run that was saved and loaded after two of them."""
+
+    def run(model: nn.Module, optimizer: ZeroOptimizer, scheduler: LRScheduler, steps: range) -> None:
+        loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, steps, optimizer.no_sync)
+
+    rows = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
+    models, optimizers, schedulers = [], [], []
+    for seed in range(2):
+        model = made(dtype)
+        with torch.no_grad():
+            model[0].weight.add_(seed)
+        optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2 + seed, betas=BETAS)
+        models.append(model)
+        optimizers.append(optimizer)
+        schedulers.append(SCHEDULES["cosine"](optimizer))
+    run(models[0], optimizers[0], schedulers[0], range(2))
+    saved = copy.deepcopy([each[0].state_dict() for each in (models, optimizers, schedulers)])
+    run(models[0], optimizers[0], schedulers[0], range(2, 4))
+    if optimizer_first:
+        optimizers[1].load_state_dict(saved[1])
+    models[1].load_state_dict(saved[0])
+    if not optimizer_first:
+        optimizers[1].load_state_dict(saved[1])
+    schedulers[1].load_state_dict(saved[2])
+    run(models[1], optimizers[1], schedulers[1], range(2, 4))
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    weights = [dict(model.named_parameters()) for model in models]
+    return (
+        all(torch.equal(gather_whole(x), gather_whole(weights[1][name])) for name, x in weights[0].items()),
+        all(torch.equal(x, states[1]["state"][name]) for name, x in states[0]["state"].items())
+        and {key: states[0][key] for key in ("param_groups", "updates")}
+        == {key: states[1][key] for key in ("param_groups", "updates")},
+        saved[1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "optimizer_first"),
+    [
+        (2, torch.bfloat16, True),
+        *exhaustive((1, torch.float32, True), (2, torch.bfloat16, False), (0, torch.float16, True)),
+        *exhaustive((3, torch.float32, False), (3, torch.bfloat16, True)),
+    ],
+)
+def test_a_state_that_was_saved_goes_on_to_the_bit(stage: int, dtype: torch.dtype, optimizer_first: bool) -> None:
+    for weights, state, saved in pool(2).run(going_on, stage, dtype, optimizer_first):
+        assert weights and state
+        assert saved["updates"] == 2 and [group["weight_decay"] for group in saved["param_groups"]] == [1e-2, 0.0]
+        masters = [name for name in saved["state"] if name.startswith("model.")]
+        assert bool(masters) == (dtype in (torch.bfloat16, torch.float16) and stage < 3)
+    if stage == 3:
+        return
+    alone = ZeroOptimizer(GradientBuckets(made(dtype), stage=stage, bucket_bytes=200))
+    before = copy.deepcopy(alone.state_dict())
+    if stage:
+        with pytest.raises(ValueError, match=r"^load_state_dict: the state is of another layout, it has [^\n]*$"):
+            alone.load_state_dict(saved)
+    other = {**saved, "state": {name: x.double() for name, x in before["state"].items()}}
+    with pytest.raises(ValueError, match="of another layout"):
+        alone.load_state_dict(other)
+    assert all(torch.equal(x, before["state"][name]) for name, x in alone.state_dict()["state"].items())
+
+
+def skipping(stage: int) -> None:
+    """Gradients that are given up leave no trace, whether other ranks have seen them or not."""
+    results = []
+    for skip in (False, True):
+        model = made()
+        optimizer = ZeroOptimizer(engine_of(model, stage))
+        mine = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
+        for step in range(2):
+            if skip:
+                if dist.get_rank() and stage < 3:  # only the last layer takes part
+                    model[3](torch.ones(1, 7, dtype=torch.float64)).sum().backward()
+                else:
+                    loss_of(model, 8, mine).backward()
+                if step:
+                    optimizer.clip_grad_norm_(1e-3)
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(model, 7, mine).backward()
+                optimizer.zero_grad()
+            loss_of(model, step, mine).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([gather_whole(parameter).clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stage", [2, *exhaustive(0, 1, 3)])
+def test_zero_grad_gives_up_what_no_step_has_used(stage: int) -> None:
+    pool(2).run(skipping, stage)
+
+
+def sharded_norms() -> tuple[float, str]:
+    """Of a layer that is spread over the ranks, with and without the group of all ranks."""
+    x, norms = normal(0, 3, 4, dtype=torch.float64), []
+    for group in (dist.group.WORLD, None):
+        layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.float64)
+        nn.init.ones_(layer.weight)
+        optimizer = ZeroOptimizer(GradientBuckets(layer, world_group=group))
+        layer(x).sum().backward()
+        try:
+            norms.append(optimizer.clip_grad_norm_(1.0).item())
+        except ValueError as error:
+            return norms[0], str(error)
+    return norms[0], ""
+
+
+def test_the_norm_of_sharded_parameters_is_that_of_the_whole_ones() -> None:
+    layer, x = nn.Linear(4, 6, dtype=torch.float64), normal(0, 3, 4, dtype=torch.float64)
+    layer(x).sum().backward()
+    expected = nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item()
+    for norm, message in pool(2).run(sharded_norms):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert message.startswith("world_group is missing: the norm of shards")
+
+
+def test_hyperparameters_are_read_at_each_step() -> None:
+    model, plain = made(), made()
+    optimizer = ZeroOptimizer(GradientBuckets(model), weight_decay=0.0)
+    reference = torch.optim.AdamW(plain.parameters(), weight_decay=0.0)
+    for step in range(3):
+        for each in (optimizer, reference):
+            for group in each.param_groups:
+                group |= {"lr": 0.01 * (step + 1), "betas": (0.5 + 0.1 * step, 0.9), "eps": 1e-3}
+        for each, x in ((optimizer, model), (reference, plain)):
+            each.zero_grad()
+            loss_of(x, step, torch.arange(BATCH)).backward()
+            each.step()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    optimizer.param_groups[1]["lr"] = 0.5
+    with pytest.raises(ValueError, match=r"param_groups: lr is 0\.03 and 0\.5: ZeroOptimizer has one lr"):
+        optimizer.step()
+    optimizer.param_groups[1] |= {"lr": 0.03, "weight_decay": 0.1}
+    with pytest.raises(ValueError, match=r"param_groups: weight_decay is 0\.0 and 0\.1"):
+        optimizer.step()
+
+
+def test_a_closure_computes_the_loss() -> None:
+    model, plain = made(), made()
+    optimizer = ZeroOptimizer(GradientBuckets(model), lr=1e-2, weight_decay=0.0)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+
+    def closure(of: torch.optim.Optimizer, x: nn.Module) -> Tensor:
+        of.zero_grad()
+        loss = loss_of(x, 0, torch.arange(BATCH))
+        loss.backward()
+        return loss
+
+    losses = [each.step(lambda e=each, x=x: closure(e, x)) for each, x in ((optimizer, model), (reference, plain))]
+    assert torch.equal(*losses)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_a_loop_gets_wrong_is_told() -> None:
+    model, rows = made(), torch.arange(BATCH)
+    optimizer = ZeroOptimizer(GradientBuckets(model))
+    loss_of(model, 0, rows).backward()
+    with pytest.raises(ValueError, match=r"put earlier backward passes of a step into its no_sync\(\)"):
+        loss_of(model, 0, rows).backward()
+    with pytest.raises(ValueError, match=r"clip by its clip_grad_norm_\(\)"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match=r"^no_sync\(\) is for the backward passes between"), optimizer.no_sync():
+        pass
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"call its zero_grad\(\) after each step"):
+        loss_of(model, 0, rows).backward()
+    with pytest.raises(ValueError, match="finish"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"^no_sync\(\) is for"), optimizer.no_sync():
+        pass
+    with pytest.raises(ValueError, match="has the parameters of its engine: make both anew"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0\.bias\.requires_grad is False now"):
+        optimizer.zero_grad()
+
+
+def _store_of_shards() -> str:
+    try:
+        ZeroOptimizer(engine_of(made(), 3), store=HostStore())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.exhaustive
+def test_state_of_stage_3_has_no_other_store() -> None:
+    assert all(message.startswith("store is for GradientBuckets") for message in pool(2).run(_store_of_shards))

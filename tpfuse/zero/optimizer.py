@@ -1,0 +1,194 @@
+"""ZeRO as a torch.optim.Optimizer, for training loops that were written for PyTorch's DDP and AdamW.
+
+    buckets = GradientBuckets(model, stage=2, data_group=group)      # was: model = DDP(model, process_group=group)
+    optimizer = ZeroOptimizer(buckets, lr=1e-3, weight_decay=0.1)    # was: torch.optim.AdamW(model.parameters(), …)
+    …
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)                                   # was: clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+
+As under DDP each rank computes the loss of its own tokens, and the gradient is the mean over the data-parallel ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tpfuse.comm import collectives
+from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.flat_adamw import FlatAdamW
+from tpfuse.zero.fully_sharded import FullySharded
+from tpfuse.zero.gradient_buckets import GradientBuckets
+from tpfuse.zero.offload import StateStore
+from tpfuse.zero.sharded_adamw import ShardedAdamW
+
+_SHARED = ("lr", "betas", "eps")  # what both groups of parameters must have in common
+
+
+class ZeroOptimizer(Optimizer):
+    """AdamW whose state is sharded over the data-parallel ranks of an engine.
+
+    engine: `GradientBuckets` for ZeRO's stages 0, 1 and 2, `FullySharded` for stage 3; it stays available as `engine`.
+    lr, betas, eps, weight_decay: as torch.optim.AdamW has them. store: where the state of buckets lives, by default on
+    the parameters' device (`tpfuse.zero.offload`).
+
+    param_groups: the first holds the parameters with weight decay, the second biases and norms, whose weight decay is 0
+    (`tpfuse.zero.bucket_layout.decays`). `step` reads them each time, so that torch's schedulers work; lr, betas
+    and eps must be the same in both. `state` stays empty: what a rank holds is in flat shards, which `state_dict`
+    returns.
+
+    Every rank makes its optimizer and calls its methods in the same order. Raises PeerTimeout where a rank does not
+    come; after that, and after an error in a backward pass, call `engine.abandon()` and `zero_grad()` on every rank.
+    """
+
+    def __init__(
+        self,
+        engine: GradientBuckets | FullySharded,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        store: StateStore | None = None,
+    ) -> None:
+        self.engine = engine
+        self._adamw: FlatAdamW | ShardedAdamW
+        if isinstance(engine, GradientBuckets):
+            self._adamw = FlatAdamW(engine, store=store)
+            trained = engine.trained
+        elif store is None:
+            self._adamw = ShardedAdamW(engine)
+            trained = {member.name: member.sharded for member in engine.members}
+        else:
+            raise ValueError("store is for GradientBuckets: the state of FullySharded lives on the parameters' device")
+        decayed = {name: decays(name, parameter) for name, parameter in trained.items()}
+        groups: list[dict[str, Any]] = [
+            {"params": [trained[name] for name in trained if decayed[name]]},
+            {"params": [trained[name] for name in trained if not decayed[name]], "weight_decay": 0.0},
+        ]
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._clip: float | None = None  # what the next update multiplies the mean gradient by, once that is summed
+        engine.start(last=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses parameters that the engine does not have. Raises ValueError."""
+        if len(self.param_groups) == 2:
+            raise ValueError("ZeroOptimizer has the parameters of its engine: make both anew for a changed model")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a step: gradients that came since the last update are given up. set_to_none has no effect.
+
+        Raises ValueError where the model's parameters are not those that the engine took.
+        """
+        self._clip = None
+        self.engine.discard()
+        self.engine.start(last=True)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this block add up on each rank; the one after it sends the sum to the other ranks.
+
+        Forward passes belong into the block too. Raises ValueError where a backward pass outside of such a block came
+        before it in the same step.
+        """
+        self.engine.defer()
+        yield
+        self.engine.start(last=True)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Makes the next `step` scale the gradient so that its 2-norm is at most max_norm.
+
+        Returns the norm before, float64 [], the same on every rank: of all parameters, sharded ones whole. To be called
+        after the last backward pass of a step. The norm is not finite where the gradient is not.
+        """
+        if self._clip is None:
+            self.engine.finish()
+        squared = collectives.all_reduce(self.engine.squared_norm(), self.engine.world_group)
+        norm = squared.sqrt() / self.engine.data_ranks
+        self._clip = min(1.0, max_norm / (norm.item() + 1e-6))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters with the mean gradient; afterwards every rank has the new ones.
+
+        closure: computes the loss anew, backward pass included, and is called first; its loss is returned. Raises
+        ValueError without a `zero_grad()` since the last step, and where the groups differ in lr, betas or eps.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decayed, rest = self.param_groups
+        differing = [name for name in _SHARED if decayed[name] != rest[name]]
+        if differing or rest["weight_decay"]:
+            name = differing[0] if differing else "weight_decay"
+            raise ValueError(
+                f"param_groups: {name} is {decayed[name]} and {rest[name]}: ZeroOptimizer has one lr, betas and eps for"
+                " both groups, and no weight decay in the second"
+            )
+        if self._clip is None:
+            self.engine.finish(sums=False)
+        adamw, clip, self._clip = self._adamw, self._clip, None
+        adamw.betas, adamw.eps, adamw.weight_decay = decayed["betas"], decayed["eps"], decayed["weight_decay"]
+        adamw.step(float(decayed["lr"]), (1.0 if clip is None else clip) / self.engine.data_ranks)
+        return loss
+
+    def _shards(self) -> dict[str, Tensor]:
+        """This rank's moments and float32 masters, by what they are and where they lie in the whole tensor."""
+        found = {}
+        for piece in self._adamw.pieces():
+            if piece.kind == "model" and piece.tensor.dtype == self.engine.model.get_parameter(piece.name).dtype:
+                continue  # the parameter itself, which is in the model's state_dict
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in piece.slices)
+            found[f"{piece.kind}.{piece.name}[{ranges}]"] = piece.tensor
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank holds, for `load_state_dict` on the same rank of the same layout; no communication.
+
+        "state": moments, and float32 masters of half types, by the name and range of their tensor; they are those that
+        the next step changes, so save or copy them before it. "param_groups": without the parameters. "updates": how
+        many there were. "compression": what PowerSGD has kept back. Every rank saves a file of its own. The parameters
+        are in the model's state_dict.
+        """
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        compression = self.engine.compression
+        return {
+            "state": self._shards(),
+            "param_groups": groups,
+            "updates": self._adamw.updates,
+            "compression": None if compression is None else compression.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned on this rank; no communication.
+
+        Raises ValueError, before anything is changed, where this rank holds other parts: after a change of the number
+        of ranks, of the stage, the bucket size or the model.
+        """
+        here, there = self._shards(), state_dict["state"]
+        if {name: x.dtype for name, x in here.items()} != {name: x.dtype for name, x in there.items()}:
+            lacking = next((name for name in here if name not in there), "nothing")
+            other = next((name for name in there if name not in here), "nothing more")
+            raise ValueError(
+                f"load_state_dict: the state is of another layout, it has {other} and lacks {lacking}: load it on the"
+                " rank that saved it, with the same number of ranks, stage, bucket size and model"
+            )
+        compression = self.engine.compression
+        if compression is not None and state_dict["compression"] is not None:
+            compression.load_state_dict(state_dict["compression"])
+        for name, tensor in here.items():
+            tensor.copy_(there[name])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        self._adamw.updates = state_dict["updates"]
+        self._adamw.release()
