@@ -53,6 +53,23 @@ def test_two_nodes_train_to_the_losses_of_one_rank(flags: list[str], tmp_path: P
     assert two == pytest.approx(one, rel=ZERO[stage])
 
 
+def test_a_run_with_powersgd_resumes_to_the_bit(flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, "--train.log-every", "1", "--kernels", "torch", "--train.dtype", "float32"]
+    flags += ["--zero.stage", "2", "--zero.compression", "powersgd", "--optim.decay-steps", "12"]
+
+    def train(folder: str, *more: str) -> str:
+        first, _ = torchrun_on_nodes(["tpfuse", "train", *flags, "--out", str(tmp_path / folder), *more])
+        assert first.returncode == 0, first.stderr
+        return first.stderr
+
+    train("straight")
+    train("stopped", "--train.steps", "5")
+    assert "PowerSGD" not in train("stopped", "--resume", "--train.steps", "12")
+    assert _losses(tmp_path / "stopped") == _losses(tmp_path / "straight")
+    said = train("stopped", "--resume", "--train.steps", "13", "--zero.stage", "1")
+    assert "step-12 has no remainders of PowerSGD for this layout: they start at zero" in said
+
+
 def test_nothing_is_left_of_a_run_whose_time_is_up(flags: list[str], tmp_path: Path) -> None:
     mark = str(tmp_path / uuid.uuid4().hex)
     with pytest.raises(subprocess.TimeoutExpired):

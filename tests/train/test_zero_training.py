@@ -12,13 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
+from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
@@ -47,9 +50,9 @@ def options_for(layout: Layout, dtype: str = "float64", accumulation: int = 1) -
     )
 
 
-def made(options: TrainCommand) -> tuple[Trainer, Windows]:
-    parallel, mesh = options.parallel, None
-    if dist.get_world_size() > 1:
+def made(options: TrainCommand, mesh: DeviceMesh | None = None) -> tuple[Trainer, Windows]:
+    parallel = options.parallel
+    if dist.get_world_size() > 1 and mesh is None:
         mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % CONFIG.vocab_size).astype(np.uint16)
@@ -212,6 +215,59 @@ def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
     found = pool(2).run(train, options_for((stage, 2, 1, 1, 1, more), "bfloat16", 3), 10)[0]
     assert found[0] == pytest.approx(plain[0], rel=1e-2)
     assert found[0] != plain[0]
+
+
+def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
+    """On two nodes, in this rank's belief, whose gradients PowerSGD compresses: four steps, and two after two."""
+
+    def fresh(stage: int, dtype: str) -> tuple[Trainer, Windows]:
+        powersgd = {"compression": "powersgd", "powersgd_rank": 1}
+        trainer, windows = made(options_for((stage, 4, 1, 1, 1, powersgd), dtype), mesh)
+        assert "2 nodes of 2 ranks" in trainer.exchanged_by
+        return trainer, windows
+
+    def steps(trainer: Trainer, windows: Windows) -> list[float]:
+        return [trainer.train_step(windows, lambda: False).grad_norm for _ in range(2)]
+
+    def errors(trainer: Trainer) -> list[Tensor]:
+        kept = {name: parts for name, parts in trainer.parts().items() if name.startswith("powersgd.")}
+        return [part.tensor.clone() for name, (part,) in kept.items() if name.endswith("error")]
+
+    with pretended_nodes(2, 2):
+        mesh = build_mesh("cpu", dp=4, tp=1)
+        straight, windows = fresh(stage, dtype)
+        steps(straight, windows)
+        parts, state = straight.parts(), straight.state()
+        assert save(folder, 2, parts, state, keep=0, group=straight.world_group, warn=pytest.fail)
+        norms, weights = steps(straight, windows), whole(straight)
+        found = newest_good(folder, warn=pytest.fail)
+        assert found is not None
+        for known in (True, False):
+            if not known:
+                found.state["layout"].pop("powersgd")  # as checkpoints were before
+            resumed, windows = fresh(resumed_at, dtype)
+            complete = known and resumed_at == stage
+            assert resumed.load(found) == complete == bool(errors(resumed))
+            resumed.restore(found.state)
+            if complete and dtype == "float16":  # a run that does not scale its loss goes on with unscaled remainders
+                other, _ = fresh(stage, "bfloat16")
+                assert other.load(found)
+                other.restore(found.state)
+                pairs = zip(errors(other), errors(resumed), strict=True)
+                assert all(torch.equal(error * resumed.loss_scale, scaled) for error, scaled in pairs)
+            assert (steps(resumed, windows) == norms) == complete
+            assert all(torch.equal(weight, weights[name]) for name, weight in whole(resumed).items()) == complete
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "resumed_at"),
+    [
+        (1, "float32", 1),
+        *exhaustive((0, "float32", 0), (2, "bfloat16", 2), (2, "float16", 2), (1, "float64", 1), (1, "float32", 2)),
+    ],
+)
+def test_what_powersgd_keeps_back_is_in_checkpoints(tmp_path: Path, stage: int, dtype: str, resumed_at: int) -> None:
+    pool(4).run(kept_back, tmp_path, stage, dtype, resumed_at)
 
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:

@@ -90,6 +90,11 @@ class Checkpoint:
             raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
         self.sound.add(name)
 
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """The global shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
+        tensors = self.manifest["tensors"].items()
+        return {name.removeprefix(prefix): tuple(x["shape"]) for name, x in tensors if name.startswith(prefix)}
+
     def load(self, parts: Parts) -> None:
         """Fills every part; what else the checkpoint holds is left alone.
 

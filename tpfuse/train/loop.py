@@ -155,8 +155,9 @@ class Training:
 
         def load() -> None:
             saved = checkpoint.open_checkpoint(folder)
-            saved.load(self.trainer.parts())
             states.append(saved_state(saved)[0])
+            if not self.trainer.load(saved) and self.first:
+                warn(f"{folder} has no remainders of PowerSGD for this layout: they start at zero")
 
         self._on_all_ranks(load)
         self.trainer.restore(states[0])

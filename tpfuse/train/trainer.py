@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm import collectives
-from tpfuse.comm.collectives.collective import set_timeout
+from tpfuse.comm.collectives.collective import gather_objects, set_timeout
 from tpfuse.comm.connect import connected
 from tpfuse.comm.mesh import context_mesh, flat_group, rank_and_size
+from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.batches import Windows
-from tpfuse.train.checkpoint import Part
+from tpfuse.train.checkpoint import Checkpoint, Part
 from tpfuse.train.compiled import compiled, compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
@@ -91,6 +92,7 @@ class Trainer:
         self.engine: GradientBuckets | FullySharded
         self.optimizer: FlatAdamW | ShardedAdamW
         self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
+        self.layout = self._layout()
         self.forward: Callable[..., Any] = self.model  # of training steps
         if options.train.compile:  # fully_shard's hooks, around each unit, are not for tracing
             self.forward = compiled(self.model, one_graph=not self._fully)
@@ -271,12 +273,50 @@ class Trainer:
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
     def parts(self) -> dict[str, list[Part]]:
-        """Masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, for checkpoints."""
+        """What this rank holds for checkpoints: masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME,
+        and under `powersgd.` RANK what PowerSGD has kept back."""
         parts: dict[str, list[Part]] = {}
         for piece in self.optimizer.pieces():
             part = Part(piece.shape, piece.slices, piece.tensor, piece.writer)
             parts.setdefault(f"{piece.kind}.{piece.name}", []).append(part)
+        kept = {} if self.compression is None else self.compression.state_dict()
+        for matrix, tensors in kept.items():
+            for kind, tensor in tensors.items():
+                slices = tuple((0, size) for size in tensor.shape)
+                parts[f"{self._powersgd}{matrix}.{kind}"] = [Part(tuple(tensor.shape), slices, tensor, True)]
         return parts
+
+    @property
+    def _powersgd(self) -> str:
+        """The beginning of the names of what PowerSGD has kept back on this rank."""
+        return f"powersgd.{rank_and_size(self.world_group)[0]}."
+
+    def _layout(self) -> dict[str, Any]:
+        """How the ranks share the model, the same on all. powersgd: what its matrices depend on besides; None where it
+        is not in use. Collective."""
+        engine, powersgd = self.engine, None
+        if isinstance(engine, GradientBuckets) and isinstance(self.compression, PowerSGDCompression) and engine.across:
+            assert self.world_group is not None
+            across = gather_objects(engine.across, self.world_group, op="gathering the ranks of nodes")
+            powersgd = {"rank": self.compression.rank, "stage": engine.stage, "across": across}
+        return {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp, "powersgd": powersgd}
+
+    def load(self, saved: Checkpoint) -> bool:
+        """Fills this rank's parts from a checkpoint; `restore` must follow on all ranks. Raises as `Checkpoint.load`.
+
+        Returns False where PowerSGD starts without what it had kept back, as the checkpoint has none for this layout.
+        """
+        whole = self.layout["powersgd"] is None or saved.state.get("layout") == self.layout
+        if whole and self.compression is not None:
+            kept: dict[str, dict[str, Tensor]] = {}
+            for name, shape in saved.shapes(self._powersgd).items():
+                matrix, _, kind = name.rpartition(".")
+                kept.setdefault(matrix, {})[kind] = torch.empty(
+                    shape, dtype=summed_dtype(self.dtype), device=self.device
+                )
+            self.compression.load_state_dict(kept)  # which makes them parts
+        saved.load(self.parts())
+        return whole
 
     def state(self) -> dict[str, Any]:
         """What is not a tensor. Batches and masks are functions of (seed, step): there is no other random state."""
@@ -287,7 +327,7 @@ class Trainer:
             "data": {"batch": self.step, "tokens": self.step * self.options.train.batch * self.config.n_positions},
             "loss_scale": self.loss_scale,
             "steps_since_overflow": self.steps_since_overflow,
-            "layout": {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp},
+            "layout": self.layout,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -295,5 +335,7 @@ class Trainer:
         self.optimizer.publish()
         self.step = int(state["step"])
         self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0
+        if self.compression is not None and self.loss_scale != state["loss_scale"]:
+            self.compression.scale_errors(self.loss_scale / float(state["loss_scale"]))
         self.steps_since_overflow = int(state["steps_since_overflow"])
         self.optimizer.updates = int(state["updates"])

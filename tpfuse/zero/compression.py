@@ -118,9 +118,9 @@ class PowerSGDCompression:
     matrix. seed: of the first factors. The pieces of a bucket must be the same at every step. Where a matrix is not
     finite on one rank, all have NaN in it, and what is kept of it stays as it was: a step that is skipped does no harm.
 
-    What is kept is the rank's own: as much memory as the matrices take, not part of checkpoints that any layout can
-    load. A run that resumes without it starts with new factors and without the remainder of its last step: once, as
-    much of a gradient is lost as is late in every step. `state_dict` has it for those who go on with the same layout.
+    What is kept is the rank's own and takes as much memory as the matrices. Checkpoints hold it for the same layout
+    (`state_dict`). A run that resumes in another layout starts with new factors and without the remainder of its last
+    step: once, as much of a gradient is lost as is late in every step.
     """
 
     def __init__(self, rank: int = 4, seed: int = 0) -> None:

@@ -283,6 +283,12 @@ class GradientBuckets(MicroBatches):
         return total
 
     @property
+    def across(self) -> list[list[int]]:
+        """For each exchange between nodes the ranks of the world with which this rank sums across them."""
+        groups = [exchange.across for exchange in self.exchanges]
+        return [dist.get_process_group_ranks(group) for group in groups if group is not None]
+
+    @property
     def world_group(self) -> dist.ProcessGroup | None:
         """See `MicroBatches`."""
         if self._unknown_world:

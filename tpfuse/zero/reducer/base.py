@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.rank_order import summed_dtype
@@ -87,6 +88,11 @@ class Exchange(ABC):
     def keeps_gradients(self) -> bool:
         """Whether `room(i)` is the same tensor in all steps, into which gradients may be added one by one."""
         return self.stage < 2
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        """The ranks with which this rank sums across nodes; None where sums do not pass between nodes apart."""
+        return None
 
     @abstractmethod
     def begin(self) -> None:

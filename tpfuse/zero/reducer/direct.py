@@ -21,6 +21,7 @@ piece of that part for its shard. Sources: ZeRO, arXiv:1910.02054; the order of 
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm.rank_order import sum_in_rank_order
@@ -111,6 +112,10 @@ class DirectExchange(Exchange):
     def _wait(self, word: int, value: int, op: str) -> None:
         for rank in self._others:
             self.memory.wait(self._flags, rank, word, value, op=op)
+
+    @property
+    def across(self) -> dist.ProcessGroup | None:
+        return None if self._hop is None else self._hop.group
 
     def values(self, index: int) -> Tensor:
         return self._values[index][self.memory.rank]
