@@ -15,9 +15,11 @@ from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
+from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import HostStore
@@ -189,6 +191,40 @@ def test_a_state_that_was_saved_goes_on_to_the_bit(stage: int, dtype: torch.dtyp
     assert all(torch.equal(x, before["state"][name]) for name, x in alone.state_dict()["state"].items())
 
 
+def compressed() -> None:
+    """On two nodes, in this rank's belief: the state holds what PowerSGD has kept back."""
+
+    def steps(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+        for step in range(2):
+            loss_of(model, step, torch.arange(dist.get_rank(), BATCH, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pretended_nodes(2, 2) as group:
+        runs = []
+        for _ in range(3):
+            model = nn.Sequential(made(), nn.Linear(5, 64, dtype=torch.float64), nn.Linear(64, 64, dtype=torch.float64))
+            model.dtype = torch.float64  # type: ignore[assignment]
+            engine = GradientBuckets(model, stage=1, data_group=group, compression=PowerSGDCompression(1))
+            runs.append((model, ZeroOptimizer(engine)))
+        steps(*runs[0])
+        saved = copy.deepcopy([each.state_dict() for each in runs[0]])
+        assert saved[1]["compression"]
+        for number, (model, optimizer) in enumerate(runs[1:]):
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1] if number == 0 else {**saved[1], "compression": None})
+        for run in runs:
+            steps(*run)
+        straight, resumed, without = ([p.detach() for p in model.parameters()] for model, _ in runs)
+        assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(straight, without, strict=True))
+
+
+@pytest.mark.exhaustive
+def test_what_compression_keeps_is_in_the_state() -> None:
+    pool(4).run(compressed)
+
+
 def skipping(stage: int) -> None:
     """Gradients that are given up leave no trace, whether other ranks have seen them or not."""
     results = []
@@ -207,6 +243,8 @@ def skipping(stage: int) -> None:
                 optimizer.zero_grad()
                 with optimizer.no_sync():
                     loss_of(model, 7, mine).backward()
+                if step:  # as after an error on some rank
+                    optimizer.engine.abandon()
                 optimizer.zero_grad()
             loss_of(model, step, mine).backward()
             optimizer.step()
