@@ -273,13 +273,14 @@ def sharded_norms() -> tuple[float, str]:
     return norms[0], ""
 
 
-def test_the_norm_of_sharded_parameters_is_that_of_the_whole_ones() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(1)])
+def test_the_norm_of_sharded_parameters_is_that_of_the_whole_ones(world: int) -> None:
     layer, x = nn.Linear(4, 6, dtype=torch.float64), normal(0, 3, 4, dtype=torch.float64)
     layer(x).sum().backward()
     expected = nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item()
-    for norm, message in pool(2).run(sharded_norms):
+    for norm, message in pool(world).run(sharded_norms):
         assert norm == pytest.approx(expected, rel=1e-12)
-        assert message.startswith("world_group is missing: the norm of shards")
+        assert message.startswith("world_group is missing: the norm of shards") == (world > 1) == bool(message)
 
 
 def test_hyperparameters_are_read_at_each_step() -> None:

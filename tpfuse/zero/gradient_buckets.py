@@ -116,7 +116,7 @@ class GradientBuckets(MicroBatches):
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
         self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # plain ones say 0
-        self._unknown_world = world_group is None and any(is_sharded(parameter) for parameter in trained.values())
+        self._unknown_world = world_group is None and any(_is_part(parameter) for parameter in trained.values())
         self.trained = trained
         self._taken = {name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()}
         for bucket in self.buckets:
@@ -376,6 +376,10 @@ def _groups(
 def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
     matrices = [(s.start, s.shape[:-1].numel(), s.shape[-1]) for s in layout.segments if len(s.shape) > 1]
     return BucketSpec(layout.size, layout.dtype, sent, tuple(matrices))
+
+
+def _is_part(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and is_sharded(parameter)
 
 
 def _mesh_rank(parameter: Tensor) -> int:
