@@ -1,0 +1,11 @@
+# python examples/explain.py
+import torch
+
+import tpfuse
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+
+mlp = torch.nn.Sequential(ColumnParallelLinear(512, 2048, activation="gelu"), RowParallelLinear(2048, 512))
+with tpfuse.measuring(seconds=20):  # the first step, on every rank
+    mlp(torch.randn(4, 512)).sum().backward()
+tpfuse.explain(mlp)  # a line for each layer: shapes, operator, implementation, reason

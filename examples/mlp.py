@@ -1,0 +1,16 @@
+# OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 examples/mlp.py
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+
+dist.init_process_group("gloo")
+options = {"sequence_parallel": True, "device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+up = ColumnParallelLinear(512, 2048, activation="gelu_tanh", **options)
+mlp = torch.nn.Sequential(up, RowParallelLinear(2048, 512, **options))
+y = mlp(torch.randn(8, 64, 512))  # this rank's 64 positions of 8 sequences
+y.sum().backward()
+print(y.shape, up.weight.grad.placements)
+dist.destroy_process_group()

@@ -1,0 +1,60 @@
+"""The programs that README and docs/ show are the files of examples/; each of them runs by its first line."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpfuse.testing.patience import patient
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXPLORER = ROOT / "docs" / "symmetric_memory.md"
+
+
+def _run(example: Path, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
+    """The command that is the example's first line, by this Python; output and errors come together."""
+    settings, program, arguments = re.fullmatch(r"# ((?:\w+=\S+ )*)(torchrun|python) (.*)", _lines(example)[0]).groups()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    environment |= dict(setting.split("=") for setting in settings.split())
+    start = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [sys.executable]
+    command, one = [*start, *arguments.split()], subprocess.STDOUT
+    return subprocess.run(
+        command, cwd=folder, env=environment, text=True, timeout=patient(120.0), stdout=subprocess.PIPE, stderr=one
+    )
+
+
+def _lines(example: Path) -> list[str]:
+    return example.read_text().splitlines()
+
+
+def test_pages_show_the_examples() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = [block for page in pages for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)]
+    assert sorted(shown) == sorted(example.read_text() for example in EXAMPLES)
+    assert all(f" examples/{example.name}" in _lines(example)[0] for example in EXAMPLES)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
+def test_an_example_runs(example: Path) -> None:
+    done = _run(example)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.strip(), "an example prints what it shows"
+    if "TRITON_INTERPRET" in _lines(example)[0]:
+        assert f"`{done.stdout.strip()}`" in EXPLORER.read_text()
+
+
+@pytest.mark.processes
+def test_the_explorer_says_what_the_page_prints(tmp_path: Path) -> None:
+    """Of the example without the line that the page deletes."""
+    example = ROOT / "examples" / "hand_over.py"
+    text = example.read_text()
+    assert text.count("    tl.debug_barrier()\n") == 1
+    (tmp_path / "hand_over.py").write_text(text.replace("    tl.debug_barrier()\n", "").replace(" examples/", " "))
+    (printed,) = re.findall(r"the explorer says:\n\n```\n(.*?)^```$", EXPLORER.read_text(), re.M | re.S)
+    assert _run(tmp_path / "hand_over.py", tmp_path).stdout.endswith(printed)

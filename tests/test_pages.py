@@ -1,0 +1,91 @@
+"""README and docs/ name what exists: pages, headings, files, modules, make targets and options."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpfuse.train import options
+from tpfuse.train.config import _flags
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *sorted((ROOT / ".github").glob("*.md"))]
+FOLDERS = {"tpfuse.kernels": ROOT / "kernels", "tpfuse.models": ROOT / "models"}
+
+
+def _prose(page: Path) -> str:
+    """A page without its programs."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _broken_links(page: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)]+)\)", _prose(page)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", path):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.is_file() or (anchor and anchor not in _anchors(file)):
+            yield target
+
+
+def _exists(name: str) -> bool:
+    """Whether a dotted name is a module, or a name that a module's text defines or imports."""
+    first, *rest = name.split(".")
+    place, prefix = ROOT / first, first
+    for index, part in enumerate(rest):
+        prefix = f"{prefix}.{part}"
+        place = FOLDERS.get(prefix, place / part)
+        if place.with_suffix(".py").is_file():
+            text, rest = place.with_suffix(".py").read_text(), rest[index + 1 :]
+            break
+        if not place.is_dir():
+            text, rest = (place.parent / "__init__.py").read_text(), rest[index:]
+            break
+    else:
+        return True
+    return not rest or re.search(rf"\b{rest[0]}\b", text) is not None
+
+
+def _missing(page: Path) -> Iterator[str]:
+    """Names on the page of files, modules, make targets and options that do not exist."""
+    text = page.read_text()
+    for path in re.findall(r"`((?:kernels|tpfuse|tests|models|benchmarks|examples|docs)/[\w./*-]*)", text):
+        if "NAME" not in path and not any(ROOT.glob(path.rstrip("/"))):
+            yield path
+    yield from (name for name in re.findall(r"\b(?:tpfuse|benchmarks)(?:\.\w+)+\b(?!…)", text) if not _exists(name))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for words in re.findall(r"(?:`|^)make ((?:[a-z-]+ ?)+)", text, re.M):
+        yield from (f"make {word}" for word in words.split() if word not in targets)
+    kinds = [kind for name, kind in vars(options).items() if name.endswith("Command")]
+    known = {f"--{flag}" for kind in kinds for flag, _ in _flags(kind)} | {"--help", "--version", "--completion"}
+    commands = re.findall(r"(?:`|^)tpfuse \w+ [^`\n#]*", text, re.M)
+    for flag in re.findall(r"--[a-z][\w-]*\.[\w-]+", text) + re.findall(r"--[\w.-]+", " ".join(commands)):
+        if flag.replace(".no-", ".") not in known:
+            yield flag
+
+
+def test_the_readme_can_be_read_to_the_end() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", (ROOT / "README.md").read_text()))
+    assert linked == {page.name for page in DOCS}
+
+
+def test_the_glossary_is_short() -> None:
+    terms = re.findall(r"^\| \*\*(.*?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    assert 10 < len(terms) <= 25 and len(set(terms)) == len(terms)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert [*_broken_links(page), *_missing(page)] == []
