@@ -16,7 +16,7 @@ TRITONS := 3.6.0 3.7.1 3.9.0
 # What pyproject.toml's markers leave to `make test-all`.
 FIRST_TIER := not (exhaustive or compile or processes or nodes or gpu)
 
-.PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix lint types format clean
+.PHONY: help install train other-compilers test test-all verify long offload compiled compiled-matrix docs lint types format clean
 help:
 	@echo "make train   install, then train a small GPT on two ranks (about 2 minutes on 2 CPU cores)"
 	@echo "make test    install, then run the tests that find most faults (within 10 minutes on 2 CPU cores)"
@@ -27,6 +27,7 @@ help:
 	@echo "make compiled         write benchmarks/results/compiled.md: registers, shared memory, instructions of all kernels;"
 	@echo "                      and waves.md beside it: how many multiprocessors the tiles of known models keep busy"
 	@echo "make compiled-matrix  compile all kernels under Triton $(TRITONS)"
+	@echo "make docs    write build/docs: the pages of docs/ and the reference of the public modules, as HTML"
 	@echo "make lint    ruff;  make types  mypy;  make format  ruff format;  make clean  remove .venv"
 
 .venv/installed: pyproject.toml
@@ -84,6 +85,14 @@ compiled-matrix: $(addprefix build/triton-,$(TRITONS))
 		echo "Triton $$version"; \
 		PYTHONPATH=build/triton-$$version $(BIN)/python -m pytest tests/tools/test_compilation.py tests/kernels/test_signal_ptx.py || exit 1; \
 	done
+
+.venv/docs-installed: .venv/installed
+	@PYTHONWARNINGS='ignore:Editable installation' $(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+docs: .venv/docs-installed
+	rm -rf build/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
+	@echo "build/docs/index.html"
 
 lint: install
 	$(BIN)/ruff check .
