@@ -1,7 +1,7 @@
 # python examples/compiled_gemm.py
 import torch
 
-from tpfuse.ops.gemm import gemm
+from tpfuse import gemm
 
 w = torch.nn.Parameter(torch.randn(256, 64))
 mlp = torch.compile(lambda x: gemm(x, w, activation="gelu_tanh"), fullgraph=True, backend="aot_eager")

@@ -2,8 +2,7 @@
 import torch
 
 import tpfuse
-from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse import ColumnParallelLinear, RowParallelLinear
 
 mlp = torch.nn.Sequential(ColumnParallelLinear(512, 2048, activation="gelu"), RowParallelLinear(2048, 512))
 with tpfuse.measuring(seconds=20):  # the first step, on every rank

@@ -3,8 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse import ColumnParallelLinear, RowParallelLinear
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # the same weights and inputs on all ranks

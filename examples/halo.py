@@ -2,7 +2,7 @@
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.connect import connect
+from tpfuse import connect
 
 dist.init_process_group("gloo")
 memory = connect(dist.group.WORLD, torch.device("cpu"))

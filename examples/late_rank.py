@@ -4,8 +4,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.connect import connect
-from tpfuse.comm.errors import Disagreement, PeerTimeout
+from tpfuse import Disagreement, PeerTimeout, connect
 from tpfuse.comm.settings import set_settings
 from tpfuse.ops.collectives import all_reduce
 

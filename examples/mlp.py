@@ -3,8 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
-from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse import ColumnParallelLinear, RowParallelLinear
 
 dist.init_process_group("gloo")
 options = {"sequence_parallel": True, "device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}

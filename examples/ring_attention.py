@@ -2,8 +2,7 @@
 import torch
 import torch.distributed as dist
 
-from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.ring_attention import ring_attention
+from tpfuse import SequenceLayout, ring_attention
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

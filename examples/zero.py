@@ -2,9 +2,9 @@
 import torch
 import torch.distributed as dist
 
+from tpfuse import GradientBuckets
 from tpfuse.comm.collectives import all_reduce
 from tpfuse.zero.flat_adamw import FlatAdamW
-from tpfuse.zero.gradient_buckets import GradientBuckets
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # each rank draws data of its own

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import tpfuse
 from tpfuse.train import options
 from tpfuse.train.config import _flags
 
@@ -81,6 +82,11 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert linked == {page.name for page in DOCS} - {"index.md"}
     listed = re.findall(r"^\w+$", (ROOT / "docs" / "index.md").read_text(), re.M)
     assert {f"{name}.md" for name in listed} == linked
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^\.\. automodule:: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert set(tpfuse._MODULES.values()) <= set(listed)
 
 
 def test_the_glossary_is_short() -> None:
