@@ -87,13 +87,13 @@ class LoneRank:
         self.memory = CudaMemory(group, torch.device("cpu"), 60.0, calls)
 
     def _board_made(self, calls: StandIn) -> None:
-        made = control_block.Board.__init__
+        made = control_block.ControlBlock.__init__
 
-        def make(this: control_block.Board, *arguments: Any) -> None:
+        def make(this: control_block.ControlBlock, *arguments: Any) -> None:
             made(this, *arguments)
             self._parts = this.parts
 
-        control_block.Board.__init__ = make  # type: ignore[method-assign]
+        control_block.ControlBlock.__init__ = make  # type: ignore[method-assign]
 
     def _follow(self) -> None:
         """The others come wherever this rank waits for them, until `alone`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tpfuse.comm import control_block, host
 from tpfuse.comm.connect import connect
-from tpfuse.comm.control_block import Board, Mapping
+from tpfuse.comm.control_block import ControlBlock, Mapping
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.testing.patience import wait_until
@@ -23,10 +23,10 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
 
-def _board(timeout: float = 60.0) -> Board:
+def _board(timeout: float = 60.0) -> ControlBlock:
     group = dist.group.WORLD
     assert group is not None
-    return Board(group, timeout)
+    return ControlBlock(group, timeout)
 
 
 def _open() -> tuple[int, int]:

@@ -145,7 +145,7 @@ class Part:
         return bytes(self.records[index, 8 * _WORDS :]).rstrip(b"\0").decode(errors="replace")
 
 
-class Board:
+class ControlBlock:
     """The board of one group of ranks, all on this host. Collective; raises Unavailable where it cannot be.
 
     step: the caller's step, for messages (-1: nobody told).

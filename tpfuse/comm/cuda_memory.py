@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
-from tpfuse.comm.host_coordinated_memory import BoardMemory
+from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.stream_watchdog import Pending, StreamWatchdog
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
 
-class CudaMemory(BoardMemory):
+class CudaMemory(HostCoordinatedMemory):
     """See `SymmetricMemory`. Raises Unavailable with the reason, on every rank.
 
     calls: what to ask in CUDA's place, for tests.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.control_block import Board
+from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -19,7 +19,7 @@ from tpfuse.comm.watchdog import Watchdog, write_flight_record
 class _Guard:
     """A class of its own, since contextlib's generators cost as much as a small collective's copies."""
 
-    def __init__(self, memory: "BoardMemory", op: str, kernel: bool) -> None:
+    def __init__(self, memory: "HostCoordinatedMemory", op: str, kernel: bool) -> None:
         self._memory, self._op, self._kernel = memory, op, kernel
 
     def __enter__(self) -> None:
@@ -31,11 +31,11 @@ class _Guard:
         self._memory.end(self._op, error)
 
 
-class BoardMemory(SymmetricMemory):
+class HostCoordinatedMemory(SymmetricMemory):
     """Symmetric memory of ranks that share a board. Raises Unavailable where the ranks do not share a host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        self.board = Board(group, timeout)
+        self.board = ControlBlock(group, timeout)
         super().__init__(group.rank(), group.size(), device, timeout)
         self.global_rank = self.board.ranks[self.rank]
         self._watchdog: Watchdog | None = None
@@ -100,7 +100,7 @@ class BoardMemory(SymmetricMemory):
             self._watchdog.unwatch()
 
     def _agree(self, what: str, op: str) -> None:
-        """`Board.agree`, after a Disagreement too."""
+        """`ControlBlock.agree`, after a Disagreement too."""
         self._recover()
         self.board.agree(what, op)
 

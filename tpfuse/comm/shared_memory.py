@@ -15,7 +15,7 @@ from torch import Tensor
 from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
 from tpfuse.comm.futex import Pace, load_acquire, store_release
-from tpfuse.comm.host_coordinated_memory import BoardMemory
+from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
@@ -24,7 +24,7 @@ _ZERO = np.zeros(1, np.int32)
 _LARGE = 2**24  # bytes of all ranks, from which on it is worth a look whether there is so much
 
 
-class SharedMemory(BoardMemory):
+class SharedMemory(HostCoordinatedMemory):
     """See `SymmetricMemory`. Raises Unavailable where the ranks do not share a host."""
 
     backend = "shm"

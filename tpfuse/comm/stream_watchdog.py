@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tpfuse.comm.control_block import Board
+from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.cuda_calls import Event
 from tpfuse.comm.errors import Disagreement, PeerTimeout
 from tpfuse.comm.futex import Stopwatch
@@ -34,7 +34,7 @@ class StreamWatchdog:
     alarm: makes the rank's kernels stop waiting; enter: what the thread does first. One per memory.
     """
 
-    def __init__(self, board: Board, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
+    def __init__(self, board: ControlBlock, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
         self._board, self._alarm = board, alarm
         self._pending: deque[Pending] = deque()
         self._failure: PeerTimeout | Disagreement | None = None

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tpfuse.comm.control_block import Board
+from tpfuse.comm.control_block import ControlBlock
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.futex import Stopwatch
 from tpfuse.comm.settings import settings
@@ -22,7 +22,7 @@ INTERVAL = 0.1  # seconds
 class Watchdog:
     """Watches one operation at a time of the rank that owns `board`."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: ControlBlock) -> None:
         self._board = board
         self._watched: tuple[str, Stopwatch] | None = None
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ def _look_often(reference: "weakref.ref[Looking]", awake: threading.Event, enter
         time.sleep(INTERVAL)
 
 
-def write_flight_record(board: Board, error: BaseException) -> None:
+def write_flight_record(board: ControlBlock, error: BaseException) -> None:
     """The last operations of every rank, as JSON in the folder of the settings, where `error` is a time-out.
 
     A disk that fails must not hide the error, which says all that matters.
