@@ -26,7 +26,7 @@ from triton._C.libtriton import interpreter as atomics
 
 from tpfuse.comm import host
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.futex import Pace, load_acquire, publish, store_release
+from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
 from tpfuse.comm.rendezvous import say
 
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
@@ -355,7 +355,7 @@ class ControlBlock:
     def _meet(self, place: int, value: int, op: str, *, heed_abort: bool) -> None:
         """Writes a number and waits until every rank's is as large."""
         store_release(self.mine.addresses[place : place + 1], np.array([value], np.int64))
-        pace = Pace()
+        pace = Backoff()
         for rank, part in enumerate(self.parts):
             while True:
                 if heed_abort and self.mine.abort[0]:

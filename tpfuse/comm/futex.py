@@ -61,7 +61,7 @@ class Stopwatch:
         return self._waited
 
 
-class Pace:
+class Backoff:
     """How a waiting process passes the time between two looks at a word. waited: seconds so far, of a `Stopwatch`."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.comm.control_block import Mapping
 from tpfuse.comm.errors import Unavailable
-from tpfuse.comm.futex import Pace, load_acquire, store_release
+from tpfuse.comm.futex import Backoff, load_acquire, store_release
 from tpfuse.comm.host_coordinated_memory import HostCoordinatedMemory
 from tpfuse.comm.probe import available_memory
 from tpfuse.comm.settings import settings
@@ -91,7 +91,7 @@ class SharedMemory(HostCoordinatedMemory):
         self.board.compare_with(peer)
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
-        pace = Pace()
+        pace = Backoff()
         while True:
             aborted, seen = self.board.aborted, int(view[0])
             if not aborted and wrapped(seen - value) >= 0:
