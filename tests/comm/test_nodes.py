@@ -16,7 +16,7 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.testing.nodes import counted, network_of, pretended_nodes, processes_in, run_on_nodes, why_not_permitted
 from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import RankError, pool
-from tpfuse.zero.reducer.backend import open_exchange
+from tpfuse.zero.reducer.backend import make_reducer
 from tpfuse.zero.reducer.base import BucketSpec
 
 
@@ -69,7 +69,7 @@ def test_where_there_is_nothing_to_gain_every_rank_hears_why(sizes: tuple[int, .
 
 def _reason(*sizes: int) -> str:
     with pretended_nodes(*sizes) as group:
-        exchange, reason = open_exchange([BucketSpec(64, torch.float32, torch.float32)], 1, group, CPU)
+        exchange, reason = make_reducer([BucketSpec(64, torch.float32, torch.float32)], 1, group, CPU)
         exchange.free()
         return reason
 

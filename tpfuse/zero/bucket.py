@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tpfuse.zero.bucket_layout import BucketLayout
-from tpfuse.zero.reducer.base import Exchange
+from tpfuse.zero.reducer.base import GradientReducer
 
 
 @dataclass(eq=False)
@@ -18,7 +18,7 @@ class Bucket:
     """
 
     layout: BucketLayout
-    exchange: Exchange
+    exchange: GradientReducer
     index: int
     kept: Tensor | None = None
     room: Tensor | None = None

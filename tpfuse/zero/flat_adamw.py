@@ -11,7 +11,7 @@ from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import DeviceStore, Staging, StateStore
 from tpfuse.zero.rectangles import Kept, Piece, pieces_of
-from tpfuse.zero.reducer.base import Exchange
+from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
 from tpfuse.zero.taken_parameters import count_write
 
@@ -84,7 +84,7 @@ class FlatAdamW:
         self._take_written()
         self._step += 1
         rates = Rates(lr, *self.betas, self.eps, self.weight_decay, self._step, factor)
-        updates: dict[Exchange, list[ShardUpdate]] = {}
+        updates: dict[GradientReducer, list[ShardUpdate]] = {}
         following: tuple[Tensor, ...] = ()
         for bucket, state in reversed(self._state.items()):
             update = ShardUpdate(

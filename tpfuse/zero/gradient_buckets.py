@@ -36,8 +36,8 @@ from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, KINDS, BucketLayout, Kind, plan_buckets
 from tpfuse.zero.equal_start import broadcast_model
 from tpfuse.zero.micro_batches import MicroBatches
-from tpfuse.zero.reducer.backend import open_exchange
-from tpfuse.zero.reducer.base import BucketSpec, Exchange
+from tpfuse.zero.reducer.backend import make_reducer
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.inter_node import Compression
 from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gradient
 
@@ -139,11 +139,11 @@ class GradientBuckets(MicroBatches):
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
             families.setdefault((groups[layout.kind], sent), []).append(layout)
-        places: dict[int, tuple[Exchange, int]] = {}
-        self.exchanges: list[Exchange] = []
+        places: dict[int, tuple[GradientReducer, int]] = {}
+        self.exchanges: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
-            exchange, reason = open_exchange(specs, self.stage, group, device, compression=compression)
+            exchange, reason = make_reducer(specs, self.stage, group, device, compression=compression)
             self.exchanges.append(exchange)
             self.reasons.append(reason)
             places |= {id(layout): (exchange, index) for index, layout in enumerate(family)}

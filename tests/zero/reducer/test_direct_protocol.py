@@ -16,7 +16,7 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.reducer import direct as direct_exchange
-from tpfuse.zero.reducer.base import BucketSpec, Exchange
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 STAGES = (0, 1, 2)
@@ -47,7 +47,7 @@ def gradients(step: int, index: int, world: int, size: int) -> Tensor:
     return integers(10 * step + index, world, size, low=-3, high=3)
 
 
-def compute(exchange: Exchange, expected: list[Tensor]) -> None:
+def compute(exchange: GradientReducer, expected: list[Tensor]) -> None:
     """Reads all parameters, as forward and backward passes do."""
     for index, values in enumerate(expected):
         assert torch.equal(exchange.values(index), values)
@@ -70,7 +70,7 @@ class Twice:
 
 
 def one_step(
-    exchange: Exchange,
+    exchange: GradientReducer,
     memory: SimulatedMemory,
     step: int,
     expected: list[Tensor],
@@ -104,7 +104,7 @@ def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32
     """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
     nodes = 1 if hop is None else 2
     name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
-    exchange = current(direct_exchange).DirectExchange(specs(memory.world, sent), stage, memory, name, hop)
+    exchange = current(direct_exchange).DirectReducer(specs(memory.world, sent), stage, memory, name, hop)
     expected = [torch.zeros(spec.size) for spec in exchange.specs]
     for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
         one_step(exchange, memory, step, expected, update, sums, nodes)
@@ -120,7 +120,7 @@ def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32
 def late(memory: SimulatedMemory, stage: int) -> None:
     """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
     made = specs(memory.world, torch.float32)
-    exchange = current(direct_exchange).DirectExchange(made, stage, memory, f"exchange of stage {stage}")
+    exchange = current(direct_exchange).DirectReducer(made, stage, memory, f"exchange of stage {stage}")
     expected = [torch.zeros(spec.size) for spec in exchange.specs]
     one_step(exchange, memory, 0, expected, True, True)
     with pytest.raises(PeerTimeout):
@@ -139,11 +139,11 @@ def late(memory: SimulatedMemory, stage: int) -> None:
     one_step(exchange, memory, 3, expected, True, False)
 
 
-EXCHANGE = direct_exchange.DirectExchange
+EXCHANGE = direct_exchange.DirectReducer
 STALE = {"old": "self._first + index + 1", "by": "self._first + index"}
 
 
-class TestDirectExchange(ProtocolSuite):
+class TestDirectReducer(ProtocolSuite):
     modules = (direct_exchange,)
     needed = (direct_exchange,)
     unneeded: ClassVar = {
@@ -210,7 +210,7 @@ def test_unequal_rooms_do_not_meet() -> None:
 
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
-            exchange = direct_exchange.DirectExchange(specs(2, torch.float16), stage, memory, f"exchange {stage}")
+            exchange = direct_exchange.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
             rooms: list[Any] = [exchange.room(0)] if stage == 2 else [exchange.room(i) for i in range(4)]
             spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(exchange.values, range(4))])
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -21,8 +21,8 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import DeviceStore
 from tpfuse.zero.reducer import fused as fused_exchange
 from tpfuse.zero.reducer.base import BucketSpec
-from tpfuse.zero.reducer.direct import DirectExchange
-from tpfuse.zero.reducer.fused import FusedExchange
+from tpfuse.zero.reducer.direct import DirectReducer
+from tpfuse.zero.reducer.fused import FusedReducer
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
         parameter.data.copy_(normal(seed, *parameter.shape))
     with implementation(name):
         buckets = GradientBuckets(model, stage=stage, data_group=group, bucket_bytes=700)
-        kind = FusedExchange if name == "fused" else DirectExchange
+        kind = FusedReducer if name == "fused" else DirectReducer
         assert [type(exchange) for exchange in buckets.exchanges] == [kind]
         optimizer = FlatAdamW(buckets, weight_decay=0.1)
         norms = []
@@ -74,7 +74,7 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
             """Values are read before and after; AdamW that remembers nothing takes a step of lr against the sign."""
             world = memory.world
             specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
-            exchange = module.FusedExchange(specs, stage, memory, "exchange")
+            exchange = module.FusedReducer(specs, stage, memory, "exchange")
             moments = [[torch.zeros(len(exchange.shard(i))) for _ in range(2)] for i in range(4)]
             ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
             for step in range(1, 4):
@@ -119,14 +119,14 @@ def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
 
 
 FAULTS = {
-    "the whole's beginning": (replace(FusedExchange._sum_part, "place.start", by="0", call="shard_sum"), (2, True)),
+    "the whole's beginning": (replace(FusedReducer._sum_part, "place.start", by="0", call="shard_sum"), (2, True)),
     "another shard is written": (
-        replace(FusedExchange._sweep, "shard.start", by="0", call="sharded_adamw_"),
+        replace(FusedReducer._sweep, "shard.start", by="0", call="sharded_adamw_"),
         (1, True),
     ),
     "old sums": (
         replace(
-            FusedExchange._sweep,
+            FusedReducer._sweep,
             "room[self.memory.rank] if sums is None else sums",
             by="room[self.memory.rank]",
             call="sharded_adamw_",

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from tpfuse.comm.choice import Choice, choose
 from tpfuse.comm.nodes import split_by_node, why_not_split
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.zero.reducer.base import Alone, BucketSpec, Exchange
-from tpfuse.zero.reducer.collective import CollectiveExchange
-from tpfuse.zero.reducer.direct import DirectExchange
-from tpfuse.zero.reducer.fused import FusedExchange
+from tpfuse.zero.reducer.base import Alone, BucketSpec, GradientReducer
+from tpfuse.zero.reducer.collective import CollectiveReducer
+from tpfuse.zero.reducer.direct import DirectReducer
+from tpfuse.zero.reducer.fused import FusedReducer
 from tpfuse.zero.reducer.inter_node import Compression, NodeHop
 
 _numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
 
 
-def open_exchange(
+def make_reducer(
     specs: Sequence[BucketSpec],
     stage: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
     *,
     compression: Compression | None = None,
-) -> tuple[Exchange, str]:
+) -> tuple[GradientReducer, str]:
     """The exchange for these buckets, and the reason for its kind. Collective.
 
     compression: of what passes between nodes; nothing is compressed within one.
@@ -47,11 +47,11 @@ def open_exchange(
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return exchange, f"{where}, within one {within.implementation}: {within.reason}"
         reason += f"; {why_not_split(group) if within is None else within.reason}"
-    return CollectiveExchange(specs, stage, group, device), f"collective: {reason}"
+    return CollectiveReducer(specs, stage, group, device), f"collective: {reason}"
 
 
-def _kind(choice: Choice) -> type[DirectExchange]:
-    return FusedExchange if choice.implementation == "fused" else DirectExchange
+def _kind(choice: Choice) -> type[DirectReducer]:
+    return FusedReducer if choice.implementation == "fused" else DirectReducer
 
 
 def _name(memory: SymmetricMemory) -> str:

@@ -61,7 +61,7 @@ def squared(block: Tensor) -> float:
     return float(torch.dot(block, block))
 
 
-class Exchange(ABC):
+class GradientReducer(ABC):
     """The buckets of one group. Every rank calls the same methods in the same order.
 
     stage: 0, 1 or 2; world: ranks that share the buckets; place: which shard is this rank's, of `world`; traffic: bytes
@@ -171,7 +171,7 @@ class OnDemand:
         self._made.pop(index, None)
 
 
-class Alone(Exchange):
+class Alone(GradientReducer):
     """One rank: nothing is exchanged."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:

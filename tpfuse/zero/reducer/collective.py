@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.handle import DONE, Handle
-from tpfuse.zero.reducer.base import BucketSpec, Exchange, OnDemand
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, OnDemand
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _UNDER_WAY = 2  # buckets of stage 2 that are being reduced at once
 
 
-class CollectiveExchange(Exchange):
+class CollectiveReducer(GradientReducer):
     """Ranks that share no memory: NCCL, or Gloo."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:

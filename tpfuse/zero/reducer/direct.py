@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
-from tpfuse.zero.reducer.base import BucketSpec, Exchange, squared
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
 from tpfuse.zero.reducer.inter_node import NodeHop
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
@@ -35,7 +35,7 @@ _ALIGNED = 64  # bytes
 ROOMS = 3  # at most: one for each bucket is enough
 
 
-class DirectExchange(Exchange):
+class DirectReducer(GradientReducer):
     """Ranks of one host or, with `hop`, of one node.
 
     memory: theirs; name: of this exchange in it; hop: to the ranks in this rank's place on the other nodes.

@@ -2,7 +2,7 @@
 
 `tpfuse.kernels.shard_sum` sums a shard during the backward pass; `tpfuse.kernels.sharded_adamw` updates it and writes
 the new parameters to all ranks, in one sweep with the sums where nobody has asked for them. Both bring their own rounds
-of signals; the counters of `DirectExchange` order what is copied: whole sums at stage 0, what crosses nodes, the
+of signals; the counters of `DirectReducer` order what is copied: whole sums at stage 0, what crosses nodes, the
 parameters of a state that lies on the host.
 
 A room of stage 2 is filled again behind the sum of the next one, which every rank begins after it has read this one.
@@ -18,14 +18,14 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
-from tpfuse.zero.reducer.direct import SENT, DirectExchange
+from tpfuse.zero.reducer.direct import SENT, DirectReducer
 from tpfuse.zero.reducer.inter_node import NodeHop
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _LEAST_SLOT = 16  # bytes: nothing passes through the channel but signals
 
 
-class FusedExchange(DirectExchange):
+class FusedReducer(DirectReducer):
     """CUDA ranks that reach each other's memory; on CPUs interpreted."""
 
     def __init__(
