@@ -54,7 +54,7 @@ def compute(exchange: GradientReducer, expected: list[Tensor]) -> None:
 
 
 class Twice:
-    """In the place of `NodeHop`: another node has the same gradients, and no part of the shards."""
+    """In the place of `InterNodeReducer`: another node has the same gradients, and no part of the shards."""
 
     nodes, node = 1, 0
 

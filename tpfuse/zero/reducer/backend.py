@@ -14,7 +14,7 @@ from tpfuse.zero.reducer.base import Alone, BucketSpec, GradientReducer
 from tpfuse.zero.reducer.collective import CollectiveReducer
 from tpfuse.zero.reducer.direct import DirectReducer
 from tpfuse.zero.reducer.fused import FusedReducer
-from tpfuse.zero.reducer.inter_node import Compression, NodeHop
+from tpfuse.zero.reducer.inter_node import Compression, InterNodeReducer
 
 _numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
 
@@ -42,7 +42,7 @@ def make_reducer(
         nodes = split_by_node(group)
         within = None if nodes is None else choose(device, specs[0].sent, nodes.within)
         if nodes is not None and within is not None and within.memory is not None:
-            hop = NodeHop(nodes.across, compression)
+            hop = InterNodeReducer(nodes.across, compression)
             exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return exchange, f"{where}, within one {within.implementation}: {within.reason}"

@@ -27,7 +27,7 @@ from torch import Tensor
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
-from tpfuse.zero.reducer.inter_node import NodeHop
+from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 SENT, SUMMED, DONE, ENDED = range(4)
@@ -42,7 +42,12 @@ class DirectReducer(GradientReducer):
     """
 
     def __init__(
-        self, specs: Sequence[BucketSpec], stage: int, memory: SymmetricMemory, name: str, hop: NodeHop | None = None
+        self,
+        specs: Sequence[BucketSpec],
+        stage: int,
+        memory: SymmetricMemory,
+        name: str,
+        hop: InterNodeReducer | None = None,
     ) -> None:
         """Collective."""
         nodes, node = (1, 0) if hop is None else (hop.nodes, hop.node)

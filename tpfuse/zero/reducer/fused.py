@@ -19,7 +19,7 @@ from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.direct import SENT, DirectReducer
-from tpfuse.zero.reducer.inter_node import NodeHop
+from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 _LEAST_SLOT = 16  # bytes: nothing passes through the channel but signals
@@ -29,7 +29,12 @@ class FusedReducer(DirectReducer):
     """CUDA ranks that reach each other's memory; on CPUs interpreted."""
 
     def __init__(
-        self, specs: Sequence[BucketSpec], stage: int, memory: SymmetricMemory, name: str, hop: NodeHop | None = None
+        self,
+        specs: Sequence[BucketSpec],
+        stage: int,
+        memory: SymmetricMemory,
+        name: str,
+        hop: InterNodeReducer | None = None,
     ) -> None:
         """Collective."""
         super().__init__(specs, stage, memory, name, hop)

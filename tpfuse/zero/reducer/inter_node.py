@@ -47,7 +47,7 @@ class Compression(Protocol):
         """Goes on from what `state_dict` returned on this rank. Raises ValueError where it is of another kind."""
 
 
-class NodeHop:
+class InterNodeReducer:
     """group: the ranks in this rank's place on all nodes; its numbers are the nodes'."""
 
     def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
