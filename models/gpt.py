@@ -35,14 +35,16 @@ from tpfuse.models.gpt_config import GPTConfig as GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
 from tpfuse.ops.dropout import dropout_keys
-from tpfuse.parallel.context import ONE_RANK, Balance, Context, Schedule, Spread
+from tpfuse.parallel.context import ONE_RANK, Balance, ContextParallel, Schedule, ShardedBatch
 from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_whole
 
 
 class Transformer(nn.Module):
     """Embeddings, blocks and the last norm, under Hugging Face's prefix."""
 
-    def __init__(self, config: GPTConfig, mesh: DeviceMesh | None, context: Context, recompute: Recompute) -> None:
+    def __init__(
+        self, config: GPTConfig, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
+    ) -> None:
         super().__init__()
         width = config.n_embd
         self.wte = VocabParallelEmbedding(config.vocab_size, width, sequence_parallel=True, device_mesh=mesh)
@@ -61,7 +63,7 @@ class GPT(nn.Module):
     pass, of `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
     `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
 
-    Context ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
+    ContextParallel ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
     as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a configuration that the
     meshes cannot hold.
     """
@@ -85,7 +87,7 @@ class GPT(nn.Module):
         config.check(self.tp)
         check_recompute(recompute)
         self.recompute = recompute
-        self.context = Context(context_mesh, context_schedule, context_balance)
+        self.context = ContextParallel(context_mesh, context_schedule, context_balance)
         self.context.check(config.n_positions, config.n_head // self.tp)
         with torch.device("meta"):
             self.transformer = Transformer(config, mesh, self.context, recompute)
@@ -163,7 +165,7 @@ class GPT(nn.Module):
         self,
         dropout_at: tuple[int, int] | None,
         sequences_B: Tensor | None,
-        spread: Spread,
+        spread: ShardedBatch,
         rows_m: Tensor,
         positions_m: Tensor,
     ) -> DropoutState | None:

@@ -24,7 +24,7 @@ from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt_config import GPTConfig
 from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.activation import activation
-from tpfuse.parallel.context import Context, Spread
+from tpfuse.parallel.context import ContextParallel, ShardedBatch
 from tpfuse.parallel.recompute import Recompute, recomputed
 
 ACTIVATION = "gelu_tanh"
@@ -44,7 +44,7 @@ class Attention(nn.Module):
     """Causal self-attention; each rank computes its heads."""
 
     def __init__(
-        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context, recompute: Recompute
+        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
     ) -> None:
         super().__init__()
         self.layer, self.context, self.length = layer, context, config.n_positions
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self,
         x_mC: Tensor,
         residual_mC: Tensor,
-        spread: Spread,
+        spread: ShardedBatch,
         state: DropoutState | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
@@ -133,7 +133,7 @@ class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and beside a residual path."""
 
     def __init__(
-        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: Context, recompute: Recompute
+        self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
     ) -> None:
         super().__init__()
         norm = partial(
@@ -149,7 +149,9 @@ class Block(nn.Module):
         self.ln_2 = norm()
         self.mlp = MLP(config, layer, mesh, recompute)
 
-    def forward(self, x_mC: Tensor, spread: Spread, state: DropoutState | None, cache: KeyValueCache | None) -> Tensor:
+    def forward(
+        self, x_mC: Tensor, spread: ShardedBatch, state: DropoutState | None, cache: KeyValueCache | None
+    ) -> Tensor:
         x_mC = self.attn(self.ln_1(x_mC), x_mC, spread, state, cache)
         z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
         return z_mC

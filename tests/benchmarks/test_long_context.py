@@ -1,4 +1,4 @@
-"""Context-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
+"""ContextParallel-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
 
 import sys
 

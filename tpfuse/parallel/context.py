@@ -71,7 +71,7 @@ def check_context(length: int, heads: int, ranks: int, schedule: str, balance: s
         )
 
 
-class Context:
+class ContextParallel:
     """The ranks that share sequences.
 
     mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which is then what "auto"
@@ -128,31 +128,31 @@ class Context:
             schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)
         return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
 
-    def spread(self, ids_BT: Tensor) -> "Spread":
+    def spread(self, ids_BT: Tensor) -> "ShardedBatch":
         """How the ranks share these sequences.
 
         Raises ValueError for sequences that have fewer tokens than there are ranks.
         """
         batch, length = ids_BT.shape
         if not self.groups:
-            return Spread(self, batch, length, length, torch.arange(length, device=ids_BT.device), None)
+            return ShardedBatch(self, batch, length, length, torch.arange(length, device=ids_BT.device), None)
         layout = SequenceLayout(length, self.size, self.balance, self.ulysses)
         positions = layout.positions(self.rank, ids_BT.device).clamp(max=length - 1)
-        return Spread(self, batch, length, layout.local_length, positions, layout)
+        return ShardedBatch(self, batch, length, layout.local_length, positions, layout)
 
 
-ONE_RANK = Context(None)
+ONE_RANK = ContextParallel(None)
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardedBatch:
     """A batch of sequences on the ranks of a context.
 
     length: of a whole sequence; local_length: this rank's tokens of each, padding among them; positions: [local_length]
     int64, where they are in the sequence (padding: at its end). layout: None for one rank.
     """
 
-    context: Context
+    context: ContextParallel
     batch: int
     length: int
     local_length: int

@@ -28,7 +28,7 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.ring_attention import ring_attention as ring_module
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
-from tpfuse.parallel.context import Context
+from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.cases import naming
 from tpfuse.testing.compare import Yardstick
 from tpfuse.testing.inputs import normal
@@ -594,7 +594,7 @@ def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[s
         computed.clear()
         said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
     taken = {decision.taken for decision in found.decisions.values()}
-    context = Context(DeviceMesh.from_group(way.group, "cpu"))
+    context = ContextParallel(DeviceMesh.from_group(way.group, "cpu"))
     return said, computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
 
 
