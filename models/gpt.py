@@ -63,9 +63,9 @@ class GPT(nn.Module):
     pass, of `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
     `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
 
-    ContextParallel ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed over them
-    as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a configuration that the
-    meshes cannot hold.
+    Context-parallel ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed
+    over them as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a configuration that
+    the meshes cannot hold.
     """
 
     def __init__(

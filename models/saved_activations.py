@@ -13,7 +13,7 @@ the GELU, and behind it (`tpfuse.parallel.recompute` says what is left out of it
     full       C
 
 Tensor-parallel ranks keep these of m = M / tp tokens where nothing is gathered, which is in the norms and in the inputs
-of first layers, and of all M tokens their share of features and heads elsewhere. ContextParallel-parallel ranks have fewer
+of first layers, and of all M tokens their share of features and heads elsewhere. Context-parallel ranks have fewer
 tokens. Outside the blocks: ids and positions, the last norm, and the gradients that the loss makes in its forward pass.
 
 Under autocast the inputs of norms have the parameters' dtype and all else has the dtype of products. Each linear layer

@@ -1,4 +1,4 @@
-"""ContextParallel-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
+"""Context-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
 
 import sys
 

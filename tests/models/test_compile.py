@@ -88,7 +88,7 @@ def test_tensor_parallel_models_are_one_graph() -> None:
 
 
 def _context_parallel(ulysses: int) -> None:
-    """ContextParallel ranks have one graph too: what they exchange in attention is one of its nodes."""
+    """Context-parallel ranks have one graph too: what they exchange in attention is one of its nodes."""
     mesh = context_mesh(mesh_of(1, 1, dist.get_world_size(), ulysses))
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh)
     initialize(model, 1)

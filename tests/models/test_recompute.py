@@ -9,7 +9,7 @@ the second norm; what is before the GELU, and behind it:
     full       C
 
 Tensor-parallel ranks keep these of m = M / tp tokens where nothing is gathered, which is in the norms and in the inputs
-of first layers, and of all M tokens their share of the features elsewhere. ContextParallel-parallel ranks have fewer tokens.
+of first layers, and of all M tokens their share of the features elsewhere. Context-parallel ranks have fewer tokens.
 """
 
 import itertools

@@ -32,7 +32,7 @@ class ModelOptions:
     n_embd: int = 128
     """Width of the model, a multiple of n_head."""
     n_positions: int = 128
-    """ContextParallel length in tokens."""
+    """Context length in tokens."""
     bias: bool = True
     """Whether linear layers and norms have biases."""
     dropout: float = 0.0
