@@ -6,17 +6,16 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.layout import local_tensor
-from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
@@ -50,9 +49,9 @@ def options_for(layout: Layout, dtype: str = "float64", accumulation: int = 1) -
     )
 
 
-def made(options: TrainCommand, mesh: DeviceMesh | None = None) -> tuple[Trainer, Windows]:
-    parallel = options.parallel
-    if dist.get_world_size() > 1 and mesh is None:
+def made(options: TrainCommand) -> tuple[Trainer, Windows]:
+    parallel, mesh = options.parallel, None
+    if dist.get_world_size() > 1:
         mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % CONFIG.vocab_size).astype(np.uint16)
@@ -222,7 +221,7 @@ def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
 
     def fresh(stage: int, dtype: str) -> tuple[Trainer, Windows]:
         powersgd = {"compression": "powersgd", "powersgd_rank": 1}
-        trainer, windows = made(options_for((stage, 4, 1, 1, 1, powersgd), dtype), mesh)
+        trainer, windows = made(options_for((stage, 4, 1, 1, 1, powersgd), dtype))
         assert "2 nodes of 2 ranks" in trainer.exchanged_by
         return trainer, windows
 
@@ -233,8 +232,8 @@ def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
         kept = {name: parts for name, parts in trainer.parts().items() if name.startswith("powersgd.")}
         return [part.tensor.clone() for name, (part,) in kept.items() if name.endswith("error")]
 
-    with pretended_nodes(2, 2):
-        mesh = build_mesh("cpu", dp=4, tp=1)
+    with pretended_nodes(2, 2) as group, mock.patch.object(trainer_module, "flat_group") as flat_group:
+        flat_group.side_effect = lambda mesh, *names: None if names == ("tp",) else group
         straight, windows = fresh(stage, dtype)
         steps(straight, windows)
         parts, state = straight.parts(), straight.state()
