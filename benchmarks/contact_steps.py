@@ -347,11 +347,11 @@ def _tune(
     if monotonic() > tuner.deadline:
         raise Later  # not all was tried
     row: Row = {"passed": best is not None, "said": list(said)}
-    return row | ({"key": place.key, "best": asdict(best)} if best is not None else {"error": said[-1]})
+    return row | ({"best": asdict(best)} if best is not None else {"error": said[-1]})
 
 
 def _write_table(plan: Plan, operator: str) -> None:
     found = [row for row in read(plan.out) if row["step"] == f"tune: {operator}" and "best" in row]
-    best = {(row["key"][0], row["key"][1], row["key"][2]): Configuration(**row["best"]) for row in found}
+    best = [Configuration(**row["best"]) for row in found]
     text = with_rows(configurations.TABLE.read_text(encoding="utf-8"), best)
     (plan.out / f"configurations-{operator}.toml").write_text(text, encoding="utf-8")
