@@ -13,7 +13,7 @@ import torch
 import tpfuse.kernels
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import all_gather, all_reduce, all_to_all, endpoint, reduce_scatter, signal_wait, signals
-from tpfuse.ops.linear import engine_gather
+from tpfuse.ops.linear import engine_gather, engine_scatter
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.explore.mutants import Mutant, mutants_of
 from tpfuse.testing.inputs import integers
@@ -133,7 +133,7 @@ def test_every_synchronisation_line_of_a_kernel_belongs_to_a_suite() -> None:
     """A kernel that signals has a suite in a file like this one, which deletes its lines."""
     names = [module.name for module in pkgutil.iter_modules([str(Path(signals.__file__).parent)])]
     kernels = [importlib.import_module(f"{tpfuse.kernels.__name__}.{name}") for name in names]
-    lines = _lines(mutants_of(*kernels, engine_gather))  # the latter signals between copies, by the host
+    lines = _lines(mutants_of(*kernels, engine_gather, engine_scatter))  # these signal between copies, by the host
     tested = {line for suite in _suites() for line in _lines(mutants_of(*suite.needed, among=suite.modules))}
     assert {module for module, _ in tested} <= {module for module, _ in lines}
     left = {module for module, _ in lines - tested}

@@ -22,7 +22,6 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from tpfuse.comm import host
@@ -171,18 +170,11 @@ class NodePool(RankPool):
 
     def _start(self) -> None:
         self._nodes = NetworkNodes()
-        context, deterministic = self._context(), torch.are_deterministic_algorithms_enabled()
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE}
         meeting = f"tcp://{ADDRESSES[0]}:{_PORT}"
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            args = (rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
             place = self._nodes.place(rank // RANKS_PER_NODE)
-            process = context.Process(target=_serve_on_node, args=(*place, environment, *args), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+            self._start_rank(rank, meeting, _serve_on_node, *place, environment)
 
     def close(self) -> None:
         """Ends the ranks and the nodes at once."""

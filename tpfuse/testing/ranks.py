@@ -169,22 +169,25 @@ class RankPool:
         return multiprocessing.get_context("spawn") if torch.cuda.is_available() else _server()
 
     def _start(self) -> None:
-        context = self._context()
         self._folder = tempfile.mkdtemp(prefix="tpfuse-ranks-")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for rank in range(self.world):
+            self._start_rank(rank, f"file://{self._folder}/store", serve_in, dict(os.environ))
+
+    def _start_rank(self, rank: int, meeting: str, target: Callable[..., None], *first: object) -> None:
+        """Start the process of a rank, which calls `target` with `first` and then the arguments of `serve`."""
         deterministic = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
-        for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            meeting = f"file://{self._folder}/store"
-            args = (rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
-            process = context.Process(target=serve_in, args=(dict(os.environ), *args), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._connections.append(ours)
+        context = self._context()
+        ours, theirs = context.Pipe()
+        args = (*first, rank, self.world, meeting, patient(self.timeout), deterministic, theirs)
+        process = context.Process(target=target, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        self._processes.append(process)
+        self._connections.append(ours)
 
     def close(self) -> None:
         """Ends the ranks at once."""
