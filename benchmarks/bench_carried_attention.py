@@ -29,7 +29,7 @@ from tpfuse.kernels.ring_attention_backward import ring_attention_delta, ring_at
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 
 PLAIN = "attention"
 
@@ -95,13 +95,13 @@ class _Rank:
         """ "" where one head of keys, with the queries that use it, is as near to float64 as the tests want it."""
         group = self.shape.H // self.shape.Hk
         inputs = {"q": self.q[:, :group], "k": self.k[:, :1], "v": self.v[:, :1]}
-        yardstick = Yardstick(lambda q, k, v: self._reference(q, k, v), inputs, self.grad[:, :group])
+        expected = Expected(lambda q, k, v: self._reference(q, k, v), inputs, self.grad[:, :group])
         try:
             with poisoned():
                 out, lse = self.forward()
                 dq, dk, dv = self.backward(out, lse)
             for name, x, heads in (("out", out, group), ("q", dq, group), ("k", dk, 1), ("v", dv, 1)):
-                yardstick.check(name, x[:, :heads].to(self.q.dtype))
+                expected.check(name, x[:, :heads].to(self.q.dtype))
         except Exception as error:
             return one_line(error)
         return ""

@@ -37,7 +37,7 @@ from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.one_process import OneProcess
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
@@ -100,11 +100,9 @@ def _verdict(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     if bias is not None:
         inputs["bias"] = _narrow(bias, activation)
     columns = min(_COLUMNS, found.shape[1])
-    yardstick = Yardstick(
-        partial(reference.linear, activation_name=activation), inputs, found.new_ones(len(x), columns)
-    )
+    expected = Expected(partial(reference.linear, activation_name=activation), inputs, found.new_ones(len(x), columns))
     try:
-        yardstick.check("out", found[:, :columns])
+        expected.check("out", found[:, :columns])
     except AssertionError as error:
         return one_line(error)
     return ""

@@ -39,7 +39,7 @@ from tpfuse.comm.mesh import build_mesh
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.models.gpt import GPTConfig
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import parse_train
@@ -99,7 +99,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice, yardstick: Yardstick) -> None:
+def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice, expected: Expected) -> None:
     assert x.grad is not None
     found = {"x": x.grad, "out": out.detach()}
     gradients = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
@@ -107,8 +107,8 @@ def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice,
     for key, actual in found.items():
         place = part if key in ("x", "out") else slice(None)
         if name == OURS:
-            yardstick.check(key, actual, place)
-        truth = yardstick.truth[key][place]
+            expected.check(key, actual, place)
+        truth = expected.float64[key][place]
         torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
 
@@ -120,7 +120,7 @@ def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
     shapes |= {"down": (width, 4 * width), "down_bias": (width,)}
     inputs = {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()}
     grad = torch.randn(tokens, width, generator=generator)
-    yardstick = Yardstick(_mlp, inputs, grad)
+    expected = Expected(_mlp, inputs, grad)
     share = tokens // dist.get_world_size()
     part = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
     mesh = None if alone else init_device_mesh("cpu", (dist.get_world_size(),))
@@ -129,7 +129,7 @@ def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
         models[OURS] = _tpfuse_mlp(*_linears(inputs), mesh)
     for name, model in models.items():
         _calls[name] = call = _forward_and_backward(model, inputs["x"][part].clone().requires_grad_(), grad[part])
-        _check_mlp(name, model, *call(), part, yardstick)
+        _check_mlp(name, model, *call(), part, expected)
 
 
 def _forward_and_backward(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:

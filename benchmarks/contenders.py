@@ -1,6 +1,6 @@
 """Differentiable operators as contenders: the three-way check of each, and its forward and backward pass as works.
 
-Every contender is a function of the same named inputs that returns one tensor. The yardstick is that of the tests
+Every contender is a function of the same named inputs that returns one tensor. The tolerance is that of the tests
 (`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype says how large an
 error may be. While ours is checked, memory that nobody wrote is NaN.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness import OURS, Stage, Work
 from benchmarks.timing import Contender, one_line
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 
 Function = Callable[..., Tensor]
 
@@ -44,15 +44,15 @@ class Operator:
     def check(self) -> dict[str, str]:
         """Verdict by name: "" where the output and every gradient are within the bound of the tests."""
         inputs = {name: self.narrow(name, x) for name, x in self.inputs.items()}
-        yardstick = Yardstick(self.reference, inputs, self.narrow("grad", self.grad))
-        return {name: self._verdict(name, function, yardstick) for name, function in self.functions.items()}
+        expected = Expected(self.reference, inputs, self.narrow("grad", self.grad))
+        return {name: self._verdict(name, function, expected) for name, function in self.functions.items()}
 
-    def _verdict(self, name: str, function: Function, yardstick: Yardstick) -> str:
+    def _verdict(self, name: str, function: Function, expected: Expected) -> str:
         try:
             with poisoned() if name == OURS else contextlib.nullcontext():
                 found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
             for tensor, x in found.items():
-                yardstick.check(tensor, None if x is None else self.narrow(tensor, x))
+                expected.check(tensor, None if x is None else self.narrow(tensor, x))
         except Exception as error:
             return one_line(error)
         return ""

@@ -7,7 +7,7 @@ from torch import Tensor
 from tpfuse.kernels import activations, reference
 from tpfuse.kernels.activations import activate, activation_gradient
 from tpfuse.kernels.launch import launch
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 
 NAMES = [name for name in activations.ACTIVATIONS if name not in activations.GATED]
@@ -50,10 +50,10 @@ def _torch(x: Tensor, grad: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
 def test_value_and_gradient(name: str | None) -> None:
     x = torch.cat([normal(1, 800) * 3, torch.linspace(-12, 12, 201)])
     grad = normal(2, len(x))
-    yardstick = Yardstick(lambda x: reference.activation(x, name), {"x": x}, grad)
+    expected = Expected(lambda x: reference.activation(x, name), {"x": x}, grad)
     out, grad_x = _run(x, grad, name)
-    yardstick.check("out", out)
-    yardstick.check("x", grad_x)
+    expected.check("out", out)
+    expected.check("x", grad_x)
 
 
 @pytest.mark.parametrize("name", NAMES)

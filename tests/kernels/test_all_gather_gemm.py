@@ -18,7 +18,7 @@ from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.linear.engine_gather import EngineGather
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
@@ -102,13 +102,13 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
     inputs = {"x": normal(1, 2 * m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
     for bias in (None, normal(3, n, dtype=dtype)):
         given = inputs if bias is None else inputs | {"bias": bias}
-        pre = Yardstick(reference.linear, given, torch.zeros(2 * m, n))
+        pre = Expected(reference.linear, given, torch.zeros(2 * m, n))
         width = n // 2 if activation in GATED else n
 
         def whole(**tensors: Tensor) -> Tensor:
             return reference.linear(activation_name=activation, **tensors)
 
-        full = Yardstick(whole, given, torch.zeros(2 * m, width))
+        full = Expected(whole, given, torch.zeros(2 * m, width))
 
         def program(memory: SimulatedMemory, bias: Tensor | None = bias, pre: Any = pre, full: Any = full) -> None:
             x = inputs["x"].chunk(2)[memory.rank]

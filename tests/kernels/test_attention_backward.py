@@ -8,7 +8,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -42,10 +42,10 @@ def _backward(inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> tuple[
     return attention_backward(grad[..., :-1], **inputs, out=out, lse=lse, grad_lse=grad[..., -1].float(), **options)
 
 
-def _check(yardstick: Yardstick, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
+def _check(expected: Expected, gradients: tuple[Tensor, Tensor, Tensor]) -> None:
     for name, gradient in zip("qkv", gradients, strict=True):
         assert gradient.transpose(1, 2).is_contiguous()
-        yardstick.check(name, gradient)
+        expected.check(name, gradient)
 
 
 CASES: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (  # B, H, Hk, Tq, Tk, D
@@ -80,8 +80,8 @@ LARGE: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
 def test_against_reference(shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype) -> None:
     inputs = _inputs(shape, dtype)
     grad = _gradient(inputs)
-    yardstick = Yardstick(lambda **x: _both(*reference.attention(**x, **options)), inputs, grad)
-    _check(yardstick, _backward(inputs, grad, **options))
+    expected = Expected(lambda **x: _both(*reference.attention(**x, **options)), inputs, grad)
+    _check(expected, _backward(inputs, grad, **options))
 
 
 @pytest.mark.parametrize("queries", [1, 16])
@@ -120,7 +120,7 @@ def test_dropout(options: dict[str, Any], size: int, dtype: torch.dtype) -> None
 
     grad = _gradient(inputs)
     dropout = {"dropout_p": 0.3, "dropout_key": torch.tensor(key), "head_rows": head_rows, "dropout_width": width}
-    _check(Yardstick(dropped, inputs, grad), _backward(inputs, grad, **options, **dropout))
+    _check(Expected(dropped, inputs, grad), _backward(inputs, grad, **options, **dropout))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_documents(options: dict[str, Any], dtype: torch.dtype) -> None:
         ]
         return torch.cat(parts, dim=2)
 
-    _check(Yardstick(apart, inputs, grad), (dq, dk, dv))
+    _check(Expected(apart, inputs, grad), (dq, dk, dv))
     assert not dk[:, :, 140:].any() and not dv[:, :, 140:].any()
 
 
@@ -230,10 +230,10 @@ def test_lse_of_more_keys() -> None:
     for first, last in ((0, 60), (60, 100)):
         keys = {name: inputs[name][:, :, first:last] for name in "kv"}
         halves.append(attention_backward(grad[..., :-1], inputs["q"], **keys, **common, **options, k_offset=first))
-    yardstick = Yardstick(lambda **x: _both(*reference.attention(**x, **options)), inputs, grad)
-    yardstick.check("q", halves[0][0] + halves[1][0])
-    yardstick.check("k", torch.cat([halves[0][1], halves[1][1]], dim=2))
-    yardstick.check("v", torch.cat([halves[0][2], halves[1][2]], dim=2))
+    expected = Expected(lambda **x: _both(*reference.attention(**x, **options)), inputs, grad)
+    expected.check("q", halves[0][0] + halves[1][0])
+    expected.check("k", torch.cat([halves[0][1], halves[1][1]], dim=2))
+    expected.check("v", torch.cat([halves[0][2], halves[1][2]], dim=2))
 
 
 def test_queries_without_keys_add_nothing() -> None:

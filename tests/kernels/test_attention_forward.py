@@ -7,7 +7,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.testing.compare import Yardstick, largest_term
+from tpfuse.testing.compare import Expected, largest_term
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -38,11 +38,11 @@ def _check(inputs: dict[str, Tensor], out: Tensor, lse: Tensor, **options: Any) 
         return _finite(reference.attention(**x, **options)[1])
 
     grad = torch.zeros_like(inputs["q"])
-    Yardstick(lambda **x: reference.attention(**x, **options)[0], inputs, grad).check("out", out)
+    Expected(lambda **x: reference.attention(**x, **options)[0], inputs, grad).check("out", out)
     wide = {name: x.float() for name, x in inputs.items()}
     sight = {name: x for name, x in options.items() if name != "dropout_mask"}
     scores, _ = reference.attention_scores(inputs["q"].double(), inputs["k"].double(), **sight)
-    Yardstick(lse_of, wide, grad[..., 0].float()).check("out", _finite(lse), term=largest_term(scores))
+    Expected(lse_of, wide, grad[..., 0].float()).check("out", _finite(lse), term=largest_term(scores))
     hidden = reference.attention(**wide, **options)[1] == -torch.inf
     assert torch.equal(lse == -torch.inf, hidden)
     assert not out[hidden].any()

@@ -7,7 +7,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -32,9 +32,9 @@ def _check(halves: dict[str, Tensor], out: Tensor, lse: Tensor) -> None:
     def merged(**x: Tensor) -> Tensor:
         return reference.attention_merge(**x)[0].to(x["out_a"].dtype)
 
-    Yardstick(merged, halves, torch.zeros_like(halves["out_a"])).check("out", out)
+    Expected(merged, halves, torch.zeros_like(halves["out_a"])).check("out", out)
     zeros = torch.zeros_like(halves["lse_a"])
-    Yardstick(lambda **x: reference.attention_merge(**x)[1], halves, zeros).check("out", lse)
+    Expected(lambda **x: reference.attention_merge(**x)[1], halves, zeros).check("out", lse)
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_halves_of_the_keys_are_the_whole(dtype: torch.dtype) -> None:
         ]
         return reference.attention_merge(*parts[0], *parts[1])[0]
 
-    yardstick = Yardstick(whole, {"q": q, "k": k, "v": v}, torch.zeros_like(q))
+    expected = Expected(whole, {"q": q, "k": k, "v": v}, torch.zeros_like(q))
     truth = reference.attention(q.double(), k.double(), v.double(), **options)[0]
-    torch.testing.assert_close(yardstick.truth["out"], truth, rtol=1e-12, atol=1e-12)
-    yardstick.check("out", out.to(dtype))
+    torch.testing.assert_close(expected.float64["out"], truth, rtol=1e-12, atol=1e-12)
+    expected.check("out", out.to(dtype))
     assert lse.isfinite().all()
 
 

@@ -10,7 +10,7 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_combine,
     cross_entropy_forward,
 )
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -48,10 +48,10 @@ def _by_kernels(
 def _compare(logits: Tensor, cuts: tuple[int, ...] = ()) -> None:
     rows, vocabulary = logits.shape
     target, grad = _targets(rows, vocabulary), normal(2, rows)
-    yardstick = Yardstick(_upcast, {"logits": logits, "target": target}, grad)
+    expected = Expected(_upcast, {"logits": logits, "target": target}, grad)
     loss, gradient = _by_kernels(logits, target, grad, cuts)
-    yardstick.check("out", loss)
-    yardstick.check("logits", gradient)
+    expected.check("out", loss)
+    expected.check("logits", gradient)
     assert torch.count_nonzero(loss[target == -1]) == 0
     assert torch.count_nonzero(gradient[target == -1]) == 0
 

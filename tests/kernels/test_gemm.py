@@ -10,7 +10,7 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_split_k import split_reduction
 from tpfuse.kernels.launch import launch
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive, pairwise
 
@@ -71,11 +71,11 @@ def test_epilogue(activation: str | None, with_bias: bool, with_residual: bool, 
     inputs = {"x": normal(1, m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
     if with_bias:
         inputs["bias"] = normal(3, n, dtype=dtype)
-    pre = Yardstick(reference.linear, inputs, torch.zeros(m, n))
+    pre = Expected(reference.linear, inputs, torch.zeros(m, n))
     width = n // 2 if activation in GATED else n
     if with_residual:
         inputs["residual"] = normal(4, m, width, dtype=dtype)
-    whole = Yardstick(
+    whole = Expected(
         lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
     )
     out, kept = gemm_forward(**inputs, activation=activation, keep_preactivation=True)
@@ -159,14 +159,14 @@ def test_split_reduction(activation: str | None, dtype: torch.dtype, launches: l
         "bias": normal(3, n, dtype=dtype),
         "residual": normal(4, m, width, dtype=dtype),
     }
-    yardstick = Yardstick(
+    expected = Expected(
         lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
     )
     runs = [gemm_forward(**inputs, activation=activation, keep_preactivation=True) for _ in range(3)]
     assert {seen["splits"] for seen in launches} == {3}
-    yardstick.check("out", runs[0][0])
+    expected.check("out", runs[0][0])
     inputs.pop("residual")
-    Yardstick(reference.linear, inputs, torch.zeros(m, n)).check("out", runs[0][1])
+    Expected(reference.linear, inputs, torch.zeros(m, n)).check("out", runs[0][1])
     assert all(torch.equal(out, runs[0][0]) for out, _ in runs)
 
 

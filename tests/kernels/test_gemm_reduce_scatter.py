@@ -16,7 +16,7 @@ from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import launch, recording
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
@@ -127,13 +127,13 @@ def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with
             total = total + tensors[name]
         return total
 
-    yardstick = Yardstick(plain, inputs | terms, torch.zeros(m, n))
+    expected = Expected(plain, inputs | terms, torch.zeros(m, n))
 
     def program(memory: SimulatedMemory) -> None:
         rank, rows = memory.rank, rows_of(memory.rank, m, world)
         own = terms | {name: x[rows] for name, x in terms.items() if name == "residual"}
         out = channel(memory, connect)(inputs[f"x{rank}"], inputs[f"w{rank}"], **own)
-        yardstick.check("out", out, rows)
+        expected.check("out", out, rows)
 
     once(program, world)
 

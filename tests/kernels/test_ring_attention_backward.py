@@ -18,7 +18,7 @@ from tpfuse.kernels.ring_attention_backward import (
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
 from tpfuse.ops.ring_attention.visibility import Sight, sights
-from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
@@ -110,14 +110,14 @@ class Ring:
         """
         inputs = self.tensors()
         grad = inputs.pop("grad_out")
-        yardstick = Yardstick(lambda **x: self.attention(**x)[0], inputs, grad)
+        expected = Expected(lambda **x: self.attention(**x)[0], inputs, grad)
         lse = self.attention(*(inputs[name].double() for name in "qkv"))[1]
         rounding = lse[lse.isfinite()].abs().max().item() * torch.finfo(torch.float32).eps
         for name, parts in zip("qkv", zip(*ranks, strict=True), strict=True):
             whole = self.layout.whole(torch.stack(parts), 2).to(self.dtype)
-            truth = yardstick.truth[name]
-            bound = yardstick.bound(name) + rounding * truth.abs().max().item()
-            check_error(name, whole, yardstick.plain[name], truth, bound)
+            truth = expected.float64[name]
+            bound = expected.bound(name) + rounding * truth.abs().max().item()
+            check_error(name, whole, expected.same_dtype[name], truth, bound)
 
 
 def here(ring: Ring) -> list[Gradients]:

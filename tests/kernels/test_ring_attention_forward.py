@@ -15,7 +15,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.visibility import sights
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
@@ -98,7 +98,7 @@ class Whole:
         def plain(**x: Tensor) -> Tensor:
             return defined(**x, mask=self.mask, kept=kept)[0]
 
-        Yardstick(plain, inputs, torch.zeros_like(self.q)).check("out", out)
+        Expected(plain, inputs, torch.zeros_like(self.q)).check("out", out)
         truth = defined(*(x.double() for x in inputs.values()), mask=self.mask)[1]
         torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-5)
         for rank, (own, sums) in enumerate(results):

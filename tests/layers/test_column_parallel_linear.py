@@ -13,7 +13,7 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.kernels import reference
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -51,22 +51,22 @@ def _check(dtype: torch.dtype, options: dict[str, Any]) -> None:
         bias = None if bias is None else bias.flatten()
         return reference.linear(x, weight.reshape(-1, 63), bias, options.get("activation"))
 
-    yardstick = Yardstick(whole, inputs, grad)
+    expected = Expected(whole, inputs, grad)
     own = _slice(sequence_dim, 5 * world) if options.get("sequence_parallel") else (slice(None),) * 3
     mine = x[own].clone().requires_grad_()
     out = layer(mine)
     if not options.get("gather_output"):
         grad = _own_features(grad, parts, gated)
-        yardstick.plain["out"], yardstick.truth["out"] = (
-            _own_features(y["out"], parts, gated) for y in (yardstick.plain, yardstick.truth)
+        expected.same_dtype["out"], expected.float64["out"] = (
+            _own_features(y["out"], parts, gated) for y in (expected.same_dtype, expected.float64)
         )
     out.backward(grad)
-    yardstick.check("out", out)
-    yardstick.check("x", mine.grad, own)
+    expected.check("out", out)
+    expected.check("x", mine.grad, own)
     for name, parameter in layer.named_parameters():
         assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
         slices = tuple(slice(start, stop) for start, stop in local_slices(parameter))
-        yardstick.check(name, local_tensor(parameter.grad), slices)
+        expected.check(name, local_tensor(parameter.grad), slices)
 
 
 OPTIONS: list[dict[str, Any]] = [

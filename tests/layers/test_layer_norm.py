@@ -14,7 +14,7 @@ from tpfuse.kernels import reference
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -36,15 +36,15 @@ def _check(dtype: torch.dtype, bias: bool, sequence_parallel: bool) -> None:
     rows = slice(7 * rank, 7 * rank + 7) if sequence_parallel else slice(None)
     x, grad = normal(3, 7 * world, 100, dtype=dtype), normal(4, 7 * world, 100, dtype=dtype)
     inputs = {"x": x} | {name: p.full_tensor().detach() for name, p in layer.named_parameters()}
-    yardstick = Yardstick(_whole, inputs, grad)
+    expected = Expected(_whole, inputs, grad)
     mine = x[rows].clone().requires_grad_()
     out = layer(mine)
     out.backward(grad[rows])
-    yardstick.check("out", out, rows)
-    yardstick.check("x", mine.grad, rows)
+    expected.check("out", out, rows)
+    expected.check("x", mine.grad, rows)
     for name, parameter in layer.named_parameters():
         assert isinstance(parameter.grad, DTensor)
-        yardstick.check(name, parameter.grad.to_local())
+        expected.check(name, parameter.grad.to_local())
 
 
 def _every_case() -> None:

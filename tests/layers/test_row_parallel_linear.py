@@ -13,7 +13,7 @@ from tpfuse.kernels import reference
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -42,18 +42,18 @@ def _check(dtype: torch.dtype, options: dict[str, Any]) -> None:
         return reference.linear(x, weight, bias)
 
     inputs = {"x": x} | {name: p.full_tensor().detach() for name, p in layer.named_parameters()}
-    yardstick = Yardstick(whole, inputs, grad)
+    expected = Expected(whole, inputs, grad)
     own_x = _slice(2, WIDTH) if options.get("input_is_parallel", True) else (slice(None),) * 3
     own_out = _slice(sequence_dim, 5 * world) if options.get("sequence_parallel") else (slice(None),) * 3
     mine = x[own_x].clone().requires_grad_()
     out = layer(mine)
     out.backward(grad[own_out])
-    yardstick.check("out", out, own_out)
-    yardstick.check("x", mine.grad, own_x)
+    expected.check("out", out, own_out)
+    expected.check("x", mine.grad, own_x)
     for name, parameter in layer.named_parameters():
         assert isinstance(parameter.grad, DTensor) and parameter.grad.placements == parameter.placements
         slices = tuple(slice(start, stop) for start, stop in local_slices(parameter))
-        yardstick.check(name, local_tensor(parameter.grad), slices)
+        expected.check(name, local_tensor(parameter.grad), slices)
 
 
 OPTIONS: list[dict[str, Any]] = [

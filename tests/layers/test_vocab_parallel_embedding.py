@@ -13,7 +13,7 @@ from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.comm.mesh import shard_range
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -31,16 +31,16 @@ def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool)
     ids = torch.randint(table, (tokens,), generator=torch.Generator().manual_seed(1))
     grad = normal(2, tokens, table, dtype=dtype)
     inputs = {"weight": layer.weight.full_tensor().detach()}
-    yardstick = Yardstick(lambda weight: F.linear(F.embedding(ids, weight).square(), weight), inputs, grad)
+    expected = Expected(lambda weight: F.linear(F.embedding(ids, weight).square(), weight), inputs, grad)
     x = layer(ids)
     assert x.shape == (40 if sequence_parallel else tokens, 63)
     own = (slice(None), slice(None) if gather else slice(*shard_range(table, rank, world)))
     logits = layer.project(x.square(), gather_output=gather)
     logits.backward(grad[own])
-    yardstick.check("out", logits, own)
+    expected.check("out", logits, own)
     assert isinstance(layer.weight.grad, DTensor)
     slices = tuple(slice(start, stop) for start, stop in local_slices(layer.weight))
-    yardstick.check("weight", local_tensor(layer.weight.grad), slices)
+    expected.check("weight", local_tensor(layer.weight.grad), slices)
 
 
 def _every_use(dtype: torch.dtype, tables: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from tpfuse.models.key_value_cache import KeyValueCache
 from tpfuse.ops.dropout import dropout_key, keep_mask
 from tpfuse.parallel.context import Balance, Schedule
 from tpfuse.parallel.initialize import initialize
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -196,13 +196,13 @@ def _training_dtypes(dtype: torch.dtype) -> None:
         return torch.func.functional_call(plain, parameters, (ids, targets))
 
     grad = normal(2, 3, 13, dtype=dtype)
-    yardstick = Yardstick(whole, inputs, grad)
+    expected = Expected(whole, inputs, grad)
     losses = model(ids, targets)
     losses.backward(grad.to(losses.dtype))
-    yardstick.check("out", losses)
+    expected.check("out", losses)
     for name, parameter in model.named_parameters():
         part = tuple(slice(*bounds) for bounds in local_slices(parameter))
-        yardstick.check(name, local_tensor(parameter.grad), part)
+        expected.check(name, local_tensor(parameter.grad), part)
 
 
 @pytest.mark.parametrize(

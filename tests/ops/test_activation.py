@@ -5,7 +5,7 @@ import torch
 
 from tpfuse.kernels import reference
 from tpfuse.ops.activation import ACTIVATIONS, GATED, activation, check_activation
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 
 
@@ -30,12 +30,12 @@ def test_formulas(name: str) -> None:
 def test_gradients(name: str | None, dtype: torch.dtype) -> None:
     x = normal(3, 5, 100, dtype=dtype)
     grad = normal(4, 5, 50 if name in GATED else 100, dtype=dtype)
-    yardstick = Yardstick(lambda x: reference.activation(x, name), {"x": x}, grad)
+    expected = Expected(lambda x: reference.activation(x, name), {"x": x}, grad)
     x.requires_grad_()
     out = activation(x, name)
     out.backward(grad)
-    yardstick.check("out", out)
-    yardstick.check("x", x.grad)
+    expected.check("out", out)
+    expected.check("x", x.grad)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -12,7 +12,7 @@ from tpfuse.kernels import reference
 from tpfuse.ops import attention as module
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive, pairwise
 
@@ -61,15 +61,15 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
 
 def _check(name: Kernels, inputs: dict[str, Tensor], options: Options) -> None:
     grad = normal(4, *inputs["q"].shape[:3], 17, dtype=inputs["q"].dtype)
-    yardstick = Yardstick(lambda **x: _both(_reference(**x, options=options)), inputs, grad)
+    expected = Expected(lambda **x: _both(_reference(**x, options=options)), inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     with kernels(name):
         result = attention(**leaves, **options, return_lse=True)
         _both(result).backward(grad)
     assert result[1].dtype == (torch.float64 if inputs["q"].dtype == torch.float64 else torch.float32)
-    yardstick.check("out", _both(result))
+    expected.check("out", _both(result))
     for name_, leaf in leaves.items():
-        yardstick.check(name_, leaf.grad)
+        expected.check(name_, leaf.grad)
 
 
 CASES: tuple[Options, ...] = (
@@ -116,13 +116,13 @@ def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options
     """scaled_dot_product_attention where it can do it."""
     inputs = _inputs(dtype, tq, tk)
     grad = normal(4, *inputs["q"].shape, dtype=dtype)
-    yardstick = Yardstick(lambda **x: _reference(**x, options=options)[0], inputs, grad)
+    expected = Expected(lambda **x: _reference(**x, options=options)[0], inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     out = attention(**leaves, **options)
     out.backward(grad)
-    yardstick.check("out", out)
+    expected.check("out", out)
     for name, leaf in leaves.items():
-        yardstick.check(name, leaf.grad)
+        expected.check(name, leaf.grad)
 
 
 @pytest.fixture
@@ -240,14 +240,14 @@ def test_documents(options: Options, dtype: torch.dtype, name: Kernels) -> None:
         return torch.nn.functional.pad(torch.cat(parts, dim=2), (0, 0, 0, 5))
 
     grad = normal(4, 1, 4, 40, 17, dtype=dtype)
-    yardstick = Yardstick(apart, inputs, grad)
+    expected = Expected(apart, inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     with kernels(name):
         result = attention(**leaves, **options, **dropout, **DOCUMENTS, return_lse=True)
         _both(result).backward(grad)
-    yardstick.check("out", _both(result))
+    expected.check("out", _both(result))
     for leaf_name, leaf in leaves.items():
-        yardstick.check(leaf_name, leaf.grad)
+        expected.check(leaf_name, leaf.grad)
     assert (result[1][:, :, 35:] == -torch.inf).all()
 
 

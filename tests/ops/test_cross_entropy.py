@@ -11,7 +11,7 @@ from tpfuse.comm.mesh import group_of, shard_range
 from tpfuse.kernels import reference
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -36,13 +36,13 @@ def _against_reference(kind: str, dtype: torch.dtype, vocabulary: int, scale: fl
     own = (slice(None), slice(*shard_range(vocabulary, rank, world)))
     logits, target = normal(1, 63, vocabulary, dtype=dtype) * scale, _targets(63, vocabulary)
     grad = normal(2, 63, dtype=torch.float32 if dtype in HALF else dtype)
-    yardstick = Yardstick(_upcast, {"logits": logits, "target": target}, grad)
+    expected = Expected(_upcast, {"logits": logits, "target": target}, grad)
     mine = logits[own].clone().requires_grad_()
     with kernels(kind):
         losses = cross_entropy(mine, target, vocabulary, group_of(tensor_mesh()))
         losses.backward(grad)
-    yardstick.check("out", losses)
-    yardstick.check("logits", mine.grad, own)
+    expected.check("out", losses)
+    expected.check("logits", mine.grad, own)
     assert torch.equal(losses[target == -1], torch.zeros_like(losses[target == -1]))
     assert torch.count_nonzero(mine.grad[target == -1]) == 0
 
@@ -164,13 +164,13 @@ def test_logits_of_any_stride(dtype: torch.dtype) -> None:
         normal(7, 20, 80, dtype=dtype)[:, 9:59],
         normal(7, 40, 50, dtype=dtype)[::2],
     ):
-        yardstick = Yardstick(_upcast, {"logits": logits, "target": target}, torch.ones(20))
+        expected = Expected(_upcast, {"logits": logits, "target": target}, torch.ones(20))
         mine = logits.detach().requires_grad_()
         with kernels("triton"):
             losses = cross_entropy(mine, target, 50, None)
             losses.sum().backward()
-        yardstick.check("out", losses)
-        yardstick.check("logits", mine.grad)
+        expected.check("out", losses)
+        expected.check("logits", mine.grad)
 
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])

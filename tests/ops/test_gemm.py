@@ -13,7 +13,7 @@ from tpfuse.kernels.activations import GATED as KERNEL_GATED
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.activation import ACTIVATIONS, GATED
 from tpfuse.ops.gemm import gemm, preactivation_gradient, product, weight_gradient
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
@@ -37,14 +37,14 @@ def _check_all(inputs: dict[str, Tensor], activation: str | None, choice: Any) -
     """Output and every gradient of gemm against the yardstick."""
     shape = _result(inputs, activation).shape
     grad = normal(9, *shape, dtype=inputs["x"].dtype)
-    yardstick = Yardstick(lambda **tensors: _result(tensors, activation), inputs, grad)
+    expected = Expected(lambda **tensors: _result(tensors, activation), inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     with kernels(choice):
         out = gemm(**leaves, activation=activation)
         out.backward(grad)
-    yardstick.check("out", out)
+    expected.check("out", out)
     for name, leaf in leaves.items():
-        yardstick.check(name, leaf.grad)
+        expected.check(name, leaf.grad)
 
 
 def _result(inputs: dict[str, Tensor], activation: str | None) -> Tensor:

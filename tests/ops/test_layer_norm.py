@@ -14,7 +14,7 @@ from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
 from tpfuse.ops.layer_norm import _forward, _gradients, add_layer_norm, layer_norm
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -40,18 +40,18 @@ def _on_shards(dtype: torch.dtype, bias: bool, summed: bool) -> None:
     def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return reference.layer_norm(x, weight, bias, 1e-5)
 
-    yardstick = Yardstick(whole, inputs, grad)
+    expected = Expected(whole, inputs, grad)
     x = inputs["x"][own].clone().requires_grad_()
     parameters = {name: inputs[name].clone().requires_grad_() for name in inputs if name != "x"}
     weight, b = parameters["weight"], parameters.get("bias")
     out = layer_norm(x, weight, b, 1e-5, sum_gradients_over=group if summed else None)
     out.backward(grad[own])
-    yardstick.check("out", out, own)
-    yardstick.check("x", x.grad, own)
+    expected.check("out", out, own)
+    expected.check("x", x.grad, own)
     for name, parameter in parameters.items():
         if not summed and group is not None:
             dist.all_reduce(parameter.grad)
-        yardstick.check(name, parameter.grad)
+        expected.check(name, parameter.grad)
 
 
 def _every_case_on_shards() -> None:
@@ -94,14 +94,14 @@ def test_kernels(shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dt
     rows, columns = shape
     inputs = _inputs(rows, columns, dtype, *names)
     grad = normal(9, rows * (2 if "residual" in names else 1), columns, dtype=dtype)
-    yardstick = Yardstick(_plain, inputs, grad)
+    expected = Expected(_plain, inputs, grad)
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
     with kernels("triton"):
         out = _fused(**leaves)
         out.backward(grad)
-    yardstick.check("out", out)
+    expected.check("out", out)
     for name, leaf in leaves.items():
-        yardstick.check(name, leaf.grad)
+        expected.check(name, leaf.grad)
 
 
 def test_kernels_on_shards() -> None:

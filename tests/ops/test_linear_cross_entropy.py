@@ -21,7 +21,7 @@ from tpfuse.ops import linear_cross_entropy as module
 from tpfuse.ops.collectives import all_gather, replicate
 from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -58,11 +58,11 @@ def _run(inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, T
 
 def _compare(inputs: dict[str, Tensor], upstream: float = 0.7, **options: Any) -> None:
     grad = torch.tensor(upstream, dtype=torch.float64 if inputs["x"].dtype == torch.float64 else torch.float32)
-    yardstick = Yardstick(reference.linear_cross_entropy, inputs, grad)
+    expected = Expected(reference.linear_cross_entropy, inputs, grad)
     results = _run(inputs, grad, **options)
     losses = results.pop("losses")
     for name, actual in results.items():
-        yardstick.check(name, actual)
+        expected.check(name, actual)
     ignored = inputs["target"] == -1
     for name, actual in {"losses": losses, "x": results["x"], "weights": results.get("weights", losses)}.items():
         assert torch.count_nonzero(actual[ignored]) == 0, name
@@ -261,7 +261,7 @@ def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel:
     own = slice(*shard_range(vocabulary, rank, world))
     tokens = slice(rank * 60 // world, (rank + 1) * 60 // world) if sequence_parallel else slice(None)
     grad = torch.tensor(0.5, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    yardstick = Yardstick(reference.linear_cross_entropy, inputs, grad)
+    expected = Expected(reference.linear_cross_entropy, inputs, grad)
     x, weight = inputs["x"][tokens].clone().requires_grad_(), inputs["weight"][own].clone().requires_grad_()
     weights = inputs["weights"].clone().requires_grad_()
     with kernels(kind):
@@ -270,11 +270,11 @@ def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel:
             whole, weight, inputs["target"], vocabulary, group, weights=weights, chunk_tokens=25
         )
         total.backward(grad)
-    yardstick.check("out", total)
-    yardstick.check("weight", weight.grad, own)
-    yardstick.check("weights", weights.grad)
+    expected.check("out", total)
+    expected.check("weight", weight.grad, own)
+    expected.check("weights", weights.grad)
     # The partial sums of half types are rounded on every rank before they are added, as those of any sharded product.
-    truth, plain = yardstick.truth["x"], yardstick.plain["x"]
+    truth, plain = expected.float64["x"], expected.same_dtype["x"]
     bound = 2 * (plain.double() - truth).abs().max() + world * torch.finfo(dtype).eps * truth.abs().max()
     check_error("x", x.grad, plain[tokens], truth[tokens], float(bound) * (100 if dtype == torch.float64 else 1))
     assert torch.count_nonzero(losses[inputs["target"] == -1]) == 0

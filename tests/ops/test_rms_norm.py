@@ -9,7 +9,7 @@ from tpfuse.backend import kernels
 from tpfuse.comm.mesh import group_of
 from tpfuse.kernels import reference
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -50,14 +50,14 @@ def test_against_reference(shape: tuple[int, int], with_residual: bool, dtype: t
     rows, columns = shape
     inputs = _inputs(rows, columns, dtype, with_residual)
     grad = normal(9, rows * (1 + with_residual), columns, dtype=dtype)
-    yardstick = Yardstick(_plain, inputs, grad)
+    expected = Expected(_plain, inputs, grad)
     leaves = {key: x.clone().requires_grad_() for key, x in inputs.items()}
     with kernels(name):
         out = _fused(**leaves)
         out.backward(grad)
-    yardstick.check("out", out)
+    expected.check("out", out)
     for key, leaf in leaves.items():
-        yardstick.check(key, leaf.grad)
+        expected.check(key, leaf.grad)
 
 
 def _on_shards(name: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tpfuse.backend import kernels
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import _forward, rope
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import pairwise
 
@@ -63,14 +63,14 @@ def test_against_reference(
     positions = POSITIONS[:, :time]
     inputs = {key: normal(i, 2, time, heads[i], size, dtype=dtype) for i, key in enumerate(("q", "k"))}
     grad = normal(9, 2, time, sum(heads), size, dtype=dtype)
-    yardstick = Yardstick(lambda q, k: _plain(q, k, positions, half, **options), inputs, grad)
+    expected = Expected(lambda q, k: _plain(q, k, positions, half, **options), inputs, grad)
     leaves = {key: x.clone().requires_grad_() for key, x in inputs.items()}
     with kernels(name):
         out = torch.cat(rope(**leaves, cos=_tables(half)[0], sin=_tables(half)[1], positions=positions, **options), 2)
         out.backward(grad)
-    yardstick.check("out", out)
+    expected.check("out", out)
     for key, leaf in leaves.items():
-        yardstick.check(key, leaf.grad)
+        expected.check(key, leaf.grad)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

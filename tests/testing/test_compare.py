@@ -2,48 +2,48 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 
 
-def _yardstick(dtype: torch.dtype) -> tuple[Yardstick, torch.Tensor]:
+def _expected(dtype: torch.dtype) -> tuple[Expected, torch.Tensor]:
     inputs = {"x": normal(1, 63, 100, dtype=dtype), "weight": normal(2, 9, 100, dtype=dtype)}
-    yardstick = Yardstick(lambda x, weight: F.linear(x, weight), inputs, torch.ones(63, 9, dtype=dtype))
-    return yardstick, F.linear(inputs["x"], inputs["weight"])
+    expected = Expected(lambda x, weight: F.linear(x, weight), inputs, torch.ones(63, 9, dtype=dtype))
+    return expected, F.linear(inputs["x"], inputs["weight"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_error_of_the_dtype_passes_and_more_does_not(dtype: torch.dtype) -> None:
-    yardstick, out = _yardstick(dtype)
-    yardstick.check("out", out)
-    yardstick.check("out", out[7:9], slice(7, 9))
+    expected, out = _expected(dtype)
+    expected.check("out", out)
+    expected.check("out", out[7:9], slice(7, 9))
     out[5, 3] += 300 * torch.finfo(dtype).eps * out.abs().max()
     with pytest.raises(AssertionError, match=r"out\[5, 3\] is .*, expected .*: error .*, allowed"):
-        yardstick.check("out", out)
+        expected.check("out", out)
     out[5, 3] = float("nan")
     with pytest.raises(AssertionError, match=r"out\[5, 3\] is nan"):
-        yardstick.check("out", out)
+        expected.check("out", out)
 
 
 def test_the_error_beside_its_bound() -> None:
-    yardstick, out = _yardstick(torch.bfloat16)
-    assert 0 < yardstick.error("out", out) <= yardstick.bound("out")
+    expected, out = _expected(torch.bfloat16)
+    assert 0 < expected.error("out", out) <= expected.bound("out")
     out[5, 3] += 1
-    assert 0.5 < yardstick.error("out", out) < 1.5
+    assert 0.5 < expected.error("out", out) < 1.5
     out[5, 3] = float("nan")
-    assert yardstick.error("out", out) == torch.inf
+    assert expected.error("out", out) == torch.inf
     with pytest.raises(AssertionError, match="there is no gradient"):
-        yardstick.error("x", None)
+        expected.error("x", None)
 
 
 def test_shape_dtype_and_presence_are_checked() -> None:
-    yardstick, out = _yardstick(torch.float32)
+    expected, out = _expected(torch.float32)
     with pytest.raises(AssertionError, match=r"shape \(62, 9\), expected \(63, 9\)"):
-        yardstick.check("out", out[1:])
+        expected.check("out", out[1:])
     with pytest.raises(AssertionError, match=r"torch.float64, expected torch.float32"):
-        yardstick.check("out", out.double())
+        expected.check("out", out.double())
     with pytest.raises(AssertionError, match="there is no gradient"):
-        yardstick.check("x", None)
+        expected.check("x", None)
 
 
 def test_inputs_follow_the_seed() -> None:

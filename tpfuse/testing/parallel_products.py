@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.testing.compare import Yardstick, evaluate
+from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import integers, normal
 
 # What a rank holds of a whole tensor: its index of a first dimension over ranks, its rows of dimension 0, or all of it.
@@ -131,9 +131,9 @@ class ParallelProduct:
     def _near(
         self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]
     ) -> None:
-        yardstick = Yardstick(self.plain(case), inputs, grad)
+        expected = Expected(self.plain(case), inputs, grad)
         for name, actual in found.items():
-            yardstick.check(name, actual, self.part(name, case, group.rank()))
+            expected.check(name, actual, self.part(name, case, group.rank()))
 
     def _equal(
         self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]

@@ -23,7 +23,7 @@ from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.fused import FusedRing
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.testing.compare import Yardstick, check_error
+from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.one_process import set_epochs
 
@@ -187,12 +187,12 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Prog
 def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
     """The log-sum-exp is rounded between forward and backward, which is a relative error of the probabilities."""
     with torch.enable_grad():
-        yardstick = Yardstick(lambda **x: reference.attention(**x)[0], inputs, grad)
+        expected = Expected(lambda **x: reference.attention(**x)[0], inputs, grad)
     lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
     rounding = lse.abs().max().item() * torch.finfo(torch.float32).eps
     for name, x in found.items():
-        plain, truth = (layout.shard(y[name], rank, 2) for y in (yardstick.plain, yardstick.truth))
-        bound = yardstick.bound(name) + rounding * yardstick.truth[name].abs().max().item()
+        plain, truth = (layout.shard(y[name], rank, 2) for y in (expected.same_dtype, expected.float64))
+        bound = expected.bound(name) + rounding * expected.float64[name].abs().max().item()
         check_error(name, x.to(plain.dtype), plain, truth, bound)
 
 

@@ -28,7 +28,7 @@ import tpfuse
 from tpfuse.backend import kernels
 from tpfuse.comm.probe import Finding, probe
 from tpfuse.kernels import launch
-from tpfuse.testing.compare import Yardstick, evaluate
+from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators as cases
 from tpfuse.tools.case import Case
@@ -70,10 +70,12 @@ def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
             with torch.no_grad():
                 shape = case.reference(**inputs).shape
             grad = normal(0, *shape, dtype=DTYPES[dtype]).to(device)
-            yardstick = Yardstick(case.reference, inputs, grad)
+            expected = Expected(case.reference, inputs, grad)
         with kernels("triton"):
             actual = evaluate(case.function, inputs, grad)
-        measured = [(name, yardstick.error(name, actual.get(name)), yardstick.bound(name)) for name in yardstick.plain]
+        measured = [
+            (name, expected.error(name, actual.get(name)), expected.bound(name)) for name in expected.same_dtype
+        ]
     except Exception as error:
         return Comparison(*place, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
     name, largest, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])

@@ -30,7 +30,7 @@ from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ring_attention import choose_schedule, ring_attention
 from tpfuse.parallel.context import ContextParallel
 from tpfuse.testing.cases import naming
-from tpfuse.testing.compare import Yardstick
+from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
@@ -107,15 +107,15 @@ class _Truth:
 def _new_truth(sequence: _Sequence, seed: int) -> _Truth:
     inputs, hidden = sequence.inputs(seed), sequence.hidden
     leaves = {name: x for name, x in inputs.items() if name != "grad"}
-    yardstick = Yardstick(lambda **x: _full(**x, hidden=hidden)[0], leaves, inputs["grad"])
+    expected = Expected(lambda **x: _full(**x, hidden=hidden)[0], leaves, inputs["grad"])
     lse = _full(**{name: x.double() for name, x in leaves.items()}, hidden=hidden)[1]
     if sequence.dtype == F64:
-        return _Truth(inputs, yardstick.truth | {"lse": lse}, dict.fromkeys(NAMES, 1e-12))
+        return _Truth(inputs, expected.float64 | {"lse": lse}, dict.fromkeys(NAMES, 1e-12))
     seen = lse.isfinite()
     error = (_full(**leaves, hidden=hidden)[1].double() - lse)[seen].abs().max().item()
     bounds = {"lse": 2 * error + torch.finfo(F32).eps * lse[seen].abs().max().item()}
-    bounds |= {name: yardstick.bound(name) for name in yardstick.truth}
-    return _Truth(inputs, yardstick.truth | {"lse": lse}, bounds)
+    bounds |= {name: expected.bound(name) for name in expected.float64}
+    return _Truth(inputs, expected.float64 | {"lse": lse}, bounds)
 
 
 _truth = functools.cache(_new_truth)
