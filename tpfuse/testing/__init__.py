@@ -1,1 +1,1 @@
-"""The explorer, a pool of ranks, comparisons and inputs for tests, benchmarks and people who write kernels."""
+"""The explorer, pools of ranks, comparisons and inputs, for tests, benchmarks and authors of kernels."""

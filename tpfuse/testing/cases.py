@@ -1,4 +1,4 @@
-"""Cases in a loop: a failure says in which case it came up."""
+"""Test cases in a loop: the message of a failure names the case in which it occurred."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def naming(case: object) -> Iterator[None]:
-    """Adds `case` to the message of whatever is raised within the block, also on a rank of a pool."""
+    """Add `case` to the message of any exception that the block raises, also on a rank of a pool."""
     try:
         yield
     except BaseException as error:

@@ -1,6 +1,7 @@
-"""A GPU's stand-in: `CudaMemory` on CPU ranks. Streams are threads, device memory is shared memory of the host.
+"""A stand-in for a GPU, which lets `CudaMemory` run on CPU ranks.
 
-Tensors begin somewhere inside their allocation, elsewhere on each rank, as they may in torch's pools.
+A stream is a thread, and device memory is shared memory of the host. A tensor begins inside its allocation, at another
+offset on each rank, as tensors of torch's memory pools may.
 """
 
 import os
@@ -20,7 +21,7 @@ from tpfuse.comm.symmetric_memory import wrapped
 
 
 class Stream:
-    """Does one thing after the other, later."""
+    """A thread that runs pieces of work in the order in which they are put."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Callable[[], object]] = queue.Queue()
@@ -39,7 +40,7 @@ class Stream:
 
 
 class StandInEvent:
-    """A place on a stream."""
+    """An event on a stream: it has passed once the stream has run all work that was put before it."""
 
     def __init__(self) -> None:
         self.passed = threading.Event()
@@ -49,7 +50,7 @@ class StandInEvent:
 
 
 class StandInHandle:
-    """Of allocations of which each rank's tensor begins `offset` bytes in."""
+    """A handle of one allocation per rank. This rank's tensor begins `offset` bytes after its allocation's start."""
 
     def __init__(self, allocations: Sequence[Tensor], offset: int) -> None:
         self._allocations, self.offset = allocations, offset
@@ -66,11 +67,12 @@ class StandInHandle:
 
 
 class StandIn(CudaCalls):
-    """See `CudaCalls`. use(name) changes the current stream, do(work) gives it something to do.
+    """The calls of `CudaCalls`, on a CPU. `use` changes the current stream, and `do` puts work on it.
 
-    gpu, blind: the name of the rank's GPU and of one that it does not reach. What tests set: reason (why there is no
-    symmetric memory), capture (a graph is captured), mps (it runs), fails ("allocate", "rendezvous"); what they look
-    at: events and waits, how many there were, and how often the alarm has rung.
+    gpu is the name of the rank's GPU, and blind the name of a GPU that it does not reach. Tests set `reason` (why
+    there is no symmetric memory), `capture` (whether a graph is being captured), `mps` (whether the Multi-Process
+    Service runs) and `fails` (the calls that fail, of "allocate" and "rendezvous"). Tests read `events` and `waits`
+    (how many there were) and `rung` (how often the alarm has been raised).
     """
 
     def __init__(self, group: dist.ProcessGroup, *, gpu: str = "", allowed: bool = True, blind: str = "none") -> None:
@@ -88,13 +90,13 @@ class StandIn(CudaCalls):
         self.use("default")
 
     def use(self, name: str) -> None:
-        """Makes a stream the current one."""
+        """Make the stream `name` the current one; create it at its first use."""
         if name not in self.streams:
             self.streams[name] = Stream()
         self.current = self.streams[name]
 
     def do(self, work: Callable[[], object]) -> None:
-        """On the current stream."""
+        """Put `work` on the current stream; it is dropped while a graph is being captured."""
         if not self.capture:
             self.current.put(work)
 
@@ -119,7 +121,7 @@ class StandIn(CudaCalls):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         offset = 16 * (1 + self.group.rank())
         mapping = Mapping("stand-in", offset + size)
-        memory = torch.from_numpy(mapping.memory).fill_(0xAB)  # as cudaMalloc leaves it
+        memory = torch.from_numpy(mapping.memory).fill_(0xAB)  # not zero: cudaMalloc does not clear memory either
         tensor = memory[offset:]
         self.live.append((tensor, mapping))
         return tensor
@@ -145,7 +147,7 @@ class StandIn(CudaCalls):
         return torch.zeros(1, dtype=torch.int32)
 
     def set_word(self, words: Tensor, index: int, value: int) -> None:
-        words.view(torch.uint32)  # as the real one wants
+        words.view(torch.uint32)  # raises for another dtype, as `CudaCalls.set_word` does
         self.do(partial(words[index].fill_, wrapped(value)))
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""Ranks that are forked for one test, which may stop, interrupt and kill them: it takes a tenth of a second each.
+"""Ranks that are forked for one test, which may stop, interrupt and kill them. A fork takes a tenth of a second.
 
-def on_rank(rank, *args): ...        # tells the test what it likes, and hears of it
+def on_rank(rank, *args): ...        # may send messages to the test, and wait until the test lets it continue
 
 with ranks(3, tmp_path, on_rank, *args) as running:
     running.send(1, signal.SIGKILL)
@@ -23,17 +23,17 @@ import torch.distributed as dist
 
 from tpfuse.testing.patience import Deadline, patient
 
-LIMIT = 60.0  # seconds that a test waits for its ranks on an idle machine, and they for each other
+LIMIT = 60.0  # seconds that a test waits for its ranks, and that ranks wait for each other, on an idle machine
 
 
 class Rank:
-    """What a rank's function is given."""
+    """One rank, as its own function sees it: the first argument of that function."""
 
     def __init__(self, rank: int, world: int, store: Path, connection: Connection) -> None:
         self.rank, self.world, self._store, self._connection = rank, world, store, connection
 
     def join(self) -> dist.ProcessGroup:
-        """The Gloo group of all ranks. Collective."""
+        """Create the Gloo group of all ranks and return it. Every rank must call it."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "gloo",
@@ -46,28 +46,28 @@ class Rank:
         return dist.group.WORLD
 
     def tell(self, what: object) -> None:
-        """What the test hears next of this rank."""
+        """Send `what` to the test, which receives it by `Ranks.hear`."""
         self._connection.send(what)
 
     def hear(self) -> None:
-        """Until the test says `go`."""
+        """Wait until the test calls `Ranks.go`."""
         self._connection.recv()
 
 
 def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests before have left in this process
-    torch.set_num_threads(1)  # the threads of the process that this one was forked from are not here
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # earlier tests may have left another handler
+    torch.set_num_threads(1)  # a fork does not copy the threads of its parent process
     try:
         result = function(rank, *args)
     except BaseException as error:
         result = error
     rank.tell(("result", time.monotonic(), result))
-    # The test ends this process: one that ends by itself would be missing to ranks that are slower.
+    # The test ends this process. If it ended by itself, slower ranks would still need it and miss it.
     rank._connection.poll(patient(LIMIT))
 
 
 class Ranks:
-    """Processes that run a function."""
+    """The forked processes of a test, each of which runs the same function as one rank."""
 
     def __init__(self, world: int, store: Path, function: Callable[..., Any], *args: Any) -> None:
         context = multiprocessing.get_context("fork")
@@ -84,30 +84,30 @@ class Ranks:
             self.connections.append(ours)
 
     def hear(self, rank: int) -> Any:
-        """What a rank says next."""
+        """Return the next message of a rank. Raises AssertionError if there is none within `LIMIT`."""
         deadline = Deadline(LIMIT)
         while not self.connections[rank].poll(deadline.next_look()):
             assert deadline.left(), f"rank {rank} says nothing"
         return self.connections[rank].recv()
 
     def heard_of_all(self) -> None:
-        """Until every rank has said that it is here."""
+        """Wait until every rank has sent "here"."""
         for rank in range(len(self.processes)):
             assert self.hear(rank) == "here"
 
     def go(self) -> None:
-        """Lets every rank that hears go on."""
+        """Let every rank that waits in `Rank.hear` continue."""
         for connection in self.connections:
             connection.send("go")
 
     def send(self, rank: int, number: signal.Signals) -> float:
-        """Sends a signal; returns when."""
+        """Send a signal to a rank; return the time of `time.monotonic()` just before."""
         when = time.monotonic()
         os.kill(self.processes[rank].pid or 0, number)
         return when
 
     def result(self, rank: int) -> tuple[float, Any]:
-        """(when it ended, what the function returned or raised)."""
+        """Return (when the rank's function ended, what it returned or raised); the time is `time.monotonic()`'s."""
         kind, when, value = self.hear(rank)
         assert kind == "result"
         return when, value
@@ -115,7 +115,7 @@ class Ranks:
 
 @contextmanager
 def ranks(world: int, folder: Path, function: Callable[..., Any], *args: Any) -> Iterator[Ranks]:
-    """Ranks that are killed when the block ends."""
+    """Fork `world` ranks that run `function(rank, *args)`, and kill them when the block ends."""
     running = Ranks(world, folder / "store", function, *args)
     try:
         yield running

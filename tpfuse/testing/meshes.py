@@ -1,4 +1,4 @@
-"""The meshes of a rank of the pool, made once: every new mesh would make new process groups."""
+"""Device meshes on the ranks of a pool. Each mesh is made once per rank, since a new mesh makes new process groups."""
 
 import functools
 
@@ -10,10 +10,10 @@ from tpfuse.comm.mesh import build_mesh
 
 @functools.cache
 def mesh_of(dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
-    """`build_mesh` over all CPU ranks. A collective of all ranks at its first call."""
+    """Return `build_mesh` over all CPU ranks. The first call is a collective operation of all ranks."""
     return build_mesh("cpu", dp=dp, tp=tp, cp=cp, ulysses=ulysses)
 
 
 def tensor_mesh() -> DeviceMesh:
-    """The one-dimensional mesh "tp" of all ranks."""
+    """Return the one-dimensional mesh "tp" of all ranks."""
     return mesh_of(1, dist.get_world_size())["tp"]

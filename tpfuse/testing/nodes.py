@@ -1,11 +1,12 @@
-"""Nodes on one machine: two network namespaces with two ranks each, and ranks that only say that they are apart.
+"""Several nodes on one machine: two network namespaces with two ranks each, or ranks that only pretend to be apart.
 
-`run_on_nodes(function, *args)` is `pool(4).run` with ranks 0 and 1 in one namespace, 2 and 3 in another, joined by a
-virtual cable (a veth pair). All that passes between the two passes through it and is counted by the kernel, and what
-does not reach another host does not reach the other namespace. The namespaces have no names: they are gone with the
-last process in them, however that ends.
+`run_on_nodes(function, *args)` is `pool(4).run` with ranks 0 and 1 in one network namespace and ranks 2 and 3 in
+another. A virtual cable (a veth pair) joins the two namespaces. All traffic between them passes through the cable,
+where the kernel counts it, and traffic that would not reach another host does not reach the other namespace. The
+namespaces have no names: they disappear with the last process in them, however that process ends.
 
-Needs util-linux, iproute2 and root, or leave to make namespaces of users; NotPermitted says what is missing.
+The namespaces need util-linux, iproute2 and either root or the permission to make user namespaces; NotPermitted says
+what is missing.
 """
 
 import atexit
@@ -29,19 +30,19 @@ from tpfuse.testing.patience import Deadline, patient
 from tpfuse.testing.ranks import RankPool, serve_in
 
 NODES, RANKS_PER_NODE = 2, 2
-CABLE = "tpfuse0"  # the network interface of either node
+CABLE = "tpfuse0"  # the name of the network interface on each node
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_PORT = 29500  # nobody else is there to take it
-_HOLD = "echo ready; exec cat"  # until its standard input is closed, as when the process that wrote there is gone
+_PORT = 29500  # always free: no other process runs in the namespace
+_HOLD = "echo ready; exec cat"  # runs until its standard input is closed, also by the end of the process that holds it
 
 
 class NotPermitted(RuntimeError):
-    """This machine does not let us make network namespaces; the message says why."""
+    """This machine does not permit us to make network namespaces; the message says why."""
 
 
 class NetworkNodes:
-    """Two network namespaces joined by a cable. Raises NotPermitted."""
+    """Two network namespaces joined by a virtual cable. The constructor raises NotPermitted."""
 
     def __init__(self) -> None:
         self._holders: list[subprocess.Popen[str]] = []
@@ -64,7 +65,7 @@ class NetworkNodes:
             raise
 
     def _hold(self, *command: str) -> None:
-        """Keeps the namespaces that `command` makes."""
+        """Start a process by `command` that keeps the namespaces which `command` makes. Raises NotPermitted."""
         try:
             holder = subprocess.Popen(
                 [*command, "sh", "-c", _HOLD],
@@ -83,21 +84,21 @@ class NetworkNodes:
             raise NotPermitted(f"{command}: {done.stderr.strip()}")
 
     def command(self, node: int) -> list[str]:
-        """What, put before a command, runs it on `node`."""
+        """Return the words that, put before a command, run it on `node`."""
         return ["nsenter", "--target", str(self._holders[node].pid), "--net", *self._as_user]
 
     def place(self, node: int) -> tuple[int, bool]:
-        """The process whose namespaces are those of `node`, and whether one of users is among them."""
+        """Return the id of the process that keeps the namespaces of `node`, and whether it has a user namespace."""
         return self._holders[node].pid, bool(self._as_user)
 
     def networks(self) -> set[str]:
-        """What the nodes' networks are called in /proc."""
+        """Return the names that /proc gives to the network namespaces of the nodes."""
         return {network_of(holder.pid) for holder in self._holders}
 
     def close(self) -> None:
-        """Ends every process on the nodes, and with them the nodes."""
+        """End every process on the nodes, and with them the nodes."""
         networks, deadline = self.networks() - {network_of("self")}, Deadline(10.0)
-        while (processes := processes_in(networks)) and deadline.left():  # one may start another meanwhile
+        while (processes := processes_in(networks)) and deadline.left():  # a process may start another meanwhile
             for process in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -109,7 +110,7 @@ class NetworkNodes:
 
 @functools.cache
 def why_not_permitted() -> str:
-    """Why this machine has no network namespaces for us; empty where it has."""
+    """Return the reason why we cannot make network namespaces on this machine; empty if we can."""
     try:
         NetworkNodes().close()
     except NotPermitted as error:
@@ -118,7 +119,7 @@ def why_not_permitted() -> str:
 
 
 def network_of(process: int | str) -> str:
-    """What a process's network is called in /proc; empty where that is not to be seen."""
+    """Return the name that /proc gives to a process's network namespace; empty if we may not read it."""
     try:
         return str(Path(f"/proc/{process}/ns/net").readlink())
     except OSError:
@@ -126,14 +127,14 @@ def network_of(process: int | str) -> str:
 
 
 def processes_in(networks: Collection[str]) -> list[int]:
-    """The processes in some networks."""
+    """Return the ids of the processes in these network namespaces."""
     numbers = (int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdigit())
     return [number for number in numbers if network_of(number) in set(networks) - {""}]
 
 
 def bytes_sent() -> int:
-    """What this rank's node has sent through the cable so far, headers included."""
-    # Not /sys/class/net, which shows the interfaces of who has mounted it.
+    """Return the number of bytes that this rank's node has sent through the cable so far, headers included."""
+    # /sys/class/net would show the interfaces of the namespace in which it was mounted.
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(CABLE + ":"))
     return int(line.partition(":")[2].split()[8])
@@ -141,11 +142,14 @@ def bytes_sent() -> int:
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """Afterwards the list holds how many bytes this rank's node has sent meanwhile. Of all ranks together."""
+    """Count the bytes that this rank's node sends within the block; the list holds their number afterwards.
+
+    Every rank must enter the block.
+    """
     count: list[int] = []
     dist.barrier()
     before = bytes_sent()
-    dist.barrier()  # no rank of the node has begun before
+    dist.barrier()  # every rank of the node has read the count before any of them sends
     yield count
     dist.barrier()
     count.append(bytes_sent() - before)
@@ -153,7 +157,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def _serve_on_node(holder: int, as_user: bool, *args: Any) -> None:
-    """Serves as a rank in the namespaces of the process `holder`. This process has one thread, as setns wants it."""
+    """Serve as a rank in the namespaces of the process `holder`. This process has one thread, as setns requires."""
     for kind in ("user", "net") if as_user else ("net",):
         with Path(f"/proc/{holder}/ns/{kind}").open() as namespace:
             if _LIBC.setns(namespace.fileno(), 0):
@@ -162,7 +166,7 @@ def _serve_on_node(holder: int, as_user: bool, *args: Any) -> None:
 
 
 class NodePool(RankPool):
-    """A pool of four ranks on two nodes, with namespaces of its own; they meet through rank 0's TCP store."""
+    """A pool of four ranks on two nodes, in namespaces of its own. The ranks find each other by rank 0's TCP store."""
 
     def __init__(self, timeout: float = 120.0, grace: float = 5.0) -> None:
         super().__init__(NODES * RANKS_PER_NODE, timeout, grace)
@@ -177,7 +181,7 @@ class NodePool(RankPool):
             self._start_rank(rank, meeting, _serve_on_node, *place, environment)
 
     def close(self) -> None:
-        """Ends the ranks and the nodes at once."""
+        """End the ranks and the nodes at once."""
         super().close()
         if self._nodes is not None:
             self._nodes.close()
@@ -192,14 +196,14 @@ def _pool() -> NodePool:
 
 
 def run_on_nodes(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function(*args)` on four ranks, two on each node, as `RankPool.run`. Raises RankError and NotPermitted."""
+    """Run `function(*args)` on four ranks, two on each node, as `RankPool.run`. Raises RankError and NotPermitted."""
     return _pool().run(function, *args)
 
 
 def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
-    """Starts a module and its arguments by torchrun on both nodes, four ranks in all; how it went on each.
+    """Start a module with its arguments by torchrun on both nodes, four ranks in all; return what each node's run gave.
 
-    Nothing of it is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
+    No process is left afterwards. Raises NotPermitted, and TimeoutExpired after `timeout` seconds (see `patience`).
     """
     nodes = NetworkNodes()
 
@@ -223,8 +227,11 @@ def torchrun_on_nodes(arguments: Sequence[str], timeout: float = 120.0) -> list[
 
 @contextlib.contextmanager
 def pretended_nodes(*sizes: int) -> Iterator[dist.ProcessGroup]:
-    """The ranks of a pool say that they are on nodes with so many ranks each. Yields a new group of all of them, since
-    what is known of an older one is kept."""
+    """Let the ranks of a pool pretend to be on nodes with `sizes` ranks each; yield a new group of all ranks.
+
+    An existing group would not do, because what is known of its nodes is cached.
+    """
+
     node = next(node for node in range(len(sizes)) if dist.get_rank() < sum(sizes[: node + 1]))
     real = host.node_identity
     host.node_identity = lambda: f"{real()}-{node}"

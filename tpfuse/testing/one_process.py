@@ -1,19 +1,21 @@
-"""All ranks of a group in one process and on one device, whose kernels run side by side.
+"""All ranks of a group in one process and on one device, where their kernels run side by side.
 
     ranks = OneProcess(4, torch.device("cuda", 0))
     with ranks.aborted():
-        ranks.in_turn(program)  # nothing waits, and nothing is done: kernels are compiled and loaded, buffers made
+        ranks.in_turn(program)  # no kernel waits or does anything: kernels are compiled and loaded, buffers are made
     ranks.at_once(program)      # program(memory) on every rank
 
-On a GPU each rank has a thread and a stream of its own; processes that share a GPU take turns instead. Buffers are
-plain tensors, and launches that wait for peers have so few programs that the grids of all ranks fit on the device.
+On a GPU each rank has a thread and a stream of its own; processes that share a GPU would take turns instead. Buffers
+are plain tensors, and launches that wait for peers have so few programs that the grids of all ranks fit on the device
+at the same time.
 
-Streams share queues of the device, in which what is behind a waiting kernel waits with it; and code is loaded when it
-is first launched, for which CUDA may wait until the device is idle. `ENVIRONMENT`, set before the process begins to use
-CUDA, gives each stream a queue and loads torch's code at the start; Triton's is loaded under `aborted`.
+Two properties of CUDA could make ranks wait for ever. Streams share the device's queues, and work that follows a
+waiting kernel in its queue waits with it. CUDA loads code when it is first launched, and may wait until the device is
+idle to do so. `ENVIRONMENT` must be set before the process begins to use CUDA: it gives each stream its own queue and
+loads torch's code at the start. Triton's code is loaded under `aborted`.
 
-`signal_ahead` makes one rank's launches wait for nobody: it can be looked at alone, by a profiler or on a CPU. What the
-other ranks would have sent is then missing in its results.
+`signal_ahead` makes one rank's launches wait for no peer, so that this rank can be run alone, by a profiler or on a
+CPU. Its results then lack what the other ranks would have sent.
 """
 
 import contextlib
@@ -32,17 +34,20 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapp
 Result = TypeVar("Result")
 
 ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-_FROM_PEERS = ("flags", "ready, stamp")  # of a channel's signals: those that other ranks give
-_FREE = 4  # multiprocessors for what is launched beside the grids that wait: copies, sums, delays
-_LARGE, _SMALL = 2**31, [2**19] * 32  # bytes that a rank finds ready: one block, and pieces of the pool of small ones
-_GRACE = 10.0  # seconds that ranks have to end in once they are told to
+_FROM_PEERS = ("flags", "ready, stamp")  # the signals of a channel that other ranks set
+_FREE = 4  # multiprocessors for kernels that run beside the grids that wait: copies, sums, delays
+_LARGE, _SMALL = (
+    2**31,
+    [2**19] * 32,
+)  # bytes reserved for a rank: one large allocation, and many from torch's small pool
+_GRACE = 10.0  # seconds in which ranks must end once their waits were ended
 
 
 class OneProcess:
-    """The ranks.
+    """The `world` ranks of a group, in this process and on `device`.
 
-    timeout: seconds for one call of `at_once`, and for a rank of `in_turn` or `alone`, after which every wait ends.
-    shared: whether kernels of all ranks are to run side by side; else those of one rank may fill the device.
+    timeout: seconds for one call of `at_once`, and for each rank of `in_turn` and `alone`, after which every wait ends.
+    shared: whether the kernels of all ranks run side by side; otherwise those of one rank may fill the device.
     """
 
     def __init__(self, world: int, device: torch.device, timeout: float = 60.0, *, shared: bool = True) -> None:
@@ -64,10 +69,10 @@ class OneProcess:
         self.memories = [OneProcessMemory(self, rank) for rank in range(world)]
 
     def at_once(self, program: Callable[["OneProcessMemory"], Result]) -> list[Result]:
-        """program(memory) in a thread for each rank; what each has returned.
+        """Run program(memory) for every rank, each in a thread of its own; return the results in rank order.
 
-        On a CPU programs must launch no kernels: Triton's interpreter serves one thread. Raises what the first rank has
-        raised, PeerTimeout where they did not end in time.
+        On a CPU programs must not launch kernels, since Triton's interpreter serves one thread. Raises the first
+        exception of a rank, or PeerTimeout if the ranks did not end in time.
         """
         found: dict[int, Result] = {}
         failures: dict[int, BaseException] = {}
@@ -79,7 +84,7 @@ class OneProcess:
             except BaseException as error:
                 error.add_note(f"rank {rank} of {self.world}")
                 failures[rank] = error
-                self.abort()  # nobody waits for this rank
+                self.abort()  # so that no other rank waits for this one
 
         threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(self.world)]
         with self._deadline():
@@ -99,11 +104,17 @@ class OneProcess:
         return [found[rank] for rank in range(self.world)]
 
     def in_turn(self, program: Callable[["OneProcessMemory"], Result]) -> list[Result]:
-        """program(memory) of one rank after another, in this thread; their waits must be satisfied or aborted."""
+        """Run program(memory) for one rank after another in this thread; return the results in rank order.
+
+        Every wait in the program must be satisfied already, or aborted.
+        """
         return [self.alone(rank, program) for rank in range(self.world)]
 
     def alone(self, rank: int, program: Callable[["OneProcessMemory"], Result]) -> Result:
-        """program(memory) of one rank, in this thread. Raises PeerTimeout where a wait of its did not end in time."""
+        """Run program(memory) for one rank in this thread; return its result.
+
+        Raises PeerTimeout if one of its waits did not end in time.
+        """
         with self._deadline(), self._on_stream(rank):
             found = program(self.memories[rank])
         if self.late:
@@ -112,7 +123,7 @@ class OneProcess:
 
     @contextlib.contextmanager
     def aborted(self) -> Iterator[None]:
-        """All abort words are set: launches do nothing, and `guard` does not mind."""
+        """Set all abort words within the block: launches do nothing, and `guard` does not raise."""
         self._set_aborts(1)
         try:
             yield
@@ -120,7 +131,7 @@ class OneProcess:
             self._set_aborts(0)
 
     def reset(self) -> None:
-        """All signals and aborts are 0 again; no rank may be inside anything."""
+        """Set all signals and abort words to 0 again. No rank may be inside an operation."""
         for memory in self.memories:
             memory.clear()
         self._set_aborts(0)
@@ -128,9 +139,9 @@ class OneProcess:
         self.late = False
 
     def signal_ahead(self, rank: int, launches: int = 1000) -> None:
-        """Sets what peers signal to a rank in every channel that it has, for its next `launches` launches.
+        """Set the signals that peers would give to a rank, in every channel that it has, for its next launches.
 
-        In stream order.
+        It covers `launches` launches, and is done in stream order.
         """
         for key, parts in self._parts.items():
             name, _, kind = key.rpartition(": ")
@@ -139,7 +150,7 @@ class OneProcess:
                 parts[rank].copy_((state[:1] + launches).expand_as(parts[rank]))
 
     def abort(self) -> None:
-        """Ends every wait: of kernels, and of threads for each other."""
+        """End every wait of kernels, and of threads for each other."""
         self.late = True
         for alarm in self._alarms:
             alarm()
@@ -148,14 +159,14 @@ class OneProcess:
         self._meeting.abort()
 
     def meet(self, op: str, rank: int) -> None:
-        """Until all ranks have come here."""
+        """Wait until all ranks have called it. Raises PeerTimeout once `abort` has been called."""
         try:
             self._meeting.wait()
         except threading.BrokenBarrierError:
             raise self._timeout(op, rank) from None
 
     def parts(self, key: str, shape: torch.Size, dtype: torch.dtype) -> list[Tensor]:
-        """A buffer's part of each rank, made and zeroed by the rank that comes first."""
+        """Return each rank's part of a buffer. The rank that asks first makes the parts, filled with zeros."""
         with self._lock:
             if key not in self._parts:
                 self._parts[key] = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.world)]
@@ -163,16 +174,16 @@ class OneProcess:
             return self._parts[key]
 
     def forget(self, key: str) -> None:
-        """Drops a buffer."""
+        """Drop a buffer."""
         del self._parts[key]
 
     def synchronize(self) -> None:
-        """Until the current stream is through."""
+        """Wait until the current stream has run all its work."""
         if self.calls:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _reserve(self, rank: int) -> None:
-        """Memory that torch gives to a rank's stream later: CUDA may wait for kernels before it gives torch more."""
+        """Reserve memory that torch gives to a rank's stream later: CUDA may wait for kernels before it gives more."""
         with self._on_stream(rank):
             kept = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (_LARGE, *_SMALL)]
             del kept
@@ -207,7 +218,7 @@ class OneProcess:
 
 
 class OneProcessMemory(SymmetricMemory):
-    """One rank's view; see `SymmetricMemory`. `guard` raises PeerTimeout once the ranks were told to end."""
+    """The symmetric memory of one rank of `OneProcess`. `guard` raises PeerTimeout once all waits were ended."""
 
     backend = "one process"
 
@@ -234,7 +245,7 @@ class OneProcessMemory(SymmetricMemory):
         self._ranks.meet(f"free {buffer.key}", self.rank)
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        """On a GPU in stream order. value: also an int32 word [1] of the device."""
+        """See `SymmetricMemory`. On a GPU it is done in stream order, and `value` may be an int32 word [1] there."""
         flags.check_signal(owner, index)
         if isinstance(value, Tensor):
             flags.peers[owner][index : index + 1].copy_(value, non_blocking=True)
@@ -246,7 +257,7 @@ class OneProcessMemory(SymmetricMemory):
     def wait(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """On a GPU in stream order. Ends early where the rank's abort word is set."""
+        """See `SymmetricMemory`. On a GPU it is done in stream order, and ends early if the abort word is set."""
         flags.check_signal(owner, index)
         word = flags.peers[owner][index : index + 1]
         if self._ranks.calls:
@@ -257,7 +268,7 @@ class OneProcessMemory(SymmetricMemory):
         self._check(op)
 
     def barrier(self, op: str = "barrier") -> None:
-        """Until every rank has come here, and its stream is through."""
+        """Wait until every rank has called it and has run all work on its stream."""
         self._ranks.synchronize()
         self._check(op)
         self._ranks.meet(op, self.rank)
@@ -273,23 +284,26 @@ class OneProcessMemory(SymmetricMemory):
             raise PeerTimeout(op, step=self.step, rank=self.rank, peer=None, waited=self.timeout, detail="ended")
 
     def clear(self) -> None:
-        """This rank's signals are 0 again."""
+        """Set this rank's signals to 0 again."""
         for key in self._signals & self._buffers.keys():
             self._buffers[key].local.zero_()
         self._ranks.synchronize()
         self.generation += 1
 
     def reset(self) -> None:
-        """Raises PeerTimeout once the ranks were told to end: `OneProcess.reset` is for that."""
+        """Set the signals of all ranks to 0 again. Raises PeerTimeout once all waits were ended.
+
+        In that case `OneProcess.reset` must be called instead.
+        """
         self.barrier("reset")
         self.clear()
         self.barrier("reset")
 
 
 def set_epochs(memory: SymmetricMemory, epoch: int) -> None:
-    """The next launch of every channel that the rank has made is of `epoch` + 1, which may wrap around as an int32.
+    """Give the next launch of every channel of this rank the epoch `epoch` + 1, which may wrap around as an int32.
 
-    All ranks do it, between two barriers.
+    Every rank must call it, between two barriers.
     """
     for key, buffer in memory._buffers.items():
         if key.endswith(": state"):

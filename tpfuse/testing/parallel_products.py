@@ -3,8 +3,9 @@
     product = gathering(all_gather_linear, reference.linear)
     product.check(Case(torch.bfloat16, (21, 2), activation="gelu"), group)  # on every rank of the group
 
-The description says what each rank holds of the inputs and of the result. It determines the whole inputs, which every
-rank draws by itself, the plain computation on one rank that the product is compared with, and a rank's parts of both.
+The description says which part of the inputs and of the result each rank holds. It determines the whole inputs, which
+every rank draws by itself, the plain computation on one rank that the product is compared with, and a rank's parts of
+both.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from torch import Tensor
 from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import integers, normal
 
-# What a rank holds of a whole tensor: its index of a first dimension over ranks, its rows of dimension 0, or all of it.
+# The part of a whole tensor that a rank holds: its index of a first dimension over ranks, its rows of dimension 0, or
+# the whole tensor.
 Held = Literal["index", "rows", "all"]
 Tensors = dict[str, Tensor]
 
@@ -28,9 +30,10 @@ Tensors = dict[str, Tensor]
 class Case:
     """The inputs of one call.
 
-    rows: dimensions before the last of a rank's shard, or of x where no tensor is sharded by rows. k, n: columns and
-    rows of the weight of each rank. whole_numbers: every sum is exact, and the results must be equal to the bit.
-    wanted: the inputs that need a gradient, by default all. device: where the operator runs; all else is the CPU's.
+    rows: the dimensions before the last of a rank's shard, or of x if no tensor is sharded by rows. k, n: the columns
+    and rows of each rank's weight. whole_numbers: whether every sum is exact, so that results must be equal to the
+    bit. wanted: the inputs that need a gradient, by default all. device: the device of the operator; everything else is
+    computed on the CPU.
     """
 
     dtype: torch.dtype = torch.float32
@@ -48,10 +51,10 @@ class Case:
 
 @dataclass(frozen=True)
 class ParallelProduct:
-    """A tensor-parallel product.
+    """The description of a tensor-parallel product.
 
-    function: the operator, called with the inputs by name and `group`. linear: what it means on one rank, called with
-    (x, weight, bias, activation). held: what each rank holds of every input and of the result, "out".
+    function: the operator, called with the inputs by name and `group`. linear: the same product on one rank, called
+    with (x, weight, bias, activation). held: the part that each rank holds of every input and of the result, "out".
     """
 
     function: Callable[..., Tensor]
@@ -59,13 +62,13 @@ class ParallelProduct:
     held: Mapping[str, Held]
 
     def part(self, tensor: str, case: Case, rank: int) -> int | slice:
-        """The index of this rank's part in the whole tensor."""
+        """Return the index of a rank's part in the whole tensor."""
         if self.held[tensor] == "index":
             return rank
         return slice(rank * case.rows[0], (rank + 1) * case.rows[0]) if self.held[tensor] == "rows" else slice(None)
 
     def draw(self, case: Case, world: int) -> tuple[Tensors, Tensor]:
-        """The whole inputs, and the gradient of the whole result: the same on every rank."""
+        """Return the whole inputs and the gradient of the whole result, which are the same on every rank."""
         n, k, rows = case.n, case.k, case.rows
         if "rows" in self.held.values():
             rows = (world * rows[0], *rows[1:])
@@ -78,12 +81,12 @@ class ParallelProduct:
             if name not in left_out:
                 tensors[name] = _drawn(10 * case.seed + index, shape, case)
         if not case.whole_numbers:
-            tensors["weight"] /= k**0.5  # activations get values where they are curved
+            tensors["weight"] /= k**0.5  # the arguments of activations are then in the range where these are curved
         grad = tensors.pop("out")
         return tensors, grad
 
     def plain(self, case: Case) -> Callable[..., Tensor]:
-        """The product of the whole inputs by plain torch, on one rank."""
+        """Return a function that computes the product of the whole inputs by plain torch, on one rank."""
 
         def whole(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
             if self.held["out"] == "index":  # each rank has other rows of the weight
@@ -96,7 +99,7 @@ class ParallelProduct:
         return whole
 
     def leaves(self, case: Case, group: dist.ProcessGroup) -> Tensors:
-        """This rank's parts of the inputs: views of several strides, of which all elements between are NaN."""
+        """Return this rank's parts of the inputs, as views with several strides; all elements in between are NaN."""
         inputs, _ = self.draw(case, group.size())
         parts = {name: x[self.part(name, case, group.rank())] for name, x in inputs.items()}
         leaves = {name: x.to(case.device, copy=True) for name, x in parts.items()}
@@ -107,12 +110,12 @@ class ParallelProduct:
         return {name: x.requires_grad_(case.wanted is None or name in case.wanted) for name, x in leaves.items()}
 
     def run(self, case: Case, leaves: Tensors, group: dist.ProcessGroup | None) -> Tensor:
-        """The operator's result for this rank's inputs."""
+        """Return the operator's result for this rank's inputs."""
         options = {} if case.activation is None else {"activation": case.activation}
         return self.function(**{"bias": None} | leaves, group=group, **options)
 
     def check(self, case: Case, group: dist.ProcessGroup, *, backward: bool = True) -> Tensors:
-        """Compares the result and every gradient with the plain ones; returns those that all ranks must have alike."""
+        """Compare the result and every gradient with the plain ones; return those that must be equal on all ranks."""
         inputs, grad = self.draw(case, group.size())
         leaves = self.leaves(case, group)
         out = self.run(case, leaves, group)
@@ -144,12 +147,12 @@ class ParallelProduct:
             assert torch.equal(actual.double(), expected[name][self.part(name, case, group.rank())]), name
 
     def check_each_gradient_alone(self, group: dist.ProcessGroup) -> None:
-        """Runs backward for the gradient of one input after the other."""
+        """Check the gradient of one input after the other, when no other input needs one."""
         for name in self.held.keys() - {"out"}:
             self.check(Case(rows=(3,), k=4, n=5, whole_numbers=True, wanted=(name,)), group)
 
     def check_autocast(self, group: dist.ProcessGroup) -> None:
-        """Under autocast products are bfloat16; float32 inputs get float32 gradients; a residual keeps its dtype."""
+        """Check autocast: products are bfloat16, float32 inputs get float32 gradients, a residual keeps its dtype."""
         case = Case(torch.bfloat16, (6,), k=9, n=7, residual=False)
         inputs, grad = self.draw(case, group.size())
         leaves = {name: x.detach().float().requires_grad_() for name, x in self.leaves(case, group).items()}
@@ -169,7 +172,7 @@ class ParallelProduct:
             assert added["residual"].grad is not None and torch.equal(added["residual"].grad, given.float())
 
     def check_second_derivative(self, group: dist.ProcessGroup) -> None:
-        """A gradient of a gradient is an error, not a wrong number."""
+        """Check that the gradient of a gradient raises an error instead of giving a wrong number."""
         case = Case(rows=(2,), k=3, n=4)
         leaves = self.leaves(case, group)
         out = self.run(case, leaves, group)
@@ -179,7 +182,7 @@ class ParallelProduct:
                 grad.sum().backward()  # type: ignore[no-untyped-call]
 
     def check_without_gradients(self, group: dist.ProcessGroup) -> None:
-        """Where no gradient can be asked for, the result is the same and needs none."""
+        """Check that without gradients the result is the same and requires no gradient."""
         case = Case(rows=(4,), k=5, n=3, whole_numbers=True)
         inputs, grad = self.draw(case, group.size())
         for context in (torch.no_grad(), torch.inference_mode()):
@@ -192,29 +195,29 @@ class ParallelProduct:
 
 
 def gathering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """act(all_gather(x) Wᵀ + bias): rows of x are sharded; each rank has its own rows of the weight."""
+    """Describe act(all_gather(x) Wᵀ + bias): rows of x are sharded, and each rank has its own rows of the weight."""
     return ParallelProduct(function, linear, {"x": "rows", "weight": "index", "bias": "index", "out": "index"})
 
 
 def scattering(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """reduce_scatter(x Wᵀ) + bias + residual: each rank has its own features, and gets its rows of the sum."""
+    """Describe reduce_scatter(x Wᵀ) + bias + residual: each rank has its own features and gets its rows of the sum."""
     held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "rows", "out": "rows"}
     return ParallelProduct(function, linear, held)
 
 
 def summing(function: Callable[..., Tensor], linear: Callable[..., Tensor]) -> ParallelProduct:
-    """all_reduce(x Wᵀ) + bias + residual: each rank has its own features, and gets the whole sum."""
+    """Describe all_reduce(x Wᵀ) + bias + residual: each rank has its own features and gets the whole sum."""
     held: dict[str, Held] = {"x": "index", "weight": "index", "bias": "all", "residual": "all", "out": "all"}
     return ParallelProduct(function, linear, held)
 
 
 def strided(x: Tensor) -> Tensor:
-    """x as a view between elements that must not be read: they are NaN."""
+    """Return `x` as a view whose elements have NaN between them in memory, which must not be read."""
     return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
 
 
 def _drawn(seed: int, shape: tuple[int, ...], case: Case) -> Tensor:
     if not case.whole_numbers:
         return normal(seed, *shape, dtype=case.dtype)
-    most = 4 if case.dtype in (torch.float32, torch.float64) else 1  # half types hold small whole numbers alone
+    most = 4 if case.dtype in (torch.float32, torch.float64) else 1  # 16-bit dtypes are exact for small numbers only
     return integers(seed, *shape, low=-most, high=most, dtype=case.dtype)

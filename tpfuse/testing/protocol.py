@@ -2,21 +2,21 @@
 
     class TestShardSum(ProtocolSuite):
         modules = (signals, shard_sum)       # the modules that mutants change, and those that import them
-        needed = (shard_sum,)                # whose synchronisation lines this suite deletes
+        needed = (shard_sum,)                # the modules or functions whose synchronising lines this suite deletes
         worlds = ((2, 2), (2, 1), (3, 2))    # (ranks, resident programs); the first pair serves all other tests
         faults = (Fault("an old epoch", replace(shard_sum.shard_sum_kernel, "epoch", by="epoch - 1", call="barrier")),)
 
-        def program(self, memory):           # what every rank runs, with a check of its results
+        def program(self, memory):           # runs on every rank, with a check of its results
             current(shard_sum).shard_sum(...)
 
-        def late_program(self, memory):      # one rank does not come; afterwards everything works again
+        def late_program(self, memory):      # one rank is missing; afterwards everything works again
             ...
 
-`current` gives the copy of a module that is being explored. In the first tier the suite explores the program once in
-one world, deletes or weakens each synchronisation line once, and lets waits end; in the second tier it explores other
-worlds and many seeds, and plants the faults that are no deletion. A line is tried under the sequential schedule first,
-which finds nearly all of them, since vector clocks find a race whatever the order of accesses; further schedules follow
-only for what that leaves.
+`current` returns the copy of a module that is being explored. In the first tier the suite explores the program once in
+one world, deletes or weakens each synchronising line once, and lets waits end. In the second tier it explores other
+worlds and many seeds, and plants the faults that are not deletions. Each mutant runs under the sequential schedule
+first, which finds nearly all of them, since vector clocks find a race in any order of the accesses; further schedules
+follow only for the mutants that remain.
 """
 
 import ast
@@ -43,14 +43,15 @@ _unchanged: dict[type, Report] = {}
 
 
 def current(module: ModuleType) -> Any:
-    """The copy of the module that is explored now, mutated or not; outside an exploration the module itself."""
+    """Return the copy of the module that is explored now, mutated or not; outside an exploration the module itself."""
     return sys.modules[module.__name__]
 
 
 class StreamMemory:
-    """A group's memory as one stream of a rank sees it: each rank of the explored memory is a stream of its own.
+    """A group's memory as one stream of a rank uses it: each rank of the explored memory stands for one stream.
 
-    The first `world` are the streams of products, those behind them the streams of copies.
+    The first `world` ranks of the explored memory are the streams that run products; the ranks after them are the
+    streams that run copies.
     """
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
@@ -71,11 +72,12 @@ class StreamMemory:
 
 
 class ProtocolSuite:
-    """The tests of one program; see the module for what a subclass defines.
+    """The tests of one program; the module's docstring says what a subclass defines.
 
-    unneeded: (function, its line, or the name of what the line calls) -> why the program does not need that line, which
-    the second tier tests. late_faults: faults that `late_program` finds. seeds: how many schedules of `short_program`
-    the second tier draws. fixtures: the names of pytest's fixtures that become attributes of the suite.
+    unneeded: maps (function, its line, or the name of the function that the line calls) to the reason why the program
+    does not need that line; the second tier tests that it does not. late_faults: the faults that `late_program` finds.
+    seeds: how many schedules of `short_program` the second tier draws. fixtures: the names of pytest fixtures that
+    become attributes of the suite.
     """
 
     modules: ClassVar[Sequence[ModuleType]]
@@ -88,15 +90,15 @@ class ProtocolSuite:
     fixtures: ClassVar[Sequence[str]] = ()
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Each rank's part of the protocol: several rounds, with a check of every result."""
+        """Run one rank's part of the protocol: several rounds, with a check of every result."""
         raise NotImplementedError
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        """Like `program`, but as short as many seeds allow."""
+        """Run a shorter program than `program`, since it runs under many seeds."""
         self.program(memory)
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """One rank does not come; the waits of the others end, and after a reset the protocol works as before."""
+        """Run the protocol with one rank missing: the others' waits end, and after a reset it works as before."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -105,12 +107,12 @@ class ProtocolSuite:
             setattr(self, name, request.getfixturevalue(name))
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Worlds of `test_no_alarm`: the first belongs to the first tier."""
+        """Parametrize `test_no_alarm` by `worlds`, the first of which belongs to the first tier."""
         if "resident" in metafunc.fixturenames:
             metafunc.parametrize(("world", "resident"), [self.worlds[0], *exhaustive(*self.worlds[1:])])
 
     def test_no_alarm(self, world: int, resident: int) -> None:
-        """The unchanged program has no race, no deadlock and no wrong result."""
+        """The unchanged program has no race, no deadlock and no wrong result under `SCHEDULES`."""
         if (world, resident) == self.worlds[0]:
             self._explored()
         else:
@@ -118,31 +120,31 @@ class ProtocolSuite:
 
     @pytest.mark.exhaustive
     def test_no_alarm_in_many_seeds(self) -> None:
-        """Nor under random priorities of its threads."""
+        """The unchanged short program has no fault under random priorities of its threads either."""
         self._explore(self.short_program, map(PCT, range(self.seeds)))
 
     def test_every_line_is_needed(self) -> None:
-        """Each line that orders something, deleted or weakened, makes the program fail."""
+        """The program fails if any line that orders something is deleted or weakened."""
         mutants, unneeded = self._mutants()
         left = self._left(self.program, [m for m in mutants if m not in unneeded], unchanged=self._explored())
         assert not left, "\n".join(["the program does not need these lines:", *map(str, left)])
 
     @pytest.mark.exhaustive
     def test_unneeded_lines_are_not_needed(self) -> None:
-        """What `unneeded` says is still so."""
+        """The program does not fail if a line of `unneeded` is deleted or weakened."""
         unneeded = self._mutants()[1]
         left = self._left(self.program, unneeded, unchanged=self._explored())
         needed = [mutant for mutant in unneeded if mutant not in left]
         assert not needed, "\n".join(["the program needs these lines of `unneeded` after all:", *map(str, needed)])
 
     def test_faults_can_be_planted(self) -> None:
-        """What the faults change is in the source."""
+        """The expressions and statements that the faults change are in the source."""
         for fault in (*self.faults, *self.late_faults):
             fault.mutant()
 
     @pytest.mark.exhaustive
     def test_planted_faults_are_found(self) -> None:
-        """The program fails with each fault that is no deletion, and `late_program` with those of the way out."""
+        """The program fails with each fault of `faults`, and `late_program` with each of `late_faults`."""
         faults, late = ([fault.mutant() for fault in faults] for faults in (self.faults, self.late_faults))
         left = self._left(self.program, faults, unchanged=self._explored())
         if late:
@@ -151,11 +153,11 @@ class ProtocolSuite:
 
     @pytest.mark.parametrize("schedules", [SCHEDULES[:2], *exhaustive([PCT(seed) for seed in range(3)])], ids=len)
     def test_waits_end(self, schedules: Sequence[Schedule]) -> None:
-        """No wait lasts for ever where a rank does not come, and after a reset everything is as new."""
+        """No wait lasts for ever if a rank is missing, and after a reset the protocol works as at the beginning."""
         self._explore(self.late_program, schedules, timeouts=True)
 
     def _mutants(self) -> tuple[list[Mutant], list[Mutant]]:
-        """The mutants of `needed`, and those of them that `unneeded` names."""
+        """Return the mutants of `needed`, and those among them that `unneeded` names."""
         mutants: list[Mutant] = []
         for target in self.needed:
             found = mutants_of(target, among=self.modules)
@@ -171,25 +173,25 @@ class ProtocolSuite:
     def _explore(
         self, program: Callable[[SimulatedMemory], None], schedules: Iterable[Schedule], **options: Any
     ) -> Report:
-        """In copies of the modules, as mutants are, so that what a program changes in them ends with it."""
+        """Explore the program in copies of the modules, as mutants are, so that its changes to them do not last."""
         world, resident = self.worlds[0]
         with fresh(self.modules):
             return explore(program, **({"world": world, "resident": resident} | options), schedules=schedules)
 
     def _explored(self) -> Report:
-        """What the unchanged program does under `SCHEDULES`, explored once for all tests of the suite."""
+        """Return the report of the unchanged program under `SCHEDULES`, explored once for all tests of the suite."""
         if type(self) not in _unchanged:
             _unchanged[type(self)] = self._explore(self.program, SCHEDULES)
         return _unchanged[type(self)]
 
     def _left(self, program: Callable[[SimulatedMemory], None], mutants: list[Mutant], **options: Any) -> list[Mutant]:
-        """Those that the program does not fail."""
+        """Return the mutants with which the program does not fail."""
         world, resident = self.worlds[0]
         options = {"resident": resident} | options
         return surviving(lambda *copies: program, self.modules, world, mutants=mutants, **options)
 
 
 def _is_in(mutant: Mutant, function: Any, line: str) -> bool:
-    """Whether the mutant changes this line of the function, or this name's call; formatting does not matter."""
+    """Return whether the mutant changes this line of the function, or a call of this name; formatting is ignored."""
     first, last = span_of(function)
     return first <= mutant.lines[0] <= last and ast.unparse(ast.parse(line)) in (mutant.code, mutant.code.split("(")[0])

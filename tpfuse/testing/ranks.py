@@ -1,10 +1,10 @@
 """A pool of ranks: processes that are started once for each world size and reused by every test.
 
 `pool(4).run(function, *args)` runs `function(*args)` on four CPU ranks at once, in a Gloo group that is their
-default group, and returns what each returned. Ranks find the function by its file and name, so it must be at
-the top level of a module; arguments and results are pickled. A rank that raises, dies or is late makes `run`
-raise RankError with every rank's traceback, and the pool is started anew at the next use. The ranks take over
-whether deterministic algorithms are on, and whether torch only warns of others.
+default group, and returns the result of each. A rank finds the function by its file and name, so the function must be
+at the top level of a module; arguments and results are pickled. If a rank raises, dies or is late, `run` raises
+RankError with every rank's traceback, and the next use starts the pool again. The ranks take over this process's
+settings of deterministic algorithms: whether they are required, and whether torch only warns of others.
 """
 
 import atexit
@@ -31,20 +31,20 @@ import torch.distributed as dist
 from tpfuse.comm.errors import tell_places
 from tpfuse.testing.patience import Deadline, patient
 
-# What the server imports before it forks ranks; a program may add modules before it starts its first pool.
+# The modules that the server imports before it forks ranks; a program may add to them before it starts its first pool.
 PRELOADED = ["torch.distributed.tensor", "triton.language", "tpfuse.testing.ranks"]
 
-_MOST_GROUPS = 12  # that a rank has made before its pool is started anew
+_MOST_GROUPS = 12  # a rank that has made more process groups ends, and its pool is started again
 
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 class RankError(RuntimeError):
-    """What went wrong on which rank, tracebacks included."""
+    """The failures of one run of a pool, with the rank and the traceback of each."""
 
 
 def _find(file: str, name: str) -> Callable[..., Any]:
-    """The function `name` of the module in `file`, loaded once under a name of its own."""
+    """Return the function `name` of the module in `file`, which is loaded once under a name of its own."""
     if (file, name) not in _functions:
         module_name = "tpfuse_rank_" + file.replace("/", "_").removesuffix(".py")
         module = sys.modules.get(module_name)
@@ -60,10 +60,10 @@ def _find(file: str, name: str) -> Callable[..., Any]:
 def serve(
     rank: int, world: int, meeting: str, timeout: float, deterministic: tuple[bool, bool], connection: Connection
 ) -> None:
-    """What a rank does until its pool goes away.
+    """Join the group as a rank, then run functions until the pool closes the connection.
 
-    meeting: where the ranks meet, a URL as torch.distributed has them. deterministic: whether algorithms must be, and
-    whether torch only warns of those that are not.
+    meeting: the URL of the rendezvous, as `init_process_group` takes it. timeout: seconds of a collective operation.
+    deterministic: whether algorithms must be deterministic, and whether torch only warns of those that are not.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -80,8 +80,8 @@ def serve(
             file, name, args = connection.recv()
         except EOFError:
             return
-        tell_places({})  # of the run before
-        torch.manual_seed(0)  # what a run draws does not depend on the runs before it
+        tell_places({})  # forget those of the run before
+        torch.manual_seed(0)  # the random numbers of a run do not depend on the runs before it
         try:
             value = _find(file, name)(*args)
             connection.send((True, (value, len(dist.distributed_c10d._world.pg_map))))
@@ -90,7 +90,10 @@ def serve(
 
 
 def _take_over(environment: dict[str, str]) -> None:
-    """Takes the environment of the process that wants this one: the server has kept that of its start."""
+    """Replace this process's environment by that of the process that started it.
+
+    A process that the server forks has the environment that the server had when it started.
+    """
     wanted, found = (each.get("TRITON_INTERPRET", "0") for each in (environment, os.environ))
     assert wanted == found, f"TRITON_INTERPRET has become {wanted}: set it before the first pool of ranks is started"
     os.environ.clear()
@@ -98,20 +101,20 @@ def _take_over(environment: dict[str, str]) -> None:
 
 
 def serve_in(environment: dict[str, str], *args: Any) -> None:
-    """Serves with the environment of the process that wants the rank."""
+    """Run `serve` with the environment of the process that started the rank."""
     _take_over(environment)
     serve(*args)
 
 
 def _server() -> Any:
-    """The context whose processes are forked from the server."""
+    """Return the multiprocessing context whose processes are forked from the server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
 
 
 def _call(environment: dict[str, str], file: str, name: str, args: tuple[Any, ...], connection: Connection) -> None:
-    """What the process of `run_apart` does."""
+    """Run a function in the process of `run_apart`, and send its result or its traceback."""
     _take_over(environment)
     torch.set_num_threads(1)
     try:
@@ -121,9 +124,10 @@ def _call(environment: dict[str, str], file: str, name: str, args: tuple[Any, ..
 
 
 def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) -> Any:
-    """`function(*args)` in a new process, without a group, which has no thread but its first: it may fork.
+    """Run `function(*args)` in a new process and return its result.
 
-    timeout: seconds on an idle machine. Raises RankError.
+    The process has no group, and no thread but its first, so that it may fork. timeout: seconds on an idle machine.
+    Raises RankError.
     """
     assert isinstance(function, FunctionType), "a function at the top level of a module"
     ours, theirs = multiprocessing.Pipe()
@@ -151,9 +155,9 @@ def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) 
 class RankPool:
     """`world` processes that form a Gloo group and wait for work.
 
-    timeout: seconds for one `run`; grace: seconds that the others have to fail by themselves once one has. Both are
-    those of an idle machine (see `patience`). most_groups: how many groups a rank may have at the end of a run; with
-    more of them the ranks end, and the next run starts new ones.
+    timeout: seconds for one `run`. grace: seconds that the other ranks have to fail by themselves once one has failed.
+    Both hold for an idle machine (see `patience`). most_groups: how many process groups a rank may have at the end of a
+    run; if it has more, the ranks end, and the next run starts new ones.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class RankPool:
         self._folder: str | None = None
 
     def _context(self) -> Any:
-        # A fork has no CUDA where its server has begun to use it, be it by an import.
+        # A fork cannot use CUDA if its server has begun to use CUDA, even by an import.
         return multiprocessing.get_context("spawn") if torch.cuda.is_available() else _server()
 
     def _start(self) -> None:
@@ -190,7 +194,7 @@ class RankPool:
         self._connections.append(ours)
 
     def close(self) -> None:
-        """Ends the ranks at once."""
+        """End the ranks at once."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -204,7 +208,7 @@ class RankPool:
             self._folder = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """`function(*args)` on every rank; the results in rank order. Raises RankError."""
+        """Run `function(*args)` on every rank and return the results in rank order. Raises RankError."""
         assert isinstance(function, FunctionType), "a function at the top level of a module"
         if not self._processes:
             self._start()
@@ -212,7 +216,7 @@ class RankPool:
             connection.send((function.__code__.co_filename, function.__qualname__, args))
         results, failures = self._collect()
         if failures:
-            # A rank that raised may have left the others inside a collective: their group is of no more use.
+            # A rank that raised may have left the others inside a collective operation: the group cannot be used again.
             self.close()
             raise RankError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
         if max(groups for _, groups in results.values()) > self._most_groups:
@@ -247,7 +251,7 @@ def _take_a_gpu() -> None:
 
 
 class GpuRankPool(RankPool):
-    """Ranks on GPUs, each its own or all of them one; their kernels are compiled, not interpreted.
+    """A pool of ranks on GPUs, which share the GPUs if there are fewer of them; kernels are compiled, not interpreted.
 
     overlapping: whether ranks that share a GPU may have symmetric memory.
     """
@@ -267,7 +271,8 @@ _pools: dict[int, RankPool] = {}
 
 
 def pool(world: int) -> RankPool:
-    """The pool of this world size, started at its first `run` and kept until the process ends."""
+    """Return the pool of this world size, which is started at its first `run` and kept until the process ends."""
+
     if world not in _pools:
         _pools[world] = RankPool(world)
         atexit.register(_pools[world].close)

@@ -1,10 +1,10 @@
-"""The two tiers of the tests: `make test` runs what no marker defers, `make test-all` runs everything.
+"""The two tiers of the tests: `make test` runs the tests that no marker defers, `make test-all` runs all tests.
 
     @pytest.mark.parametrize("world", [2, *exhaustive(1, 3, 4)])
     @pytest.mark.parametrize(*pairwise(dtype=[F32, BF16, F16], rows=[63, 1, 100]))
 
-A parameter that a test needs in order to find a fault that no other test of the first tier finds stays unmarked.
-pyproject.toml lists the markers that defer a test; importing this module needs pytest.
+A parameter stays unmarked if the test needs it to find a fault that no other test of the first tier finds.
+pyproject.toml lists the markers that defer a test. This module imports pytest.
 """
 
 import itertools
@@ -13,19 +13,20 @@ from typing import Any
 
 import pytest
 
-_Cells = tuple[tuple[int, int], ...]  # of an axis and the index of a value
+_Cells = tuple[tuple[int, int], ...]  # pairs of an axis and the index of a value
 
 
 def exhaustive(*rows: Any) -> list[Any]:
-    """The rows as parameters of the second tier. A row that is a tuple has a value for each parameter's name."""
+    """Return the rows as parameters of the second tier. A row that is a tuple has one value per parameter name."""
     return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.exhaustive) for row in rows]
 
 
 def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any]]:
-    """Names and rows for `parametrize`: every pair of values of two axes is in some row, instead of the full product.
+    """Return names and rows for `parametrize`, so that every pair of values of two axes is in at least one row.
 
-    The first row holds the first value of each axis. `first` rows belong to the first tier, the others to the second.
-    The rows are a greedy covering array and depend on the order of the values alone.
+    There are fewer rows than in the full product. The first row holds the first value of each axis. The first `first`
+    rows belong to the first tier, the others to the second. The rows are a greedy covering array; they depend on the
+    order of the values alone.
     """
     names, sizes = list(axes), [len(values) for values in axes.values()]
     missing: set[_Cells] = {
@@ -49,6 +50,7 @@ def pairwise(first: int = 1, **axes: Sequence[Any]) -> tuple[list[str], list[Any
 
 
 def _pairs(chosen: dict[int, int]) -> set[_Cells]:
-    """The pairs of (axis, value) that a row, or a part of one, covers; of a row of one axis, that axis alone."""
+    """Return the pairs of (axis, value) that a row, or a part of one, covers, and each (axis, value) by itself."""
+
     items = sorted(chosen.items())
     return set(itertools.combinations(items, 2)) | {(item,) for item in items}
