@@ -1,16 +1,17 @@
-"""Explores the schedules of a protocol over symmetric memory, and finds what they do not order.
+"""Run a protocol over symmetric memory under many schedules, and report accesses that no signal orders.
 
     from tpfuse.testing.explore import explore
 
-    def protocol(memory):                # on each rank; memory is a tpfuse.comm SymmetricMemory
-        ...                              # launch kernels, put, wait, barrier, check the result
+    def protocol(memory):                # runs on each rank; memory is a tpfuse.comm SymmetricMemory
+        ...                              # launch kernels, signal, wait_signal, barrier, check the result
 
     def test_protocol():
-        explore(protocol, world=3)       # RaceError, DeadlockError or ProtocolError, with what replays it
+        explore(protocol, world=3)       # raises RaceError, DeadlockError or ProtocolError, which says how to replay it
 
-The ranks run in one process under Triton's interpreter (TRITON_INTERPRET=1), one at a time, and may change places
-before every operation on symmetric memory; so a schedule and its seed reproduce a run exactly. Vector clocks follow
-every release and acquire: two accesses that only luck has ordered are reported in whichever order they happened.
+The ranks run in one process under Triton's interpreter (TRITON_INTERPRET=1), one at a time. The schedule may switch to
+another rank before every operation on symmetric memory, so a schedule and its seed reproduce a run exactly. Vector
+clocks follow every release and acquire: two conflicting accesses that only the schedule has ordered are reported,
+in whichever order they happened.
 """
 
 from tpfuse.testing.explore.errors import DeadlockError, ExploreError, ProtocolError, RaceError

@@ -1,8 +1,8 @@
-"""What an exploration finds."""
+"""The errors that an exploration raises."""
 
 
 class ExploreError(AssertionError):
-    """A protocol failed under a schedule; the message names the lines, the ranks and what runs it again.
+    """A protocol failed under a schedule. The message names the lines and the ranks, and says how to replay the run.
 
     replay: an expression that runs the same schedule again.
     """
@@ -12,23 +12,23 @@ class ExploreError(AssertionError):
         super().__init__(message + (f"\n  replay: {replay}" if replay else ""))
 
     def with_replay(self, replay: str) -> "ExploreError":
-        """The same failure with the expression that replays it."""
+        """Return the same error with the expression that replays the run."""
         error = type(self)(self.message, replay)
         error.__cause__ = self.__cause__
         return error
 
 
 class RaceError(ExploreError):
-    """Two accesses to one element of symmetric memory that nothing orders, at least one of which writes."""
+    """Two accesses to one element of symmetric memory, at least one of which writes, are not ordered."""
 
 
 class DeadlockError(ExploreError):
-    """Ranks wait for words that nobody is left to change, or run on without an end."""
+    """Ranks wait for words that no rank can change any more, or run without an end."""
 
 
 class ProtocolError(ExploreError):
-    """A rank raised, or reached outside a symmetric buffer or into one that was freed."""
+    """A rank raised an exception, or accessed memory outside a symmetric buffer or in a buffer that was freed."""
 
 
 class Stopped(BaseException):
-    """Unwinds the other ranks after a failure; no Exception, so that nothing on the way takes it for its own."""
+    """Unwinds the other ranks after a failure. It is no `Exception`, so that the program's handlers do not catch it."""

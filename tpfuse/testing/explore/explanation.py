@@ -1,4 +1,7 @@
-"""What would have ordered two accesses: every change of one source line is tried on the log of the run."""
+"""Explanations of a race: which change of one source line would have ordered the two accesses.
+
+Every such change is tried on the log of the run.
+"""
 
 from tpfuse.testing.explore.clocks import Atomic, Clocks, Line, Supposition, Word
 from tpfuse.testing.explore.sites import text_of
@@ -11,7 +14,10 @@ _SUPPOSED = {
 
 
 def explain(clocks: Clocks, earlier: int, time: int, later: int) -> str:
-    """One sentence about why chain `later` does not know what component `earlier` of another chain did at `time`."""
+    """Return one sentence that says why chain `later` does not know what component `earlier` did at `time`.
+
+    `earlier` is a component of another chain; see `Clocks`.
+    """
     atomics = [arguments[0] for name, arguments in clocks.log if name == "atomic"]
     operations = [operation for operation in atomics if isinstance(operation, Atomic)]
     for supposition in _suppositions(clocks, operations):
@@ -33,7 +39,7 @@ def _suppositions(clocks: Clocks, operations: list[Atomic]) -> list[Supposition]
 
 
 def _released(clocks: Clocks, component: int, time: int) -> set[Word]:
-    """The words that the component's chain released at `time` or later."""
+    """Return the words that the component's chain released at `time` or later."""
     replayed, words = Clocks(clocks.barrier_rule), set[Word]()
     for method, arguments in clocks.log:
         operation = arguments[0] if arguments else None

@@ -1,4 +1,4 @@
-"""`explore`: a program on several ranks under several schedules, until one of them shows a fault."""
+"""`explore` runs a program on several ranks under several schedules, until one of them shows a fault."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,10 +22,10 @@ _running = threading.Lock()
 
 @dataclass
 class Report:
-    """What was run without a fault.
+    """The runs of an exploration that found no fault.
 
-    steps, logs: of each schedule. shared_lines: (file, line) of atomic operations on words that two ranks touched.
-    exhausted: nothing within the bound is left to try.
+    steps, logs: the number of steps and the log of each schedule's run. shared_lines: (file, line) of the atomic
+    operations on words that two ranks accessed. exhausted: whether every schedule within the bound was run.
     """
 
     schedules: list[Schedule] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Report:
     exhausted: bool = False
 
     def add(self, schedule: Schedule, run: Run) -> None:
-        """Notes a run without a fault."""
+        """Add a run without a fault."""
         self.schedules.append(schedule)
         self.steps.append(run.scheduler.steps)
         self.logs.append(run.scheduler.log)
@@ -57,16 +57,16 @@ def explore(
     barrier_rule: bool = True,
     max_steps: int = 200_000,
 ) -> Report:
-    """Runs `program(memory)` on ranks 0 to world - 1 of a simulated symmetric memory under each schedule.
+    """Run `program(memory)` on ranks 0 to world - 1 of a simulated symmetric memory under each schedule.
 
     schedules: by default sequential, round-robin and PCT with each of `seeds`. resident: how many programs of a grid
     take turns (1: one after another, so that a program that waits for a later one of its own grid never ends).
-    timeouts: where no rank can go on, end the waits (PeerTimeout) instead of reporting a deadlock. patience: how often
-    ranks that all wait may look again first. barrier_rule: a release covers only what precedes the program's last
-    tl.debug_barrier(), as up to Triton 3.8. max_steps: operations on symmetric memory in one run.
+    timeouts: if no rank can continue, end the waits (PeerTimeout) instead of reporting a deadlock. patience: how often
+    ranks that all wait may look again before that. barrier_rule: a release covers only what precedes the program's last
+    tl.debug_barrier(), as up to Triton 3.8. max_steps: the largest number of operations on symmetric memory in one run.
 
-    Raises RaceError, DeadlockError or ProtocolError, whose messages end with what replays the run. ValueError without
-    TRITON_INTERPRET=1; RuntimeError inside another exploration.
+    Raises RaceError, DeadlockError or ProtocolError, whose messages end with the expression that replays the run;
+    ValueError without TRITON_INTERPRET=1; RuntimeError inside another exploration.
     """
     options = Options(resident, timeouts, patience, barrier_rule, max_steps)
     report = Report()
@@ -96,9 +96,10 @@ def explore_bounded(
     barrier_rule: bool = True,
     max_steps: int = 200_000,
 ) -> Report:
-    """As `explore`, under every schedule with at most `preemptions` switches away from a rank that could go on.
+    """Run `explore` under every schedule with at most `preemptions` switches away from a rank that could continue.
 
-    At most `limit` runs: `exhausted` of the report says whether that was all. Feasible for two ranks and one iteration.
+    There are at most `limit` runs; `exhausted` of the report says whether these were all. This is feasible for two
+    ranks and one iteration.
     """
     options = Options(resident, timeouts, patience, barrier_rule, max_steps)
     report, stack = Report(), list[tuple[int, ...]]([()])
@@ -113,7 +114,7 @@ def explore_bounded(
 
 
 class _Bounded(Choices):
-    """Choices whose run is kept."""
+    """Choices that keep the trace of their run, from which further choices follow."""
 
     def start(self) -> Tracing:
         tracing = Tracing(self.choices)
@@ -124,7 +125,7 @@ class _Bounded(Choices):
 
 
 def _execute(program: Program, world: int, schedule: Schedule, options: Options, enter: Callable[[Run], None]) -> Run:
-    """One run; raises what it finds."""
+    """Run the program under one schedule. Raises the fault that it shows."""
     shared: SharedBuffers
     gradients = torch.is_grad_enabled()
 

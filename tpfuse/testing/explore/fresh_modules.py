@@ -1,4 +1,4 @@
-"""Modules executed anew beside the ones that are imported, some from another source; they import one another."""
+"""Copies of modules, some from changed source, executed beside the imported ones; the copies import each other."""
 
 import importlib.util
 import inspect
@@ -17,12 +17,12 @@ _MARK = " (copy)"
 
 
 def original_file(file: str) -> str:
-    """The file that a copy was made from."""
+    """Return the file from which a copy was made."""
     return file.removesuffix(_MARK)
 
 
 class _Copies(Loader, MetaPathFinder):
-    """Finds and executes the copies, in whatever order they import one another."""
+    """Finds and executes the copies, in any order in which they import one another."""
 
     def __init__(self, sources: Mapping[str, tuple[str, str]]) -> None:
         self._sources = sources  # name -> (file, source)
@@ -35,16 +35,16 @@ class _Copies(Loader, MetaPathFinder):
     def exec_module(self, module: ModuleType) -> None:
         file, source = self._sources[module.__name__]
         module.__file__ = file
-        # What reads source by file name (tracebacks, triton.jit) gets ours; without a time stamp it is never dropped.
+        # Readers of source by file name (tracebacks, triton.jit) get this copy; an entry without a time stamp is kept.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         exec(compile(source, file, "exec"), module.__dict__)
 
 
 @contextmanager
 def fresh(modules: Sequence[ModuleType], sources: Mapping[str, str] | None = None) -> Iterator[list[ModuleType]]:
-    """Copies of the modules, executed anew, with other sources for some names.
+    """Yield copies of the modules, executed again, with the source in `sources` for the names in it.
 
-    Inside the block they are what `import` finds; the originals are in their place again at its end.
+    Within the block `import` finds the copies; after it the originals again.
     """
     names = [module.__name__ for module in modules]
     texts = {
@@ -82,7 +82,7 @@ def fresh(modules: Sequence[ModuleType], sources: Mapping[str, str] | None = Non
 
 
 def _load(name: str, finder: _Copies) -> ModuleType:
-    """Imports a copy whose package may not be importable by its name (a test's module)."""
+    """Import a copy whose package may not be importable by its name (a test's module)."""
     spec = finder.find_spec(name, None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,8 +1,9 @@
-"""Hooks into Triton's interpreter (3.6 to 3.9): launches and memory operations of kernels come to the run explored.
+"""Hooks into Triton's interpreter (3.6 to 3.9) that pass launches and memory operations of kernels to an explored run.
 
-Triton patches `triton.language` at each launch and undoes it at its end, which would pull it away from under the other
-ranks: inside `hooked()` it is patched once for all. What an operation does remains the interpreter's own code; only the
-launch is ours, because programs have to be started one by one. Everything is put back at the end.
+Triton patches `triton.language` at each launch and restores it at the end, which would disturb other ranks in the
+middle of a launch: within `hooked()` it is patched once for all launches. Operations are still performed by the
+interpreter's own code; only the launch is ours, because programs have to be started one by one. Everything is restored
+at the end of the block.
 """
 
 import contextlib
@@ -38,12 +39,12 @@ def _addresses(pointers: Any, mask: Any = None) -> Addresses:
 
 
 def _active(mask: Any) -> NDArray[np.bool_]:
-    """A mask as booleans: what `&` makes of two of them the interpreter holds as int8."""
+    """Return a mask as booleans: the interpreter holds the `&` of two masks as int8."""
     return np.asarray(mask.data).astype(bool)
 
 
 def _values(pointers: Any, mask: Any = None) -> NDArray[Any]:
-    """What is in memory at the active lanes."""
+    """Return the values in memory at the active lanes."""
     dtype = interpreter._get_np_dtype(pointers.get_element_ty())
     active = np.ones(pointers.data.shape, bool) if mask is None else _active(mask)
     values = interpreter._interpreter.load(pointers.data, active, np.zeros(pointers.data.shape, dtype), dtype)
@@ -125,7 +126,7 @@ class _Operations:
         return self._atomic("atomic_store", ptr, mask, semantics, perform, lambda old: np.ones(old.shape, bool))
 
     def create_atomic_poll(self, ptr: Any, expected: Any, timeout_ns: Any, sem: Any, scope: Any) -> Any:
-        """Until each word has its value; a time-out passes where everybody else waits too."""
+        """Wait until each word has its value; a time-out ends the wait once all other ranks wait too."""
         semantics, matched = _semantics(sem, scope, modifies=False, writes=False), np.zeros(ptr.data.shape, bool)
         for lane in np.ndindex(ptr.data.shape):
             word = interpreter.TensorHandle(np.atleast_1d(ptr.data[lane]), ptr.dtype)
@@ -167,7 +168,7 @@ def _restore_grid(saved: tuple[Any, ...]) -> None:
 
 
 def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name; keywords that the function does not take (num_warps and the like) are dropped."""
+    """Return arguments by name, without keywords that the function does not take (such as num_warps)."""
     spec = inspect.getfullargspec(function)
     known = {key: value for key, value in kwargs.items() if key in spec.args or key in spec.kwonlyargs}
     return inspect.getcallargs(function, *args, **known)
@@ -175,7 +176,7 @@ def _bind(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[s
 
 @contextlib.contextmanager
 def hooked() -> Iterator[Callable[[Run], None]]:
-    """Patches the interpreter; gives the function that says whose run its operations belong to."""
+    """Patch the interpreter within the block; yield a function that sets the run to which operations belong."""
     names = [name for name in vars(_Operations) if name.startswith("create_") and hasattr(_PLAIN, name)]
     before = dict(vars(_BUILDER))
     patch, call = interpreter._patch_lang, interpreter.GridExecutor.__call__

@@ -1,4 +1,4 @@
-"""Symmetric memory as a run sees it: before every operation others may go first, and then it is checked."""
+"""The symmetric memory of a run: before every operation the schedule may switch ranks, and then it is checked."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ Parts = list[tuple[Region, Addresses]]
 
 @dataclass(frozen=True)
 class Semantics:
-    """What an atomic operation orders. scope: 0 within a block, 1 within a GPU, 2 between GPUs."""
+    """The memory order of an atomic operation. scope: 0 within a thread block, 1 within a GPU, 2 between GPUs."""
 
     acquires: bool
     releases: bool
     scope: int
     modifies: bool = True  # a read-modify-write
-    writes: bool = True  # not a mere load
+    writes: bool = True  # False for a load
     host: bool = False
 
 
@@ -37,9 +37,9 @@ HOST_WAIT = Semantics(acquires=True, releases=False, scope=2, modifies=False, wr
 
 
 class CheckedMemory:
-    """The regions of one run, what orders their accesses, and where they were made.
+    """The regions of one run, the clocks that order their accesses, and the source lines of these accesses.
 
-    roots: the functions that ranks and programs are run by; what is above them on the stack is the protocol.
+    roots: the functions by which ranks and programs are run; the frames that these call belong to the protocol.
     """
 
     def __init__(self, scheduler: Scheduler, barrier_rule: bool, roots: frozenset[CodeType]) -> None:
@@ -47,12 +47,12 @@ class CheckedMemory:
         self.clocks = Clocks(barrier_rule)
         self.regions: list[Region] = []
         self._site_list: list[Site] = []
-        self._sites: dict[Site, int] = {}  # their numbers
-        self._users: dict[Word, dict[tuple[int, int], tuple[int, int]]] = {}  # (chain, scope) -> when and where last
-        self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # which ranks, and where
+        self._sites: dict[Site, int] = {}  # the number of each site
+        self._users: dict[Word, dict[tuple[int, int], tuple[int, int]]] = {}  # (chain, scope) -> last (time, site)
+        self._word_lines: dict[Word, tuple[set[int], set[Line]]] = {}  # the ranks and the lines that accessed a word
 
     def site(self, operation: str) -> int:
-        """The number of the place where the current thread is."""
+        """Return the number of the site where the current thread is."""
         task = self._scheduler.current
         site = Site(operation, task.rank, task.program, lines_here(self._roots))
         if site not in self._sites:
@@ -61,11 +61,11 @@ class CheckedMemory:
         return self._sites[site]
 
     def line_of(self, site: int) -> str:
-        """file:line: text of a site, by its number."""
+        """Return "file:line: text" of the site with this number."""
         return text_of(self._site_list[site].lines[0])
 
     def touched(self, addresses: Addresses) -> Parts:
-        """The symmetric parts among these addresses, red zones included."""
+        """Return the regions that these addresses are in, each with its addresses; red zones belong to regions."""
         if not addresses.size:
             return []
         low, high = int(addresses.min()), int(addresses.max())
@@ -89,7 +89,7 @@ class CheckedMemory:
         self._scheduler.stop(ProtocolError(f"{what}:\n  {self._site_list[site]}"))
 
     def access(self, parts: Parts, size: int, operation: str, *, write: bool) -> int:
-        """Before a plain load or store: others may go first, then it is checked. Returns the number of its site."""
+        """Let the schedule switch ranks before a plain load or store, then check it; return the number of its site."""
         task = self._scheduler.current
         site = self.site(operation)
         scalar = len(parts) == 1 and parts[0][1].size == 1
@@ -103,12 +103,12 @@ class CheckedMemory:
         return site
 
     def written(self, parts: Parts) -> None:
-        """After a store: who polls what it changed looks again."""
+        """Report a finished store: ranks that poll a word which it changed look again."""
         for _, part in parts:
             self._scheduler.changed(int(part.min()), int(part.max()))
 
     def polled(self, parts: Parts, values: NDArray[Any], site: int) -> None:
-        """After words were read and not changed."""
+        """Report words that were read and not changed."""
         found = tuple(values.tolist())
 
         def where() -> str:
@@ -136,9 +136,9 @@ class CheckedMemory:
         semantics: Semantics,
         perform: Callable[[], tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]],
     ) -> Any:
-        """An atomic operation on the words `parts`.
+        """Perform an atomic operation on the words `parts`, and return its result.
 
-        perform() does it and returns its result, the old and the new values of the words, and whether it stored them.
+        perform() returns the result, the old and the new values of the words, and whether it stored each of them.
         """
         task, site = self._scheduler.current, self.site(operation)
         self._scheduler.switch(task, site, _words(parts))
@@ -180,7 +180,11 @@ class CheckedMemory:
         )
 
     def _scope(self, region: Region, element: int, scope: int, site: int) -> None:
-        """Atomics on one word that nothing else orders are atomic, and order anything, only if both scopes suffice."""
+        """Report a race if an earlier atomic operation on the word is unordered and a scope is too narrow.
+
+        Two operations on one word that are not otherwise ordered are atomic to each other, and order other accesses,
+        only if the scopes of both include the two programs.
+        """
         task = self._scheduler.current
         word = self.regions.index(region), element
         users = self._users.setdefault(word, {})
@@ -200,11 +204,12 @@ class CheckedMemory:
         users[task.chain, scope] = self.clocks.time(task.chain + 1), site
 
     def shared_lines(self) -> set[Line]:
-        """Where atomic operations on words are that two ranks have touched."""
+        """Return the lines of the atomic operations on words that two ranks have accessed."""
         return {line for ranks, lines in self._word_lines.values() if len(ranks) > 1 for line in lines}
 
     def host_word(self, operation: str, region: Region, index: int, value: int | None) -> int:
-        """Sets a word (release) or, without a value, reads it (acquire)."""
+        """Set a word (release) or, without a value, read it (acquire); return its old value."""
+
         address = region.base + index * region.step
         semantics = HOST_WAIT if value is None else HOST_PUT
 

@@ -1,4 +1,4 @@
-"""Mutants of a protocol, made from its source: every line that orders something, deleted or weakened in turn.
+"""Mutants of a protocol, made from its source: each line that orders something is deleted or weakened in turn.
 
     from tpfuse.testing.explore.mutants import surviving
 
@@ -8,10 +8,11 @@
 
     assert surviving(program_of, [signals, all_gather], world=2) == []
 
-What counts as synchronisation is read off the syntax: calls of `atomic_*` and `debug_barrier`; `put`, `wait` and
-`barrier` of something called memory; and, by name, functions of these modules that contain any of that. So a line that
-somebody adds is covered by itself. What is no fault is left alone by rule: the scope of a relaxed atomic, which orders
-nothing, is not narrowed, and a narrowed scope is no survivor where the unchanged program has no two ranks at one word.
+The syntax tells which calls synchronise: calls of `atomic_*` and `debug_barrier`; the methods `signal`, `wait_signal`
+and `barrier` of an object whose name ends in "memory"; and, by name, calls of functions of these modules that contain
+such a call. A new line is therefore covered without further work. Two kinds of changes are no faults, and are excluded
+by rule: the scope of a relaxed atomic operation, which orders nothing, is not narrowed; and a narrowed scope does not
+count as a survivor if no two ranks access the same word at that line of the unchanged program.
 """
 
 import ast
@@ -32,9 +33,11 @@ _HOST = ("put", "wait", "barrier")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module. lines, text: what was changed; source: of the whole module, with the change.
+    """One change of one module.
 
-    code: what was changed as `ast.unparse` writes it, without comments and line breaks.
+    lines, text: the changed lines and the text of the first. change: a description of the change. source: the source of
+    the whole module with the change. code: the changed node as `ast.unparse` writes it, without comments and line
+    breaks.
     """
 
     module: str
@@ -50,9 +53,10 @@ class Mutant:
 
 
 def mutants_of(*targets: Any, among: Iterable[ModuleType] = ()) -> list[Mutant]:
-    """The mutants of these modules, or of those parts of modules that are these functions, in the order of lines.
+    """Return the mutants of these modules and functions, in the order of their lines.
 
-    among: more modules, whose functions the targets may call to synchronise.
+    targets: modules, or functions of which alone the mutants are wanted. among: more modules, whose functions the
+    targets may call to synchronise.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     trees = {module: ast.parse(inspect.getsource(module)) for module in dict.fromkeys([*modules, *among])}
@@ -76,12 +80,13 @@ def surviving(
     unchanged: Report | None = None,
     **options: Any,
 ) -> list[Mutant]:
-    """The mutants of `targets` (or `mutants`) that `explore(program, world, **options)` does not fail.
+    """Return the mutants of `targets` (or of `mutants`) with which `explore(program, world, **options)` does not fail.
 
-    program_of(*modules) makes the program from fresh copies of the targets' modules, in their order; they import one
-    another, and what is imported while it runs gets them too. Modules that register something when they are imported
-    (torch operators) cannot be targets. unchanged: what an exploration of the unchanged program in such copies has
-    reported; without it there is one first. Raises ExploreError if the unchanged program fails.
+    program_of(*modules) makes the program from fresh copies of the targets' modules, in their order. The copies import
+    each other, and modules that are imported while the program runs import the copies too. Modules that register
+    something when they are imported (torch operators) cannot be targets. unchanged: the report of an exploration of the
+    unchanged program in such copies; without it the unchanged program is explored first. Raises ExploreError if the
+    unchanged program fails.
     """
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     if options.get("schedules") is not None:
@@ -107,20 +112,20 @@ def surviving(
 
 
 def module_of(target: Any) -> ModuleType:
-    """The module that a target is, or that a function or kernel is from."""
+    """Return the target if it is a module, otherwise the module in which the function or kernel is defined."""
     module = target if isinstance(target, ModuleType) else inspect.getmodule(getattr(target, "fn", target))
     assert module is not None, target
     return module
 
 
 def span_of(function: Any) -> tuple[int, int]:
-    """The first and the last line of a function or kernel."""
+    """Return the first and the last line of a function or kernel."""
     lines, first = inspect.getsourcelines(getattr(function, "fn", function))
     return first, first + len(lines) - 1
 
 
 def _name(call: ast.Call) -> str:
-    """The last name of what is called."""
+    """Return the last part of the dotted name of the called function; empty if it has no name."""
     function = call.func
     return (
         function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
@@ -143,7 +148,7 @@ def _is_host(call: ast.Call) -> bool:
 
 
 def _semantics(call: ast.Call) -> str:
-    """Of an atomic operation, as far as the syntax shows."""
+    """Return the semantics of an atomic operation ("acquire"); empty if the syntax does not show them."""
     for node in (*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "sem")):
         if isinstance(node, ast.Constant) and node.value in (*_WEAKER, "relaxed"):
             return str(node.value)
@@ -156,7 +161,7 @@ def _orders(call: ast.Call) -> bool:
 
 
 def _synchronising(trees: Iterable[ast.Module]) -> set[str]:
-    """The names of functions that order something, themselves or through functions that they call."""
+    """Return the names of the functions that order something, by themselves or through functions that they call."""
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     names = {function.name for function in functions if any(_orders(call) for call in _calls(function))}
     while True:
@@ -177,7 +182,7 @@ class _Finder:
         self._lines = [line.encode() for line in self._source.splitlines(keepends=True)]  # columns count bytes
 
     def mutants(self) -> list[Mutant]:
-        """In the order of their lines."""
+        """Return the mutants of the module in the order of their lines."""
         found = [mutant for node in ast.walk(self._tree) for mutant in self._of(node)]
         return sorted(found, key=lambda mutant: mutant.lines)
 
@@ -201,14 +206,14 @@ class _Finder:
         return _is_atomic(call) or _orders(call) or _name(call) in self._synchronising
 
     def _spins(self, loop: ast.While) -> bool:
-        """Whether the loop looks at words until they change, and does nothing else."""
+        """Return whether the loop reads words until they change, and does nothing else."""
         body = [call for statement in loop.body for call in _calls(statement)]
         looks = any(_is_atomic(call) for call in body) or any(self._synchronises(call) for call in _calls(loop.test))
         looks = looks or any(keyword.arg == "volatile" for call in _calls(loop) for keyword in call.keywords)
         return looks and not any(_name(call) == "store" or _name(call) in self._synchronising for call in body)
 
     def _values(self, node: ast.If | ast.Return | ast.While | ast.Assign) -> Iterator[Mutant]:
-        """Synchronising calls whose value is used: a wait has been successful, a count has counted nothing."""
+        """Change synchronising calls whose value is used: a wait succeeds at once, or a counter is not increased."""
         value = node.test if isinstance(node, ast.If | ast.While) else node.value
         if value is None or (isinstance(node, ast.While) and self._spins(node)):
             return
@@ -227,7 +232,7 @@ class _Finder:
                 yield self._mutant(part.right, "0", "epoch not advanced")
 
     def _stores(self, function: ast.FunctionDef) -> Iterator[Mutant]:
-        """Plain stores to words that the function also touches by atomics: counters and epochs."""
+        """Delete plain stores to words that the function also accesses by atomic operations: counters and epochs."""
         words = {_root(call.args[0]) for call in _calls(function) if _is_atomic(call) and call.args} - {""}
         for node in ast.walk(function):
             call = node.value if isinstance(node, ast.Expr) else None
@@ -235,7 +240,7 @@ class _Finder:
                 yield self._mutant(call, "pass", "deleted")
 
     def _defaults(self, function: ast.FunctionDef) -> Iterator[Mutant]:
-        """Semantics and scopes that are defaults of parameters."""
+        """Weaken semantics and scopes that are default values of parameters."""
         arguments = function.args
         positional = (*arguments.posonlyargs, *arguments.args)
         pairs = [*zip(reversed(positional), reversed(arguments.defaults), strict=False)]
@@ -276,9 +281,9 @@ class _Finder:
         *,
         last: int | None = None,
     ) -> Mutant:
-        """Puts text in the place of a node, or of its `last` characters; the lines below keep their numbers.
+        """Return the mutant in which `text` replaces a node, or its `last` characters; later lines keep their numbers.
 
-        place: what the mutant is said to be a change of.
+        place: the node that the mutant's lines and text show, by default the replaced one.
         """
         place = place or node
         assert node.end_lineno is not None and node.end_col_offset is not None and place.end_lineno is not None
@@ -296,6 +301,6 @@ class _Finder:
 
 
 def _root(node: ast.expr) -> str:
-    """The variable that a pointer is made from: state_ptr of state_ptr + 1."""
+    """Return the variable from which a pointer is made, such as state_ptr for state_ptr + 1."""
     names = [part.id for part in ast.walk(node) if isinstance(part, ast.Name)]
     return names[0] if names else ""

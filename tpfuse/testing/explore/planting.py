@@ -1,10 +1,10 @@
-"""Faults planted in a module by its syntax tree, so that comments, line breaks and formatting do not matter.
+"""Faults that are planted in the syntax tree of a module, so that comments, line breaks and formatting do not matter.
 
     Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes"))
     Fault("an old epoch", replace(shard_sum_kernel, "epoch", by="epoch - 1", call="barrier"))
     Fault("signalled too early", replace(stage, "copy(x)\\nsignal()", by="signal()\\ncopy(x)"))
 
-`ProtocolSuite.faults` takes them, and `surviving` takes what `mutant` makes of each.
+`ProtocolSuite.faults` takes such faults; `surviving` takes the mutants that `Fault.mutant` returns.
 """
 
 import ast
@@ -18,7 +18,7 @@ from tpfuse.testing.explore.mutants import Mutant, module_of
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a function; see `replace`."""
+    """One change of a function: an expression or statements are replaced; see `replace`."""
 
     function: Any
     old: str
@@ -27,24 +27,24 @@ class Edit:
 
 
 def replace(function: Any, old: str, *, by: str, call: str = "") -> Edit:
-    """An edit that puts `by` in the place of `old`, which must be in `function` exactly once.
+    """Return an edit that replaces `old` by `by`; `old` must be in `function` exactly once.
 
-    Both are expressions, or both are statements that follow one another (`by="pass"` removes them). call: look only at
-    the arguments of calls of this name. function: also a method, or a kernel.
+    Both are expressions, or both are consecutive statements (`by="pass"` removes them). call: search only in the calls
+    of functions with this name. function: a function, a method or a kernel.
     """
     return Edit(function, old, by, call)
 
 
 class Fault:
-    """The edits of one module that plant a fault; its name stands in messages."""
+    """The edits of one module that plant a fault. Messages show its name."""
 
     def __init__(self, name: str, *edits: Edit) -> None:
         self.name, self.edits = name, edits
 
     def mutant(self) -> Mutant:
-        """The module with all edits, one after another.
+        """Return the module with all edits, applied one after another.
 
-        Raises ValueError where an expression is not in its function, or is there more than once.
+        Raises ValueError if an expression is not in its function, or is in it more than once.
         """
         (module,) = {module_of(edit.function) for edit in self.edits}
         tree = ast.parse(inspect.getsource(module))
@@ -63,7 +63,7 @@ class Fault:
 
 
 def _plain(function: Any) -> Any:
-    """The Python function inside a kernel."""
+    """Return the Python function inside a kernel; a function itself."""
     return getattr(function, "fn", function)
 
 
@@ -105,7 +105,7 @@ Match = tuple[Any, Any, Any]  # a list of nodes and two indices, or a node and t
 
 
 def _expressions(place: ast.AST, wanted: str) -> Iterator[Match]:
-    """Where the expression is below this node."""
+    """Yield the places of the expression within this node."""
     for parent in ast.walk(place):
         for field, value in ast.iter_fields(parent):
             if isinstance(value, ast.expr) and ast.dump(value) == wanted:
@@ -117,7 +117,7 @@ def _expressions(place: ast.AST, wanted: str) -> Iterator[Match]:
 
 
 def _runs(place: ast.AST, wanted: list[str]) -> Iterator[Match]:
-    """Where the statements follow one another below this node."""
+    """Yield the places of the consecutive statements within this node."""
     for parent in ast.walk(place):
         for _, value in ast.iter_fields(parent):
             if isinstance(value, list) and value and isinstance(value[0], ast.stmt):

@@ -1,4 +1,4 @@
-"""One run of a protocol under one schedule: ranks as threads that take turns, and what they do to memory."""
+"""One run of a protocol under one schedule: the ranks are threads that take turns, and their memory is checked."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from tpfuse.testing.explore.sites import actor, is_foreign, text_of
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is made; see `explore`."""
+    """The options of a run; see `explore`."""
 
     resident: int = 1
     timeouts: bool = False
@@ -26,11 +26,11 @@ class Options:
     max_steps: int = 200_000
 
 
-_MEANT = (ValueError, RuntimeError)  # what the memory raises when it is misused, and time-outs
+_MEANT = (ValueError, RuntimeError)  # errors that the memory raises on purpose: misuse and time-outs
 
 
 class Run:
-    """`world` ranks under one schedule. body(run, rank) is what a rank does."""
+    """A run of `world` ranks under one schedule. Each rank runs body(run, rank)."""
 
     def __init__(self, body: Callable[["Run", int], None], world: int, schedule: Schedule, options: Options) -> None:
         self.world, self.options = world, options
@@ -42,14 +42,14 @@ class Run:
         self._body = body
         self._chains: dict[tuple[int, int], int] = {}  # (stream, program) -> chain
         self._arrived: dict[str, list[Task]] = {}
-        self._fault: tuple[Exception, tuple[int, ...]] | None = None  # what a kernel raised last, in which program
-        self._missing: dict[int, int] = {}  # rank -> for whom it waited in vain
+        self._fault: tuple[Exception, tuple[int, ...]] | None = None  # the last error of a kernel, and its program
+        self._missing: dict[int, int] = {}  # rank -> the rank that was missing when its wait was ended
         self._programs_left: dict[int, int] = {}  # rank -> programs of its grid that have not begun
         self.scheduler.on_stall, self.scheduler.describe = self._time_out, self._unbegun
         self.scheduler.wrap = self._failure
 
     def execute(self) -> BaseException | None:
-        """Runs all ranks to their end, or to the first failure, which is returned."""
+        """Run all ranks until they end or one fails; return the first failure."""
         for rank in range(self.world):
             self.scheduler.spawn(rank, self.memory.clocks.new_chain(), self._live)
         self.scheduler.run()
@@ -64,7 +64,7 @@ class Run:
             error = error.__cause__
         frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
         if frames and Path(frames[-1][0]).parent == Path(__file__).parent and not isinstance(error, _MEANT):
-            return error  # a fault of the explorer, not of what it explores
+            return error  # a fault of the explorer, not of the explored program
         program = self._fault[1] if self._fault and error_outside is self._fault[0] else None
         places = [text_of(line) for line in frames if not is_foreign(line[0])][-1:]
         message = f"{actor(task.rank, program)} raised {type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ class Run:
     def launch(
         self, grid: Sequence[int], begin: Callable[[tuple[int, ...]], None], kernel: Callable[[], object]
     ) -> None:
-        """One launch by the current rank. begin(index) makes a program the current one for the interpreter."""
+        """Run a launch of the current rank. begin(index) makes a program the current one of the interpreter."""
         task = self.scheduler.current
         indices = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
         chains = [self._chain_of(task.stream, number) for number in range(len(indices))]
@@ -123,7 +123,7 @@ class Run:
         begin: Callable[[tuple[int, ...]], None],
         kernel: Callable[[], object],
     ) -> None:
-        """Up to `resident` programs take turns; they begin in the order of the grid."""
+        """Let up to `resident` programs take turns; they begin in the order of the grid."""
         children: list[Task] = []
 
         def live(task: Task, chain: int, index: tuple[int, ...]) -> None:
@@ -150,19 +150,22 @@ class Run:
         )
 
     def aborted(self, rank: int) -> bool:
-        """Whether the rank has been told to stop waiting."""
+        """Return whether the waits of the rank were ended."""
         words = self.aborts[rank].words
         assert words is not None
         return bool(words[0])
 
     def end_abort(self, rank: int) -> None:
-        """The rank may wait again."""
+        """Allow the rank to wait again."""
         words = self.aborts[rank].words
         assert words is not None
         words[0] = 0
 
     def meet(self, what: str, *, joins: bool) -> int | None:
-        """Until every rank has come here; joins: and orders them. Returns who was missing where waits were ended."""
+        """Wait until every rank has called it. joins: whether this orders the ranks.
+
+        Return None, or the number of a missing rank if the wait was ended.
+        """
         task, arrived = self.scheduler.current, self._arrived.setdefault(what, [])
         site = self.memory.site(what)
         self.scheduler.switch(task, site)
@@ -180,7 +183,8 @@ class Run:
         return self._missing.pop(task.rank, None)
 
     def _time_out(self) -> bool:
-        """When everybody waits: ends all waits, if the options say so and there are some that have not been ended."""
+        """End all waits when all ranks wait; return whether there were waits to end and the options allow it."""
+
         meeting = any(self._arrived.values())
         if not self.options.timeouts or (not meeting and all(self.aborted(rank) for rank in range(self.world))):
             return False
