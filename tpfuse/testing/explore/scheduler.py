@@ -1,8 +1,9 @@
-"""Threads that take turns: a baton lets exactly one run at a time, and changes hands only where `switch` is called.
+"""Threads that take turns: exactly one thread runs at a time, and another one continues only when `switch` is called.
 
-So a run is a list of choices, and whoever makes the same choices sees the same run. A thread that reads the same word
-twice in vain waits until somebody changes a word that it read; when everybody waits, they may look `patience` times
-more (a bounded wait gives up by itself), and then that is a deadlock, found without a clock.
+A run is therefore a list of choices, and the same choices give the same run. A thread that reads a word twice and finds
+the same value waits until another thread changes a word that it has read. When all threads wait, they may look
+`patience` times more (so that a bounded wait can give up by itself). After that it is a deadlock, which is found
+without measuring time.
 """
 
 import threading
@@ -13,13 +14,14 @@ from tpfuse.testing.explore.errors import DeadlockError, ExploreError, Stopped
 from tpfuse.testing.explore.schedules import Schedule
 from tpfuse.testing.explore.sites import actor
 
-GRID, PLACE = "the end of its grid", "its turn to begin"  # why a task is held
+GRID, PLACE = "the end of its grid", "its turn to begin"  # reasons for which a task is held
 
 
 class Task:
-    """A thread that can hold the baton: a rank, or a program of its grid.
+    """A thread that takes turns with the others: a rank, or a program of its grid.
 
-    held: why it cannot go on by itself; watched: the words that it polls, once it did so in vain.
+    held: the reason why it cannot continue by itself; empty if it can. watched: the words whose change it waits for;
+    None if it does not wait for any. where: the description of the line at which it waits.
     """
 
     def __init__(self, number: int, rank: int, stream: int) -> None:
@@ -29,15 +31,16 @@ class Task:
         self.held, self.where = "", ""
         self.watched: frozenset[int] | None = None
         self.polled: dict[tuple[int, ...], object] = {}
-        self.woken = False  # by a stall and not by a change
+        self.woken = False  # whether it looks again because all threads waited, and not because of a change
         self.thread: threading.Thread | None = None
 
 
 class Scheduler:
-    """One run of some threads.
+    """One run of several threads that take turns.
 
-    on_stall: what may help when nobody can go on (True: it did); describe: more about a deadlock; save, restore: what
-    belongs to a thread and changes with the baton; wrap: what becomes of a thread's exception. error: how it ended.
+    on_stall: called when no thread can continue; returns whether it has ended waits. describe: returns more text for
+    the message of a deadlock. save, restore: keep and put back state that belongs to the running thread. wrap: turns a
+    thread's exception into the run's error. error: the error with which the run ended, or None.
     """
 
     def __init__(self, schedule: Schedule, *, patience: int, max_steps: int) -> None:
@@ -57,7 +60,7 @@ class Scheduler:
         self.wrap: Callable[[Task, BaseException], BaseException] = lambda task, error: error
 
     def spawn(self, rank: int, stream: int, body: Callable[[Task], None]) -> Task:
-        """A new thread, which waits for the baton."""
+        """Start a new thread, which waits for its first turn."""
         task = Task(len(self.tasks), rank, stream)
         self.tasks.append(task)
         task.thread = threading.Thread(target=self._live, args=(task, body), daemon=True)
@@ -65,7 +68,7 @@ class Scheduler:
         return task
 
     def run(self) -> None:
-        """Hands the baton to a thread and returns when all have ended; `error` tells how."""
+        """Let the threads run until all have ended or one fails; `error` is the failure."""
         ready = self._ready()
         self.current = self.tasks[self._pick(ready, -1, 0) if len(ready) > 1 else 0]
         self.current.gate.release()
@@ -105,13 +108,16 @@ class Scheduler:
         self._finished.set()
 
     def stop(self, error: ExploreError) -> None:
-        """Ends the run with this error; does not return."""
+        """End the run with this error. It raises Stopped."""
         if not self._stopping:
             self._fail(error)
         raise Stopped
 
     def switch(self, task: Task, site: int, words: tuple[int, ...] = ()) -> None:
-        """Before each operation on symmetric memory: others may go first. words: addresses that it may be polling."""
+        """Let the schedule choose the next thread, before each operation on symmetric memory.
+
+        words: the addresses that the operation may be polling.
+        """
         if self._stopping:
             raise Stopped
         self.steps += 1
@@ -126,7 +132,7 @@ class Scheduler:
         return [t.number for t in self.tasks if not t.done and not t.held and t.watched is None]
 
     def dispatch(self, task: Task) -> None:
-        """Lets the schedule choose; returns when this thread holds the baton again."""
+        """Let the schedule choose the next thread; return at the next turn of this thread."""
         if self._stopping:
             raise Stopped
         ready = self._ready()
@@ -159,13 +165,13 @@ class Scheduler:
         return True
 
     def poll(self, task: Task, words: tuple[int, ...], values: object, where: Callable[[], str]) -> None:
-        """After words were read and not changed: reading the same again is waiting for somebody else."""
+        """Record that words were read and not changed: reading the same values again counts as waiting for a change."""
         if task.polled.get(words) == values:
             task.watched, task.where = frozenset(address for group in task.polled for address in group), where()
         task.polled[words] = values
 
     def changed(self, low: int, high: int) -> None:
-        """Memory from `low` to `high` was written: who waits for a word there looks again."""
+        """Record that memory from `low` to `high` was written: threads that wait for a word there look again."""
         self.progress()
         for task in self.tasks:
             if task.watched is not None and any(low <= address <= high for address in task.watched):
@@ -173,7 +179,7 @@ class Scheduler:
                 task.polled.clear()
 
     def progress(self) -> None:
-        """Something happened that others may have waited for."""
+        """Record an event for which other threads may have waited: none of them counts as stalled any more."""
         self._stalls = 0
 
     def _places(self) -> str:

@@ -1,7 +1,7 @@
-"""Schedules: which thread of control moves next, asked before every operation on symmetric memory.
+"""Schedules, which choose before every operation on symmetric memory which thread of control runs next.
 
-A schedule is a value that prints as the expression that makes it; `start` gives the function that chooses in one run:
-pick(ready, current, step) -> one of `ready`, where threads are numbered in the order in which they came to be.
+A schedule is a value whose repr is the expression that makes it. `start` returns the function that chooses in one run:
+pick(ready, current, step) -> one of `ready`, where threads are numbered in the order in which they were created.
 """
 
 import random
@@ -13,16 +13,16 @@ Pick = Callable[[Sequence[int], int, int], int]
 
 
 class Schedule(ABC):
-    """Chooses who moves next; the same choices each time it is started."""
+    """Chooses the thread that runs next, with the same choices each time it is started."""
 
     @abstractmethod
     def start(self) -> Pick:
-        """The choices of one run, from its beginning."""
+        """Return the function that makes the choices of one run."""
 
 
 @dataclass(frozen=True)
 class Sequential(Schedule):
-    """A rank runs until it has to wait: the fewest switches."""
+    """Lets a rank run until it has to wait, which gives the fewest switches."""
 
     def start(self) -> Pick:
         return lambda ready, current, step: current if current in ready else ready[0]
@@ -30,7 +30,7 @@ class Sequential(Schedule):
 
 @dataclass(frozen=True)
 class RoundRobin(Schedule):
-    """The next rank at every operation: the most switches."""
+    """Chooses the next rank at every operation, which gives the most switches."""
 
     def start(self) -> Pick:
         return lambda ready, current, step: next((number for number in ready if number > current), ready[0])
@@ -38,7 +38,7 @@ class RoundRobin(Schedule):
 
 @dataclass(frozen=True)
 class RandomWalk(Schedule):
-    """Anybody at every operation."""
+    """Chooses a random thread at every operation."""
 
     seed: int
 
@@ -49,10 +49,11 @@ class RandomWalk(Schedule):
 
 @dataclass(frozen=True)
 class PCT(Schedule):
-    """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): random priorities, the highest runs.
+    """Probabilistic concurrency testing (Burckhardt et al., ASPLOS 2010): the thread with the highest priority runs.
 
-    At depth - 1 random steps among the first `length` the one that runs falls below all others: a bug that needs
-    `depth` ordering constraints is found with a probability of at least 1 / (threads * length ** (depth - 1)).
+    Priorities are random. At depth - 1 random steps among the first `length`, the priority of the running thread drops
+    below all others. A bug that needs `depth` ordering constraints is found with a probability of at least
+    1 / (threads * length ** (depth - 1)).
     """
 
     seed: int
@@ -77,7 +78,8 @@ class PCT(Schedule):
 
 @dataclass(frozen=True)
 class Choices(Schedule):
-    """These choices first (0: whoever runs goes on; n: the n-th of the others), then nobody is interrupted."""
+    """Makes the given choices first (0: the running thread continues; n: the n-th of the others); then never switches
+    away from a thread that can continue."""
 
     choices: tuple[int, ...] = ()
 
@@ -86,11 +88,12 @@ class Choices(Schedule):
 
 
 class Tracing:
-    """Follows `choices` and notes at each step how many others could have been chosen."""
+    """Follows `choices`, and records at each step how many threads could have been chosen."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = list(choices)
-        self.trace: list[tuple[int, int, bool]] = []  # chosen, how many there were, would a switch have interrupted
+        # For each step: the choice, the number of threads to choose from, whether a switch interrupts a thread.
+        self.trace: list[tuple[int, int, bool]] = []
 
     def __call__(self, ready: Sequence[int], current: int, step: int) -> int:
         order = sorted(ready, key=lambda number: (number != current, number))
@@ -101,7 +104,10 @@ class Tracing:
         return order[chosen]
 
     def alternatives(self, preemptions: int) -> Iterator[tuple[int, ...]]:
-        """Choices that leave this run after its own prefix, with at most so many interruptions (CHESS, OSDI 2008)."""
+        """Yield choices that leave this run after its given choices, with at most `preemptions` interruptions.
+
+        Bounding the number of interruptions is the method of CHESS (Musuvathi et al., OSDI 2008).
+        """
         spent = 0
         for step, (chosen, width, interrupts) in enumerate(self.trace):
             if step >= len(self.choices) and spent + interrupts <= preemptions:

@@ -1,4 +1,4 @@
-"""Shadow memory: for each element of a symmetric buffer who touched it last, and when."""
+"""Shadow memory: the last accesses to each element of a symmetric buffer, with their times."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from tpfuse.testing.explore.clocks import Clocks
 
-RED_ZONE = 256  # bytes before and after a buffer that nobody may touch
+RED_ZONE = 256  # bytes before and after a buffer that must not be accessed
 Indices = NDArray[np.int64]
 
 
 class Conflict(NamedTuple):
-    """An earlier access that nothing orders before this one. site: its number."""
+    """An earlier access that is not ordered before the present one. site: its number."""
 
     element: int
-    component: int  # of its chain
+    component: int  # the component of the chain that made the access
     time: int
     site: int
 
@@ -32,10 +32,10 @@ class _Accesses:
 
 
 class Region:
-    """One rank's part of a symmetric buffer. `checked`: whether its accesses have to be ordered (abort words need not).
+    """One rank's part of a symmetric buffer. checked: whether accesses must be ordered, which abort words need not.
 
-    Two accesses of an element conflict if one is a plain write, or if one is plain, the other atomic, and one writes.
-    Of plain writes the last one is enough: an earlier one is ordered before it, or was reported.
+    Two accesses to an element conflict if one is a plain write, or if one is plain, the other atomic, and one of them
+    writes. It is enough to keep the last plain write: an earlier one is ordered before it, or was reported.
     """
 
     def __init__(self, key: str, rank: int, shape: torch.Size, dtype: torch.dtype, *, checked: bool = True) -> None:
@@ -57,21 +57,21 @@ class Region:
         }
 
     def elements(self, addresses: NDArray[np.uint64], size: int) -> Indices:
-        """The elements that accesses of `size` bytes at these addresses touch."""
+        """Return the elements to which accesses of `size` bytes at these addresses belong."""
         index: Indices = (addresses.astype(np.int64) - self.base).ravel() // self.step
         if size <= self.step:
             return index
         return (index[:, None] + np.arange(size // self.step)).ravel()
 
     def name(self, element: int) -> str:
-        """The element, in words."""
+        """Return the description of an element: the buffer's key, the index and the rank."""
         index = ", ".join(str(int(i)) for i in np.unravel_index(element, self.shape or (1,)))
         return f"{self.key}[{index}] of rank {self.rank}"
 
     def access(
         self, clocks: Clocks, index: Indices, chain: int, site: int, *, write: bool, atomic: bool
     ) -> Conflict | None:
-        """Records the access; returns an earlier one that it conflicts with."""
+        """Record an access; return an earlier unordered one with which it conflicts, or None."""
         conflict = self._conflict(clocks.knows[chain], index, write=write, atomic=atomic)
         component = chain + atomic
         now = clocks.time(component)

@@ -1,4 +1,4 @@
-"""Symmetric memory of ranks that take turns in one process: every access is checked, every wait can be explored."""
+"""Symmetric memory of ranks that take turns in one process, in which every access and every wait is checked."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tpfuse.testing.explore.shadow import Region
 
 
 class SharedBuffers:
-    """What the memories of all ranks have in common: the parts of each buffer, by its key and how often it was made."""
+    """The parts of each buffer that the memories of all ranks share, by key and by how often the buffer was made."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -21,10 +21,12 @@ class SharedBuffers:
 
 
 class SimulatedMemory(SymmetricMemory):
-    """One rank's view. The host's `put` and `wait` order all that the rank has done before, `barrier` all of everybody.
+    """The symmetric memory of one rank of an explored program.
 
-    A wait ends by itself only under `explore(..., timeouts=True)` and where no rank can go on: then every rank's abort
-    word is set, kernels return, and `wait`, `barrier` and `guard` raise PeerTimeout, until all ranks `reset`.
+    The host's `signal` and `wait_signal` order everything that the signalling rank has done before; `barrier` orders
+    everything that all ranks have done before. A wait ends by itself only under `explore(..., timeouts=True)` and only
+    if no rank can continue: then every rank's abort word is set, kernels return, and `wait_signal`, `barrier` and
+    `guard` raise PeerTimeout, until all ranks call `reset`.
     """
 
     backend = "simulated"
@@ -57,7 +59,7 @@ class SimulatedMemory(SymmetricMemory):
         return SymmetricBuffer(key, [part.tensor for part in parts], self.rank, addresses)
 
     def _release(self, buffer: SymmetricBuffer) -> None:
-        self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays: who still reads it is told
+        self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
 
     def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         self._run.memory.host_word("put", self._word(flags, owner, index), index, int(value))
@@ -76,7 +78,7 @@ class SimulatedMemory(SymmetricMemory):
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
         if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
             raise ValueError(f"signals {flags.key!r} are {flags.dtype} {tuple(flags.shape)}: there is no word {index}")
-        flags.local  # raises where it was freed  # noqa: B018
+        flags.local  # raises if the buffer was freed  # noqa: B018
         return self._regions[flags.key][owner]
 
     def barrier(self, op: str = "barrier") -> None:
@@ -106,7 +108,7 @@ class SimulatedMemory(SymmetricMemory):
         for key in self._signals & self._buffers.keys():
             words = self._regions[key][self.rank].words
             assert words is not None
-            words[:] = 0  # between two barriers of all ranks: nobody is there
+            words[:] = 0  # between two barriers of all ranks, so that no rank accesses them now
         self._run.end_abort(self.rank)
         self.generation += 1
         self._meet("reset", joins=True)

@@ -1,4 +1,4 @@
-"""Where an operation is in the source: file, line, and the text of the line."""
+"""Sites: the source lines of an operation, with the rank and the program that performs it."""
 
 import contextlib
 import linecache
@@ -22,7 +22,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Site:
-    """One operation of one thread of control. lines: the innermost first, then its callers in the kernel or rank."""
+    """An operation of one thread of control. lines: the innermost first, then its callers in the kernel or the rank."""
 
     operation: str
     rank: int
@@ -31,7 +31,7 @@ class Site:
 
     @property
     def actor(self) -> str:
-        """Who it was, in words."""
+        """Return the description of the rank, or of its program, that performs the operation."""
         return actor(self.rank, self.program)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Site:
 
 
 def actor(rank: int, program: tuple[int, ...] | None) -> str:
-    """A rank, or a program of its grid, in words."""
+    """Return the description of a rank, or of a program of its grid."""
     if program is None:
         return f"rank {rank}"
     last = max((axis for axis, index in enumerate(program) if index), default=0)
@@ -49,7 +49,7 @@ def actor(rank: int, program: tuple[int, ...] | None) -> str:
 
 
 def text_of(line: Line) -> str:
-    """file:line: its text, the file relative to the working directory where it is below it."""
+    """Return "file:line: text"; the file is relative to the working directory if it is inside."""
     path = Path(line[0])
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -58,12 +58,15 @@ def text_of(line: Line) -> str:
 
 
 def is_foreign(file: str) -> bool:
-    """Whether the file belongs to torch, Triton or the explorer."""
+    """Return whether the file belongs to torch, Triton or the explorer."""
     return file.startswith(_FOREIGN)
 
 
 def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
-    """The lines on the stack that belong to neither torch, Triton nor the explorer, up to a frame that runs a root."""
+    """Return the lines on the stack that do not belong to torch, Triton or the explorer, up to a frame of a root.
+
+    roots: the code of the functions at which the search ends. limit: the largest number of lines.
+    """
     frame: FrameType | None = sys._getframe(1)
     lines: list[Line] = []
     while frame is not None and frame.f_code not in roots:

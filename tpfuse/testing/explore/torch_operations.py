@@ -1,4 +1,4 @@
-"""Torch operations on symmetric memory: reads and writes of the rank's stream."""
+"""Torch operations on symmetric memory, which count as reads and writes of the rank's stream."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class LeavingTorch(TorchFunctionMode):
-    """Shows a run what `tolist` reads, of which the dispatcher sees nothing."""
+    """Reports the elements that `tolist` reads to a run; torch's dispatcher does not see them."""
 
     def __init__(self, memory: CheckedMemory) -> None:
         super().__init__()
@@ -30,9 +30,9 @@ class LeavingTorch(TorchFunctionMode):
 
 
 class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a run what the torch operations of one rank read and write.
+    """Reports the elements that the torch operations of one rank read and write to a run.
 
-    Not seen: what is done to memory outside torch (`numpy`, `data_ptr`).
+    Accesses outside torch (`numpy`, `data_ptr`) are not seen.
     """
 
     def __init__(self, memory: CheckedMemory) -> None:
@@ -44,7 +44,7 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in ("aten", "prim", "prims"):
-            with self:  # an operator of somebody's own: what it does inside is looked at
+            with self:  # a custom operator: the operations inside it are reported
                 return func.redispatch(_CPU, *args, **kwargs)
         written = []
         for tensor, write in _operands(func, args, kwargs):
@@ -58,7 +58,7 @@ class TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors whose elements the operation reads (False) or writes (True): reads first."""
+    """Yield the tensors whose elements the operation reads (False) or writes (True); reads come first."""
     schema: Any = func._schema  # type: ignore[attr-defined]
     name = schema.name.removeprefix("aten::")
     views = any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns)
@@ -78,7 +78,7 @@ def _operands(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _addresses(tensor: Tensor) -> Addresses:
-    """Where each element is; nothing for tensors that have no plain storage."""
+    """Return the address of each element; an empty array for tensors that have no plain CPU storage."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         return np.zeros(0, np.uint64)
     offsets: Any = np.zeros((), np.int64)

@@ -11,7 +11,7 @@ from tpfuse.testing.faults.run import results_of, run
 
 
 def report(folder: Path) -> str:
-    """A table by area, then the faults that the first tier missed; of those that no test reaches, the number."""
+    """Return a table by area, the number of faults that no test reaches, and the faults that the first tier missed."""
     results = results_of(folder)
     reached = [result for result in results if sum(result.reached)]
     lines = ["area            planted  first tier  both tiers  first/both"]
@@ -36,7 +36,7 @@ def _cut(left: Sequence[int]) -> str:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the command of the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tpfuse.testing.faults",
         description=faults.__doc__,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each area's files; a pattern is relative to the root of the checkout.
+# The files of each area; the patterns are relative to the root of the checkout.
 AREAS = {
     "kernels": ("kernels/*.py",),
     "communication": ("tpfuse/comm/**/*.py",),
@@ -36,10 +36,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Fault:
-    """One change of one file.
+    """A change of one expression or statement of one file.
 
-    area: a key of AREAS; file: relative to the root; function: its dotted name in the file ("Class.method"); kind: what
-    is done ("comparison"); before, after: the text of the changed part; begin, end: (line, column in bytes) of it.
+    area: a key of AREAS. file: the path relative to the root. function: the dotted name in the file ("Class.method").
+    kind: the kind of change ("comparison"). before, after: the text of the changed part. begin, end: the part's first
+    position and the one after its last, as (line, column in bytes).
     """
 
     area: str
@@ -53,12 +54,12 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The fault on one line, unique among those of a version of the sources."""
+        """Return a description of the fault on one line, which is unique in one version of the sources."""
         before = " ".join(self.before.split())
         return f"{self.file}:{self.begin[0]}:{self.begin[1]} {self.function}: {self.kind}: {before} -> {self.after}"
 
     def planted(self, source: str) -> str:
-        """The file's source with the change; all other lines keep their numbers."""
+        """Return the file's source with the change; all other lines keep their numbers."""
         lines = [line.encode() for line in source.splitlines(keepends=True)]
         first, last = self.begin[0] - 1, self.end[0] - 1
         changed = lines[first][: self.begin[1]] + self.after.encode() + lines[last][self.end[1] :]
@@ -67,7 +68,7 @@ class Fault:
 
 @functools.cache
 def faults_of(source: str, area: str, file: str) -> tuple[Fault, ...]:
-    """All faults of a file, in the order of its syntax tree."""
+    """Return the faults of a file, in the order of its syntax tree."""
     lines = [line.encode() for line in source.splitlines(keepends=True)]
     found = []
     for function, statement in _bodies(ast.parse(source), ""):
@@ -81,9 +82,9 @@ def faults_of(source: str, area: str, file: str) -> tuple[Fault, ...]:
 
 
 def sample(root: Path, count: int, seed: int) -> list[Fault]:
-    """`count` faults, as many of each area as of any other, at most one a function while there are functions left.
+    """Return `count` faults, as many from each area, and at most one per function while functions are left.
 
-    The sample depends on the sources and the seed alone, and each part of it from the front is spread over all areas.
+    The sample depends on the sources and the seed alone. Any first part of it is spread over all areas.
     """
     generator = random.Random(seed)
     queues = []
@@ -104,7 +105,7 @@ def sample(root: Path, count: int, seed: int) -> list[Fault]:
 
 
 def _bodies(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
-    """(dotted name of the innermost function, statement) of all statements of all functions."""
+    """Yield (dotted name of the innermost function, statement) for all statements of all functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Function):
             name = f"{prefix}{child.name}"
@@ -120,7 +121,7 @@ def _bodies(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.stmt]]:
 
 def _statements(name: str, statement: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
     if isinstance(statement, (*_Function.__args__, ast.ClassDef)):
-        return  # has a name of its own
+        return  # `_bodies` yields its statements under its own name
     yield name, statement
     for child in ast.walk(statement):
         if child is not statement and isinstance(child, ast.stmt) and not isinstance(child, _Function | ast.ClassDef):
@@ -128,7 +129,7 @@ def _statements(name: str, statement: ast.stmt) -> Iterator[tuple[str, ast.stmt]
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """Those of this statement alone, without statements in it, annotations, and what errors and warnings say."""
+    """Yield the expressions of this statement, but not those of inner statements, annotations, errors and warnings."""
     waiting: list[ast.AST] = [
         child for child in ast.iter_child_nodes(statement) if not isinstance(child, ast.stmt | ast.ExceptHandler)
     ]
@@ -141,7 +142,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
         if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _called(node) in ("warn", "cast")):
             continue
         if isinstance(node, ast.keyword) and node.arg == "strict":
-            continue  # of zip: nothing changes until lengths differ
+            continue  # the argument of zip, which has an effect only if lengths differ
         if isinstance(node, ast.expr):
             yield node
         waiting.extend(ast.iter_child_nodes(node))
@@ -152,7 +153,7 @@ def _called(call: ast.Call) -> str:
 
 
 def _changes(statement: ast.stmt) -> Iterator[tuple[str, ast.stmt | ast.expr, str]]:
-    """(kind, part, what replaces it) of each change of this statement alone."""
+    """Yield (kind, part, the text that replaces it) for each change of this statement, without inner statements."""
     if isinstance(statement, ast.If | ast.While):
         yield "condition negated", statement.test, f"(not ({ast.unparse(statement.test)}))"
     if isinstance(statement, ast.AugAssign | ast.Raise | ast.Delete) or (

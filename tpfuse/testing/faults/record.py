@@ -1,4 +1,4 @@
-"""Which tests reach which functions, recorded by running every test once."""
+"""The record of which tests reach which functions, which running every test once makes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ DEFERRING = ("exhaustive", "compile", "processes", "nodes", "gpu")  # as the Mak
 
 @dataclass(frozen=True)
 class RecordedTest:
-    """A test that passed. name: pytest's node id; seconds: with its set-up; first: whether the first tier has it."""
+    """A test that passed. name: pytest's node id; seconds: with its set-up; first: whether it is in the first tier."""
 
     name: str
     seconds: float
@@ -23,13 +23,13 @@ class RecordedTest:
 
 
 def environment(root: Path, **more: str) -> dict[str, str]:
-    """The environment of a test run of the checkout in `root`."""
+    """Return the environment of a test run of the checkout in `root`."""
     path = os.pathsep.join([str(STARTUP), str(root)])
     return {**os.environ, "PYTHONPATH": path, "TPFUSE_CHECKOUT": str(root), **more}
 
 
 def record(root: Path, folder: Path, arguments: Sequence[str]) -> int:
-    """Runs pytest with these arguments and adds its tests to what `folder` holds; returns pytest's exit status."""
+    """Run pytest with these arguments and add its tests to the record in `folder`; return pytest's exit status."""
     if not hasattr(sys, "monitoring"):
         raise SystemExit("record needs Python 3.12, for sys.monitoring; the other commands do not")
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def record(root: Path, folder: Path, arguments: Sequence[str]) -> int:
 
 
 class Record:
-    """What `record` wrote to a folder."""
+    """The tests and their functions, read from a folder that `record` wrote."""
 
     def __init__(self, folder: Path) -> None:
         entries = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
@@ -55,11 +55,11 @@ class Record:
 
     @property
     def tests(self) -> list[RecordedTest]:
-        """All tests that passed."""
+        """Return all tests that passed."""
         return list(self._tests.values())
 
     def tests_of(self, file: str, function: str) -> list[RecordedTest]:
-        """The tests that call a function, in the order of the run."""
+        """Return the tests that call a function, in the order of the run."""
         return [self._tests[number] for number in sorted(self._reach.get((file, function), ()))]
 
 
@@ -67,7 +67,7 @@ def _calls(folder: Path) -> Iterator[tuple[int, str, str]]:
     for path in folder.glob("calls-*"):
         for line in path.read_text().splitlines():
             parts = line.split("\t")
-            if len(parts) == 3:  # a test that limits the sizes of files cuts lines off
+            if len(parts) == 3:  # the last line is incomplete if a test limits the sizes of files
                 yield int(parts[0]), parts[1], parts[2].replace(".<locals>", "")
 
 
@@ -80,7 +80,7 @@ class Plugin:
         self._number = len(rows.read_text().splitlines()) if rows.exists() else 0
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Record that a test begins."""
         self._number += 1
         with (self._folder / "current").open("r+b") as file:
             file.write(self._number.to_bytes(8, "little"))
@@ -88,18 +88,18 @@ class Plugin:
         sys.monitoring.restart_events()  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """A phase of a test is over."""
+        """Record the outcome of a phase of a test."""
         self._rows["seconds"] += report.duration
         if report.outcome != "passed":
             self._rows["outcome"] = report.outcome
         self._rows["markers"] = [name for name in report.keywords if name in DEFERRING]
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """A test is over."""
+        """Write the row of a test that has ended."""
         with (self._folder / "tests.jsonl").open("a") as file:
             file.write(json.dumps(self._rows) + "\n")
 
 
 def plugin(settings: Mapping[str, str]) -> Plugin:
-    """The plugin of a run that `record` started."""
+    """Return the plugin of a run that `record` started."""
     return Plugin(Path(settings["TPFUSE_RECORD"]))

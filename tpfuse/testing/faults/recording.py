@@ -1,4 +1,4 @@
-"""The plugin of pytest that `record` loads by this module's name."""
+"""The pytest plugin that `record` loads by this module's name."""
 
 import os
 from typing import Any
@@ -7,5 +7,5 @@ from tpfuse.testing.faults.record import plugin
 
 
 def pytest_configure(config: Any) -> None:
-    """Adds the plugin."""
+    """Register the plugin."""
     config.pluginmanager.register(plugin(os.environ))

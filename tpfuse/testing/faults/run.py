@@ -1,4 +1,4 @@
-"""Runs the tests that reach a fault, first tier first, until one of them fails."""
+"""Run the tests that reach a fault, the first tier first, until one of them fails."""
 
 import json
 import os
@@ -27,11 +27,11 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+(?: \S+\])?)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a fault.
+    """The result of one fault.
 
-    tier: "first" or "second", which caught it, or "" where it survived; test: that failed, or what happened instead
-    of a failure; reached: how many tests call the function, of each tier; left: how many of them were left out because
-    they would take longer than the limit, of each tier.
+    tier: the tier that caught it, "first" or "second", or "" if it survived. test: the test that failed, or the event
+    that ended the run instead. reached: the number of tests of each tier that call the function. left: the number of
+    these tests, of each tier, that were left out because they would take longer than the limit.
     """
 
     fault: str
@@ -68,14 +68,14 @@ class Copy:
         return self._server.stdout.readline().strip()
 
     def failing(self, tests: Sequence[RecordedTest], limit: float = inf) -> str:
-        """The first of these tests that fails, or what ended the run otherwise; "" where all pass or there is none.
+        """Return the first of these tests that fails, or what else ended the run; "" if all pass or there are none.
 
-        "time-out" where they take more than `limit` seconds.
+        It is "time-out" if they take more than `limit` seconds.
         """
         if not tests:
             return ""
         status = self._pytest([test.name for test in tests], limit)
-        if status == 4:  # the fault changes the tests' parameters: all rows of the same functions
+        if status == 4:  # the fault changes the tests' parameters: run all rows of the same functions
             status = self._pytest(sorted({test.name.partition("[")[0] for test in tests}), limit)
         if status == 0:
             return ""
@@ -85,7 +85,7 @@ class Copy:
         return found.group(1) if found else f"exit status {status}"
 
     def failing_with(self, fault: Fault, tests: Sequence[RecordedTest]) -> str:
-        """Runs `failing` with the fault in place; a time-out counts if the tests are in time without the fault."""
+        """Return `failing` with the fault planted; a time-out counts only if there is none without the fault."""
         limit = 15 + 4 * sum(test.seconds for test in tests)
         while True:
             self._write(fault.file, fault.planted((self._root / fault.file).read_text()))
@@ -99,7 +99,7 @@ class Copy:
         path = self.folder / file
         path.write_text(source)
         self._times += 1
-        os.utime(path, (self._times, self._times))  # a new time, so that no compiled file of Python's fits it
+        os.utime(path, (self._times, self._times))  # a new time, so that Python does not use an older .pyc file
 
     def _pytest(self, names: list[str], limit: float) -> int | None:
         chosen = self.folder / "chosen.txt"
@@ -113,7 +113,7 @@ class Copy:
         return None if status is None else int(status)
 
     def close(self) -> None:
-        """Ends the server and removes the folder."""
+        """End the server and remove the folder."""
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
@@ -121,10 +121,11 @@ class Copy:
 
 
 def portions(tests: Sequence[RecordedTest], stem: str, limit: float) -> tuple[list[list[RecordedTest]], int]:
-    """The tests in the order in which they are tried, in portions, and how many are left out.
+    """Return the tests in the order in which they are tried, in portions, and the number of tests that are left out.
 
-    Tests whose names hold the faulty file's come first, then quick ones; the first portions hold few rows of a test
-    function, for rows tend to fail together. A test that would bring their time over `limit` seconds is left out.
+    Tests whose file's name contains the faulty file's come first, then quick ones. The first portions have few rows of
+    a test function, since rows tend to fail together. A test that would make their total time longer than `limit`
+    seconds is left out.
     """
     ordered = sorted(tests, key=lambda test: (stem not in test.name.partition("::")[0], test.seconds))
     rows: Counter[str] = Counter()
@@ -150,7 +151,7 @@ def portions(tests: Sequence[RecordedTest], stem: str, limit: float) -> tuple[li
 
 
 def try_fault(copy: Copy, record: Record, fault: Fault, limit: float, flaky: set[str]) -> Result:
-    """Runs the tests that reach the fault, but for the flaky ones."""
+    """Return the result of a fault, after the tests that reach it have run, except the flaky ones."""
     tests = [test for test in record.tests_of(fault.file, fault.function) if test.name not in flaky]
     tiers = [[test for test in tests if test.first is first] for first in (True, False)]
     left = [0, 0]
@@ -165,7 +166,7 @@ def try_fault(copy: Copy, record: Record, fault: Fault, limit: float, flaky: set
 
 
 def results_of(folder: Path) -> list[Result]:
-    """The results in a folder, the last one of each fault."""
+    """Return the results in a folder, the last one of each fault."""
     path = folder / "results.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     found = [Result(**json.loads(line)) for line in lines]
@@ -173,9 +174,9 @@ def results_of(folder: Path) -> list[Result]:
 
 
 def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: float) -> None:
-    """Tries the faults that `folder` has no result of; each result is a line of its results.jsonl as it comes.
+    """Try the faults that have no result in `folder`; append each result to its results.jsonl at once.
 
-    At the end the tests that caught something run once without a fault. Those that fail then are flaky, and the faults
+    At the end the tests that caught a fault run once without a fault. Tests that fail then are flaky, and the faults
     that they caught are tried again without them.
     """
     record, flaky, proved = Record(folder), set[str](), set[str]()
@@ -211,7 +212,7 @@ def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: fl
 
 
 def _flaky(copy: Copy, tests: Sequence[RecordedTest]) -> set[str]:
-    """Those that fail without a fault."""
+    """Return the names of the tests that fail without a fault."""
     found: set[str] = set()
     while failed := copy.failing([test for test in tests if test.name not in found]):
         if failed not in {test.name for test in tests} - found:

@@ -1,4 +1,4 @@
-"""Runs pytest again and again in forks of one process, which has imported what takes seconds and no fault can change.
+"""Run pytest again and again in forks of one process, which has imported the slow modules that no fault can change.
 
 `run.py` starts this file as a program, in a copy of the checkout. It reads a line of JSON for each run,
 {"arguments": of pytest, "limit": seconds, "output": path}, and answers with {"status": pytest's or null, "seconds"}.
@@ -32,7 +32,7 @@ def _child(arguments: list[str], output: Path) -> None:
 
 
 def _awaited(process: int, limit: float) -> int | None:
-    """The exit status of a child, or None where it did not end in time; nothing of it is left either way."""
+    """Return the exit status of a child, or None if it did not end in time; in both cases end all its processes."""
     deadline = monotonic() + limit
     status = None
     while monotonic() < deadline:
@@ -42,14 +42,14 @@ def _awaited(process: int, limit: float) -> int | None:
             break
         sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)  # ranks that a test left
+        os.killpg(process, signal.SIGKILL)  # ends ranks that a test has left running
     if status is None:
         os.waitpid(process, 0)
     return status
 
 
 def main() -> None:
-    """Serves until its input ends."""
+    """Serve until the standard input ends."""
     assert not any(name.partition(".")[0] == "tpfuse" for name in sys.modules), "a fault could be in it"
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,23 +1,23 @@
-"""Runs at the start of every process of a test run with a fault, ranks and commands included; see `record.py`.
+"""Python runs this module at the start of every process of a test run with a fault, ranks and commands included.
 
-The checkout that the environment names is the one that is imported, whatever version of tpfuse is installed, and
-calls of its functions are recorded where TPFUSE_RECORD names a folder. The folder holds
+The checkout that TPFUSE_CHECKOUT names is imported, even if another version of tpfuse is installed. If TPFUSE_RECORD
+names a folder, calls of the checkout's functions are recorded there; see `record.py`. The folder has the files
 
-    current         the number of the test that runs, as 8 bytes
-    calls-PID       a line "test<TAB>file<TAB>function" for each function that a process called first in a test
+    current         the number of the running test, as 8 bytes
+    calls-PID       a line "test<TAB>file<TAB>function" for the first call of each function by the process in each test
 """
 
 import contextlib
 import mmap
 import os
 import sys
-from os import write as _os_write  # tests put others in its place
+from os import write as _os_write  # a name of its own, since tests replace os.write
 from pathlib import Path
 
 _root = os.environ.get("TPFUSE_CHECKOUT", "")
 _sources = tuple(f"{_root}/{name}/" for name in ("tpfuse", "kernels", "models"))
 if _root:
-    # An editable installation would lead `tpfuse.kernels` to the checkout that was installed.
+    # With an editable installation `tpfuse.kernels` would be that of the installed checkout.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")]
 
 
@@ -40,7 +40,7 @@ class _Recorder:
             return sys.monitoring.DISABLE
         test = self._current[:8]
         if code.co_name == "_find" and code.co_filename.endswith("testing/ranks.py"):
-            # A rank of a pool begins something, perhaps for another test than before.
+            # A rank of a pool begins a function, perhaps for another test than before.
             if (test, "_find") not in self._seen:
                 self._seen = {(test, "_find")}
                 sys.monitoring.restart_events()
@@ -48,7 +48,7 @@ class _Recorder:
         function = (test, code.co_filename, code.co_qualname)
         if function not in self._seen:
             self._seen.add(function)
-            with contextlib.suppress(OSError):  # a test that limits the sizes of files goes on
+            with contextlib.suppress(OSError):  # so that a test which limits the sizes of files continues
                 self._write(function)
         return sys.monitoring.DISABLE
 
