@@ -180,7 +180,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "evaluate": (_evaluate, "measure the loss of a trained model on a whole text"),
     "sample": (_sample, "generate text with a trained model"),
     "export": (_export, "write a trained model as a Hugging Face GPT-2"),
-    "memory": (_memory, "count what each rank of a run will hold, by ZeRO's stage"),
+    "memory": (_memory, "count the memory that each rank of a run will hold"),
     "prepare": (_prepare, "turn text into a token file"),
     "verify": (_verify, "compare every kernel with its reference on this machine"),
     "tune": (_tune, "measure tile sizes of the kernels on this GPU"),

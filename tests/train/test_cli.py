@@ -796,7 +796,7 @@ def test_help_fits_a_terminal(
     assert "None" not in text and "(default: )" not in text
     assert max(map(len, text.splitlines()[1:])) <= 80, "but for the usage, which tyro writes on one line"
     if command == "train":  # a text that has two lines in the source
-        assert "interpreted) or torch. (default: auto)" in text
+        assert "interpreted) or torch. (default: auto)" in " ".join(text.replace("│", "").split())
 
 
 def test_help_texts_are_sentences() -> None:
@@ -809,7 +809,7 @@ def test_help_texts_are_sentences() -> None:
                 assert isinstance(text.value, ast.Constant)
                 words = text.value.value
                 place = f"{kind.name}.{ast.unparse(field.target)}: {words}"
-                assert words.endswith(".") and not re.match(r"(Of|In|On|By|As) ", words), place
+                assert words.endswith(".") and not re.match(r"(Of|In|On|By|As|What|Which|Whether|Where) ", words), place
                 seen += 1
     assert seen > 60
 

@@ -1,4 +1,4 @@
-"""Every option of the commands, as typed dataclasses: flags, TOML keys and documentation are made from them."""
+"""Define the options of all commands as typed dataclasses. Flags, TOML keys and help texts are made from them."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,185 +16,190 @@ OptionalPath = Annotated[
     Path | None,
     arg(metavar="PATH", help_behavior_hint=lambda default: "" if default == "None" else f"(default: {default})"),
 ]
-"""A path whose help text says itself what None means."""
+"""An optional path. The help text of such an option says in words what None means."""
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The GPT. A preset sets everything here and some of the training options; flags win over it."""
+    """These options set the shape of the GPT. A preset sets all of them and some others; flags override it."""
 
     preset: Preset = "tiny"
-    """Named configuration."""
+    """Start from this named configuration. Flags and --config override single values of it."""
     n_layer: int = 4
-    """Number of transformer blocks."""
+    """Build the model from this number of transformer blocks."""
     n_head: int = 4
-    """Number of attention heads, a multiple of parallel.tp."""
+    """Give each attention layer this number of heads. It must be a multiple of parallel.tp."""
     n_embd: int = 128
-    """Width of the model, a multiple of n_head."""
+    """Give each token this number of features. It must be a multiple of n_head."""
     n_positions: int = 128
-    """Context length in tokens."""
+    """Train on sequences of this number of tokens, which is the longest context of the model."""
     bias: bool = True
-    """Whether linear layers and norms have biases."""
+    """Give linear layers and norms biases."""
     dropout: float = 0.0
-    """Dropout probability after the embedding, in attention and on the residual paths."""
+    """Drop values with this probability in training: after the embedding, in attention and on the residual paths."""
     layer_norm_epsilon: float = 1e-5
-    """Number that norms add to the variance."""
+    """Add this number to the variance in each layer norm."""
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The text."""
+    """These options name the text and its tokenizer."""
 
     path: OptionalPath = None
-    """A text file, a folder of text files, a token file (.bin), a folder of token files, or a pattern in quotes such as
-    'fineweb_train_*.bin'. Default: the Python standard library."""
+    """Read the text from this text file, folder of text files, token file (.bin), folder of token files, or pattern in
+    quotes such as 'fineweb_train_*.bin'. Default: the Python standard library."""
     val_path: OptionalPath = None
-    """The same for validation. Default: the end of the training tokens."""
+    """Read the validation text from here, given as for --data.path. Default: the end of the training tokens."""
     tokenizer: str = "bytes"
-    """bytes, chars, gpt2, or a FILE.json: the tokenizers library's, or tokenizer.json of a run. A JSON beside a token
-    file wins over it."""
+    """Encode the text with this tokenizer: bytes, chars, gpt2, or a FILE.json (of the tokenizers library, or
+    tokenizer.json of a run). The JSON file beside a token file overrides it."""
     val_fraction: float = 0.1
-    """The part of the tokens, at their end, that validation takes where there is no val_path."""
+    """Keep this fraction of the tokens, at their end, for validation if --data.val-path is not given."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The training loop."""
+    """These options set the length of the training loop, its precision, its evaluations and its checkpoints."""
 
     steps: int = 1000
-    """Number of optimizer steps."""
+    """Train for this number of optimizer steps."""
     batch: int = 32
-    """Sequences per optimizer step, counted over all ranks."""
+    """Train on this number of sequences in each optimizer step, counted over all ranks."""
     micro_batch: int = 0
-    """Sequences per forward pass of one rank. Gradients are accumulated over the micro-batches of a step. 0: the
-    rank's whole share of the batch."""
+    """Process this number of sequences in each forward pass of a rank, and accumulate gradients over the micro-batches
+    of a step. 0: all sequences of the rank at once."""
     seed: int = 1337
-    """Seed of initial weights, batches and dropout."""
+    """Draw the initial weights, the batches and dropout from this seed."""
     dtype: Dtype = "float32"
-    """Dtype of parameters and activations. With bfloat16 and float16 the optimizer keeps float32 master weights."""
+    """Keep parameters and activations in this dtype. With bfloat16 and float16 the optimizer also keeps float32 master
+    weights."""
     autocast: Autocast = "none"
-    """Half type in which matrix products and attention compute (torch.autocast) while parameters, norms, residual
-    paths and losses stay in float32. none: everything computes in --train.dtype."""
+    """Compute matrix products and attention in this 16-bit dtype (torch.autocast), while parameters, norms, residual
+    paths and losses stay in float32. none: compute everything in --train.dtype."""
     deterministic: bool = False
-    """Whether the same run gives the same bits every time on GPUs too, as it does on CPU. Attention is then Triton's,
-    because the gradients of cuDNN's are not the same every time."""
+    """Make a repeated run give the same bits on GPUs too, as it does on CPU. Attention then runs by Triton, because the
+    gradients of cuDNN's attention differ from run to run."""
     compile: bool = False
-    """Whether training steps run by torch.compile, which takes about a minute at the start. Evaluations do not."""
+    """Run training steps, but not evaluations, by torch.compile. Compiling takes about a minute at the start."""
     recompute: Recompute = "none"
-    """What the backward pass computes again instead of keeping it: none, selective (attention and the MLP's
-    activation), or full (everything but the input of each block)."""
+    """Save memory by computing activations again in the backward pass: none of them, selective (attention and the
+    MLP's activation), or full (everything but the input of each block)."""
     eval_every: int = 250
-    """Steps between evaluations. 0: the run never evaluates."""
+    """Evaluate at the start, at the end, and each time this number of steps has passed. 0: never evaluate."""
     eval_batches: int = 20
-    """Number of batches per evaluation."""
+    """Use this number of batches in each evaluation."""
     save_every: int = 500
-    """Steps between checkpoints. 0: the run saves at its end only."""
+    """Save a checkpoint at the end, and each time this number of steps has passed. 0: only at the end."""
     keep: int = 2
-    """Number of newest checkpoints that are kept. 0: all."""
+    """Keep this number of newest checkpoints and delete older ones. 0: keep all."""
     log_every: int = 10
-    """Steps between reports."""
+    """Report loss and speed each time this number of steps has passed."""
     expandable_segments: bool = True
-    """Whether torch's CUDA allocator grows its segments, which loses less memory to fragmentation."""
+    """Let torch's CUDA allocator grow its segments, which loses less memory to fragmentation."""
 
 
 @dataclass(frozen=True)
 class OptimOptions:
-    """AdamW with weight decay on matrices only, and the schedule of the learning rate. The lengths of the schedule are
-    numbers of steps, or of tokens when they are written as in 375e6tokens."""
+    """These options set AdamW, whose weight decay applies to matrices only, and the schedule of the learning rate.
+    Lengths of the schedule are numbers of steps, or numbers of tokens when written as in 375e6tokens."""
 
     schedule: LearningRateSchedule = "cosine"
-    """What the learning rate does after its linear warm-up: cosine and linear fall to min_lr at decay_steps, wsd
-    (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
+    """Change the learning rate in this way after its linear warm-up: cosine and linear fall to min_lr at decay_steps,
+    wsd (arXiv:2404.06395) stays at lr and falls at the end, constant stays at lr."""
     lr: float = 1e-3
-    """Highest learning rate."""
+    """Use this learning rate at the end of the warm-up, where it is highest."""
     min_lr: float = 1e-4
-    """Learning rate from decay_steps on."""
+    """Use this learning rate from decay_steps on. Schedule constant does not use it."""
     warmup: int | str = 100
-    """Steps or tokens until lr is reached."""
+    """Raise the learning rate linearly to lr over this number of steps or tokens."""
     decay_steps: int | str = 0
-    """Step, or number of tokens, at which min_lr is reached; 0: train.steps."""
+    """Reach min_lr at this step, or after this number of tokens. 0: at train.steps."""
     decay: int | str = 0
-    """Steps or tokens of the fall at the end of schedule wsd; 0: a tenth of decay_steps."""
+    """Let schedule wsd fall over this number of steps or tokens at its end. 0: over a tenth of decay_steps."""
     weight_decay: float = 0.1
-    """Weight decay of matrices; vectors have none."""
+    """Decay matrices by this coefficient times the learning rate in each step. Vectors do not decay."""
     beta1: float = 0.9
-    """Decay rate of AdamW's first moment."""
+    """Average gradients with this decay rate per step in AdamW's first moment."""
     beta2: float = 0.99
-    """Decay rate of AdamW's second moment."""
+    """Average squared gradients with this decay rate per step in AdamW's second moment."""
     clip: float = 1.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
+    """Scale gradients down to this global norm if theirs is larger. 0: do not clip."""
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How ranks share the work."""
+    """These options set how ranks share the work, and how they communicate."""
 
     tp: int = 1
-    """Number of tensor-parallel ranks, which share the matrices of each layer."""
+    """Shard the matrices of each layer over this number of tensor-parallel ranks."""
     dp: int = 0
-    """Number of data-parallel ranks, which share the sequences of a batch. 0: the GPUs, or the ranks of torchrun,
-    divided by tp x cp; on CPU 1."""
+    """Divide the sequences of each batch among this number of data-parallel ranks. 0: the number of GPUs, or of ranks
+    that torchrun started, divided by tp x cp; on CPU 1."""
     cp: int = 1
-    """Number of context-parallel ranks, which share the tokens of each sequence."""
+    """Divide the tokens of each sequence among this number of context-parallel ranks."""
     cp_schedule: Schedule = "auto"
-    """How context-parallel ranks attend to each other's tokens: ring (blocks of keys and values travel from rank to
-    rank), all_gather (every rank fetches all blocks), ulysses (ranks exchange heads for tokens; cp must divide the
-    heads of a rank), ulysses_ring (both), or auto, which chooses one of them."""
+    """Let context-parallel ranks attend to each other's tokens in this way: ring (keys and values move from rank to
+    rank), all_gather (every rank fetches all keys and values), ulysses (ranks exchange heads for tokens; cp must divide
+    the heads of a rank), ulysses_ring (both), or auto, which chooses one of them."""
     cp_balance: Balance = "zigzag"
-    """Which tokens of a sequence a context-parallel rank holds: zigzag (a chunk from the front and one from the end,
-    which gives causal attention equal work on all ranks), contiguous (one chunk) or striped (every cp-th token)."""
+    """Give each context-parallel rank these tokens of a sequence: zigzag (a chunk from the front and one from the end,
+    which gives all ranks equal work in causal attention), contiguous (one chunk) or striped (every cp-th token)."""
     cp_ulysses: int = 0
-    """Number of ranks that exchange heads under ulysses_ring. 0: the largest divisor of cp, below cp, that divides the
-    heads of a rank."""
+    """Let groups of this number of ranks exchange heads under schedule ulysses_ring. 0: the largest divisor of cp,
+    below cp, that divides the heads of a rank."""
     replicas: int = 1
-    """Number of groups of ranks, within each of which ZeRO's stage 3 shards the parameters; it must divide dp x cp.
-    With as many groups as nodes, parameters are gathered within a node only."""
+    """Let ZeRO stage 3 shard the parameters within each of this number of groups of ranks. It must divide dp x cp. With
+    as many groups as nodes, ranks gather parameters within their node only."""
     impl: Implementation = "auto"
-    """How tensor-parallel GEMMs and ZeRO communicate: fused (Triton kernels), direct (shared memory of CPU ranks),
-    collective (NCCL, Gloo), or auto, which chooses one of them."""
+    """Let tensor-parallel GEMMs and ZeRO communicate by this implementation: fused (Triton kernels), direct (shared
+    memory of CPU ranks), collective (NCCL, Gloo), or auto, which chooses one of them."""
     measure_seconds: float = -1.0
-    """Seconds that the first step may take to measure, for impl auto, which implementation of each product is the
-    fastest on this machine. 0: measure nothing. -1: 20 on GPUs, 0 on CPU, where direct is the fastest."""
+    """For impl auto, spend at most this number of seconds in the first step on measuring which implementation of each
+    product is the fastest on this machine. 0: measure nothing. -1: 20 on GPUs, 0 on CPU, where direct is the
+    fastest."""
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Which state of the model data-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054)."""
+    """These options set which state of the model data-parallel ranks shard among themselves (ZeRO, arXiv:1910.02054).
+    Context-parallel ranks count as data-parallel ranks here."""
 
     stage: int = 0
-    """ZeRO's stage. 0: nothing is sharded; 1: the optimizer's state; 2: also the gradients; 3: also the parameters."""
+    """Shard state by this stage of ZeRO. 0: shard nothing; 1: the optimizer's state; 2: also the gradients; 3: also the
+    parameters."""
     gradient_dtype: GradientDtype = "float32"
-    """Dtype in which gradients are accumulated and kept: float32, or parameter for the parameters' dtype. Stage 3
-    takes float32 only."""
+    """Accumulate and keep gradients in this dtype: float32, or parameter for the parameters' dtype. Stage 3 accepts
+    only float32."""
     reduce_dtype: Literal["gradient", "float32", "parameter"] = "gradient"
-    """Dtype in which gradients are sent: float32, parameter for the parameters' dtype, or gradient for the dtype in
-    which they are kept."""
+    """Send gradients to other ranks in this dtype: float32, parameter for the parameters' dtype, or gradient for the
+    dtype in which they are kept."""
     offload: Offload = "none"
-    """Where the optimizer's state lives: none (on the device), optimizer (in the host's memory) or nvme (in files)."""
+    """Move the optimizer's state off the device: none (it stays there), optimizer (to the host's memory) or nvme (to
+    files)."""
     offload_path: OptionalPath = None
-    """Folder on a local disk for the optimizer's state, which offload nvme needs."""
+    """Store the optimizer's state in this folder on a local disk. Offload nvme needs it."""
     compression: Literal["none", "bf16", "powersgd"] = "none"
-    """Compression of the gradients that nodes send to each other, where the ranks of a node share memory. Within a
-    node gradients are never compressed."""
+    """Compress the gradients that nodes send to each other in this way, if the ranks of a node share memory. Within a
+    node, gradients are never compressed."""
     powersgd_rank: int = 4
-    """Rank of the matrices that approximate a gradient under compression powersgd."""
+    """Approximate each gradient by a product of two matrices of this rank under compression powersgd."""
 
 
 @dataclass(frozen=True)
 class CommOptions:
-    """How ranks wait for each other."""
+    """These options set how ranks wait for each other."""
 
     timeout: float = 60.0
-    """Seconds that a rank waits for another rank. Then all ranks end with an error that names it."""
+    """Wait at most this number of seconds for another rank. Then all ranks end with an error that names it."""
 
 
 @dataclass(frozen=True)
 class DebugOptions:
-    """Checks that help to find a fault and cost time."""
+    """These options switch on checks that help to find a fault but cost time."""
 
     fingerprint: bool = False
-    """Whether ranks compare the name, shape and dtype of each operation before it begins. Where these differ, all
-    ranks end and show both sides."""
+    """Compare the name, shape and dtype of each operation between ranks before it begins. If they differ, all ranks
+    end and show both sides."""
 
 
 @dataclass(frozen=True)
@@ -210,19 +215,19 @@ class TrainCommand:
     comm: CommOptions = field(default_factory=CommOptions)
     debug: DebugOptions = field(default_factory=DebugOptions)
     kernels: Kernels = "auto"
-    """Kernels that compute: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
+    """Compute with these kernels: auto (Triton on GPUs, torch on CPU), triton (slow on CPU, where it is interpreted) or
     torch."""
     out: OptionalPath = None
-    """Folder for everything the run writes, new or empty unless --resume is given. Default: runs/DATE-TIME."""
+    """Write all files of the run to this folder. Without --resume it must be new or empty. Default: runs/DATE-TIME."""
     init_from: OptionalPath = None
-    """Folder of another run, or of a Hugging Face GPT-2 (config.json, model.safetensors), from whose weights the run
-    starts at step 0. The model's shape and the tokenizer come from there too. A smaller --model.n-positions cuts the
-    position table. Default: random weights."""
+    """Start at step 0 from the weights in this folder of another run, or of a Hugging Face GPT-2 (config.json,
+    model.safetensors), and take the model's shape and the tokenizer from there too. A smaller --model.n-positions cuts
+    the position table. Default: random weights."""
     resume: bool = False
-    """Whether to go on from the newest good checkpoint of the run folder --out. Its configuration is taken; flags win
-    over it."""
+    """Continue from the newest good checkpoint in the run folder --out, with the configuration of that run. Flags
+    override it."""
     config: OptionalPath = None
-    """TOML file with any of these options, as `model.n_layer` in a table [model]. The config.toml of a run is one."""
+    """Read options from this TOML file, such as n_layer in a table [model]. The config.toml of a run is such a file."""
 
 
 @dataclass(frozen=True)
@@ -230,25 +235,25 @@ class PrepareCommand:
     """Turn text into a token file, which `tpfuse train` reads from the disk."""
 
     out: Path
-    """Folder for tokens.bin and tokens.json."""
+    """Write tokens.bin and tokens.json to this folder."""
     data: DataOptions = field(default_factory=DataOptions)
     config: OptionalPath = None
-    """TOML file with these options in a table [data]."""
+    """Read these options from a table [data] in this TOML file."""
 
 
 @dataclass(frozen=True)
 class EvaluateDataOptions:
-    """The text to evaluate on."""
+    """This option names the text to evaluate on."""
 
     path: OptionalPath = None
-    """A text or token files, as for `tpfuse train`. Default: the run's validation tokens."""
+    """Evaluate on this text or these token files, given as for `tpfuse train`. Default: the run's validation tokens."""
 
 
 @dataclass(frozen=True)
 class EvaluateCommand:
     """Measure the loss of a run's newest good checkpoint on a whole text, on one rank.
 
-    RUN is the folder that `tpfuse train` has written.
+    RUN is a folder that `tpfuse train` has written.
     """
 
     data: EvaluateDataOptions = field(default_factory=EvaluateDataOptions)
@@ -258,38 +263,39 @@ class EvaluateCommand:
 class SampleCommand:
     """Generate text with the newest good checkpoint of a run.
 
-    RUN is the folder that `tpfuse train` has written.
+    RUN is a folder that `tpfuse train` has written.
     """
 
     prompt: Annotated[str, arg(help_behavior_hint="(default: a line break)")] = "\n"
-    """Text to continue."""
+    """Continue this text."""
     prompt_file: OptionalPath = None
-    """UTF-8 file with the text to continue. Default: --prompt."""
+    """Continue the text in this UTF-8 file. Default: the text of --prompt."""
     samples: int = 1
-    """Number of texts to generate, each drawn by itself."""
+    """Generate this number of texts, each drawn independently."""
     tokens: int = 256
-    """Number of tokens to generate."""
+    """Generate at most this number of tokens for each text."""
     temperature: float = 0.8
-    """Number that divides the logits. 0: the most probable token is taken."""
+    """Divide the logits by this number before drawing a token. 0: take the most probable token."""
     top_k: int = 0
-    """Number of most probable tokens among which each one is chosen. 0: all."""
+    """Draw each token from this number of most probable tokens. 0: from all tokens."""
     top_p: float = 1.0
-    """Each token is chosen among the fewest most probable ones whose probabilities add up to this. 1: all."""
+    """Draw each token from the smallest set of most probable tokens whose probabilities sum to at least this. 1: from
+    all tokens."""
     seed: int = 0
-    """Seed of the random choice of tokens."""
+    """Draw tokens from this seed."""
 
 
 @dataclass(frozen=True)
 class ExportCommand:
     """Write the newest good checkpoint of a run as a Hugging Face GPT-2.
 
-    transformers reads the folder, and so does `tpfuse train --init-from`.
+    The transformers library and `tpfuse train --init-from` can read the folder.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
-    """Folder that `tpfuse train` has written."""
+    """Read the checkpoint from this folder, which `tpfuse train` has written."""
     folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
-    """Folder to write, which is new or empty."""
+    """Write the model to this folder, which must be new or empty."""
 
 
 @dataclass(frozen=True)
@@ -300,46 +306,47 @@ class MemoryCommand:
     """
 
     ranks: int = 0
-    """Number of all ranks. 0: the configuration's tp x cp x dp."""
+    """Count for this number of ranks in total. 0: tp x cp x dp of the configuration."""
     tp: int = 0
-    """Number of tensor-parallel ranks. 0: the configuration's."""
+    """Count for this number of tensor-parallel ranks. 0: the number in the configuration."""
     cp: int = 0
-    """Number of context-parallel ranks. 0: the configuration's."""
+    """Count for this number of context-parallel ranks. 0: the number in the configuration."""
     stage: Literal["all", "0", "1", "2", "3"] = "all"
-    """ZeRO's stage. all: the table has a column for each."""
+    """Count for this stage of ZeRO. all: show one column for each stage."""
     micro_batch: int = 0
-    """Sequences per forward pass of one rank. 0: the configuration's."""
+    """Count for this number of sequences in each forward pass of a rank. 0: the number in the configuration."""
     recompute: Literal["config", "none", "selective", "full"] = "config"
-    """What the backward pass computes again instead of keeping it. config: as the configuration says."""
+    """Count the activations that are kept when the backward pass computes these again: none, selective (attention and
+    the MLP's activation) or full (everything but the input of each block). config: as the configuration says."""
     vocab_size: int = 0
-    """Number of tokens in the vocabulary. 0: that of the configuration's tokenizer."""
+    """Count for a vocabulary of this number of tokens. 0: the vocabulary of the configuration's tokenizer."""
 
 
 @dataclass(frozen=True)
 class TuneCommand:
     """Measure tile sizes of the kernels on this GPU and write them into a table.
 
-    OPERATOR is the name of a kernel, such as gemm. Default: all.
+    OPERATOR is the name of a kernel, such as gemm. Default: all kernels.
     """
 
     out: OptionalPath = None
-    """File that the whole table is written to. Default: kernels/configurations.toml."""
+    """Write the whole table to this file. Default: kernels/configurations.toml."""
     minutes: float = 0.0
-    """Minutes after which no further candidate is measured. 0: no limit."""
+    """Start no further measurement after this number of minutes. 0: no limit."""
 
 
 @dataclass(frozen=True)
 class VerifyCommand:
-    """Compare every kernel with its reference on this machine and compile it.
+    """Compare every kernel with its reference on this machine, and compile it.
 
-    It takes some minutes on two CPU cores. The exit status is 1 where one fails.
+    This takes some minutes on two CPU cores. The exit status is 1 if one fails.
     """
 
     operators: Annotated[tuple[str, ...], arg(metavar="OPERATOR ...", help_behavior_hint="(default: all)")] = ()
-    """Operators to verify, such as gemm or rope. The name training stands for two training steps of the small GPT on
+    """Verify these operators, such as gemm or rope. The name training stands for two training steps of the small GPT on
     two ranks with each implementation of tensor parallelism."""
     json: bool = False
-    """Whether to print one JSON document instead of tables."""
+    """Print one JSON document instead of tables."""
     compile: bool = True
-    """Whether to compile the kernels as well and show their registers, spills and shared memory, for the GPU of this
-    machine, or for sm_90 where there is none."""
+    """Also compile the kernels, and show their registers, spills and shared memory. The target is the GPU of this
+    machine, or sm_90 if there is none."""
