@@ -72,28 +72,28 @@ def train_rank(place: Place, run: Run) -> int:
         expand_segments()
     if place.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
         join(place, device, comm.timeout)
-    training = None
+    loop = None
     try:
-        training = Training(place, run, _mesh(place, run, device), device, stop)
-        training.run_to_end()
+        loop = TrainingLoop(place, run, _mesh(place, run, device), device, stop)
+        loop.run_to_end()
     except RunError:
         raise
     except PeerTimeout as error:
         missing = () if error.peer in (None, place.rank) else (error.peer,)
-        raise PeerLost(str(error) if error.step >= 0 else f"{_when(training)}: {error}", missing) from error
+        raise PeerLost(str(error) if error.step >= 0 else f"{_when(loop)}: {error}", missing) from error
     except (Disagreement, Unavailable) as error:
-        raise RunError(f"{_when(training)}: {error}") from error
+        raise RunError(f"{_when(loop)}: {error}") from error
     except OSError as error:
-        raise RunError(f"{_when(training)}: rank {place.rank}: {of_disk(error)}") from error
+        raise RunError(f"{_when(loop)}: rank {place.rank}: {of_disk(error)}") from error
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise RunError(
-                f"{_when(training)}: rank {place.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
+                f"{_when(loop)}: rank {place.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
                 " a smaller --train.micro-batch, --train.recompute full or more ranks take less"
             ) from error
         if place.world == 1 or not is_lost_peer(error):
             raise
-        lost = f"rank {place.rank} lost another rank in {_when(training)}: {_reason(error)}"
+        lost = f"rank {place.rank} lost another rank in {_when(loop)}: {_reason(error)}"
         raise PeerLost(lost) from error
     finally:
         if place.world > 1:
@@ -109,8 +109,8 @@ def _mesh(place: Place, run: Run, device: torch.device) -> DeviceMesh | None:
     return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
 
 
-def _when(training: "Training | None") -> str:
-    return "preparation" if training is None else f"step {training.trainer.step}"
+def _when(loop: "TrainingLoop | None") -> str:
+    return "preparation" if loop is None else f"step {loop.trainer.step}"
 
 
 def _reason(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def _reason(error: BaseException) -> str:
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
-class Training:
+class TrainingLoop:
     """The run as this rank sees it. Only rank 0 prints and writes metrics."""
 
     def __init__(
