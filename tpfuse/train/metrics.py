@@ -97,7 +97,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-class Board:
+class TensorBoardWriter:
     """Scalars for TensorBoard, one event for each row; what earlier starts wrote beyond `start` is superseded."""
 
     def __init__(self, folder: Path, start: int) -> None:
@@ -137,7 +137,7 @@ class Reporter:
         # Unbuffered: what a full disk refuses is lost, and not tried again when the file is closed.
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
-        self._board = Board(folder / "tensorboard", start)
+        self._tensorboard = TensorBoardWriter(folder / "tensorboard", start)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._console = Console()
@@ -153,7 +153,7 @@ class Reporter:
             # Written at once, and on a line of its own also where the last one was cut.
             self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())
             del values["step"]
-            self._board.add(row.step, {name: value for name, value in values.items() if value is not None})
+            self._tensorboard.add(row.step, {name: value for name, value in values.items() if value is not None})
             self._failed = False
         except OSError as error:
             if not self._failed:
@@ -174,7 +174,7 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
-        self._board.close()
+        self._tensorboard.close()
 
 
 def draw_losses(folder: Path, unigram: float | None) -> None:
