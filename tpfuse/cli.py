@@ -17,7 +17,7 @@ from tpfuse.train.errors import CheckpointError, CheckpointMismatch, PeerLost, R
 from tpfuse.train.messages import fail, is_first_rank, nearest, say, show_cursor
 
 if TYPE_CHECKING:
-    from tpfuse.train.launch import Place
+    from tpfuse.train.launch import RankInfo
     from tpfuse.train.options import TrainCommand
     from tpfuse.train.setup import Run
 
@@ -33,18 +33,18 @@ def _train(arguments: Sequence[str]) -> int:
     if is_first_rank():
         say(f"reading  {options.out if options.resume else options.data.path or STANDARD_LIBRARY}")
     from tpfuse.train.checkpoint import checkpoint_folders
-    from tpfuse.train.launch import Place, start_ranks, torchrun_place
+    from tpfuse.train.launch import RankInfo, start_ranks, torchrun_rank
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import prepare_run, with_layout
 
-    place = torchrun_place()
-    if place is not None:
-        return _train_under_torchrun(place, options)
+    info = torchrun_rank()
+    if info is not None:
+        return _train_under_torchrun(info, options)
     options = with_layout(options, None)
     run = prepare_run(options)
     world = options.parallel.tp * options.parallel.cp * options.parallel.dp
     if world == 1:
-        return train_rank(Place(0, 1, 0, 1, None), run)
+        return train_rank(RankInfo(0, 1, 0, 1, None), run)
     try:
         return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def _train(arguments: Sequence[str]) -> int:
         raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
-def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
+def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
     """The first rank checks and prepares; the others hear whether to go on."""
     import torch.distributed as dist
 
@@ -63,16 +63,16 @@ def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
     from tpfuse.train.loop import train_rank
     from tpfuse.train.setup import check_numbers, prepare_run, with_layout
 
-    options = with_layout(options, place.world)
+    options = with_layout(options, info.world)
     check_numbers(options)
     outcome: list[Run | tuple[str, int]] = [("", 1)]
-    join(place, device_of(place), options.comm.timeout)
+    join(info, device_of(info), options.comm.timeout)
     world = dist.group.WORLD
     assert world is not None
     set_timeout(world, _PREPARATION)
-    if place.rank == 0:
+    if info.rank == 0:
         try:
-            outcome = [prepare_run(options, place.local_world)]
+            outcome = [prepare_run(options, info.local_world)]
         except (UserError, CheckpointMismatch, CheckpointError) as error:
             outcome = [(str(error), error.status)]
     try:
@@ -80,12 +80,12 @@ def _train_under_torchrun(place: "Place", options: "TrainCommand") -> int:
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise
-        raise PeerLost(f"rank {place.rank} lost another rank while rank 0 prepared the run") from error
+        raise PeerLost(f"rank {info.rank} lost another rank while rank 0 prepared the run") from error
     if isinstance(outcome[0], tuple):
         dist.destroy_process_group()
         raise RunError(*outcome[0])
     set_timeout(world, options.comm.timeout)
-    return train_rank(place, outcome[0])
+    return train_rank(info, outcome[0])
 
 
 def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:

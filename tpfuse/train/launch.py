@@ -38,7 +38,7 @@ _USUAL_CAUSES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Which rank this process is: of all, and of those on this machine. store: the file to meet through; None
     under torchrun."""
 
@@ -49,25 +49,25 @@ class Place:
     store: str | None
 
 
-def torchrun_place() -> Place | None:
-    """This process's place where torchrun (or the like) has started it, else None."""
+def torchrun_rank() -> RankInfo | None:
+    """This process's info where torchrun (or the like) has started it, else None."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if not all(name in os.environ for name in names):
         return None
     rank, world, local_rank = (int(os.environ[name]) for name in names[:3])
-    return Place(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), None)
+    return RankInfo(rank, world, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", world)), None)
 
 
-def device_of(place: Place) -> torch.device:
+def device_of(info: RankInfo) -> torch.device:
     """The GPU of this rank, or the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def join(place: Place, device: torch.device, timeout: float) -> None:
+def join(info: RankInfo, device: torch.device, timeout: float) -> None:
     """Makes the default process group (NCCL on GPUs, Gloo on CPU) as soon as all ranks have come.
 
     timeout: seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
@@ -75,40 +75,40 @@ def join(place: Place, device: torch.device, timeout: float) -> None:
     """
     limit = timedelta(seconds=timeout)
     try:
-        store = _store(place, limit)
-        _wait_for_all(store, place, limit)
+        store = _store(info, limit)
+        _wait_for_all(store, info, limit)
         options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-        if place.store is not None and device.type == "cpu":
+        if info.store is not None and device.type == "cpu":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=store, rank=place.rank, world_size=place.world, timeout=limit, **options,
+            store=store, rank=info.rank, world_size=info.world, timeout=limit, **options,
         )  # fmt: skip
     except PeerLost:
         raise
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise PeerLost(f"rank {place.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
+        raise PeerLost(f"rank {info.rank} could not join the other ranks within {timeout:g} s: {reason}") from error
 
 
-def _store(place: Place, limit: timedelta) -> Any:
-    if place.store is None:
-        store, _, _ = next(rendezvous("env://", place.rank, place.world, timeout=limit))
+def _store(info: RankInfo, limit: timedelta) -> Any:
+    if info.store is None:
+        store, _, _ = next(rendezvous("env://", info.rank, info.world, timeout=limit))
         return store
     # Without the number of ranks: a store that knows it has its last rank remove the file.
-    return dist.FileStore(place.store)  # type: ignore[attr-defined]
+    return dist.FileStore(info.store)  # type: ignore[attr-defined]
 
 
-def _wait_for_all(store: Any, place: Place, limit: timedelta) -> None:
-    keys = [f"tpfuse/rank {rank} is here" for rank in range(place.world)]
-    store.set(keys[place.rank], "")
+def _wait_for_all(store: Any, info: RankInfo, limit: timedelta) -> None:
+    keys = [f"tpfuse/rank {rank} is here" for rank in range(info.world)]
+    store.set(keys[info.rank], "")
     try:
         store.wait(keys, limit)
     except RuntimeError as error:  # a store in a file has no class of its own for it
         missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         raise PeerLost(
-            f"rank {place.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", missing
+            f"rank {info.rank} waited {limit.total_seconds():g} s for {ranks} to start (--comm.timeout)", missing
         ) from error
 
 
@@ -145,10 +145,10 @@ class _Parent:
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.asked += 1
 
-    def start(self, function: Callable[..., int], place: Place, arguments: tuple[Any, ...]) -> None:
+    def start(self, function: Callable[..., int], info: RankInfo, arguments: tuple[Any, ...]) -> None:
         """Starts a rank in which both signals are held back until it is ready for them (`StopRequest`)."""
         reports, sending = self._context.Pipe(duplex=False)
-        work = pickle.dumps((function, (place, *arguments)))
+        work = pickle.dumps((function, (info, *arguments)))
         process = self._context.Process(target=begin, args=(os.getpid(), sending, work))
         resource_tracker.ensure_running()  # otherwise `start` does, and lets the signals through again
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank inherits this
@@ -157,7 +157,7 @@ class _Parent:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         sending.close()
-        self.ranks.append(_Rank(place.rank, process, reports))
+        self.ranks.append(_Rank(info.rank, process, reports))
 
     def pass_on(self) -> None:
         """Called every now and then: a rank may have started after the signal came."""
@@ -239,7 +239,7 @@ def _reason(
 
 
 def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeout: float) -> int:
-    """Runs `function(place, *arguments)` in `world` new processes; returns the exit status of the run.
+    """Runs `function(info, *arguments)` in `world` new processes; returns the exit status of the run.
 
     That is 0 where all ranks return 0, else the first status that is not. timeout: seconds that ranks get to end after
     the first one has. Raises what tells the reason: a RunError or UserError of a rank, a RunError where one was killed,
@@ -249,8 +249,8 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeo
     parent = _Parent()
     try:
         for rank in range(world):
-            place = Place(rank, world, rank, world, f"/proc/{os.getpid()}/fd/{meeting}")
-            parent.start(function, place, arguments)
+            info = RankInfo(rank, world, rank, world, f"/proc/{os.getpid()}/fd/{meeting}")
+            parent.start(function, info, arguments)
         return parent.wait(timeout)
     finally:
         parent.end()

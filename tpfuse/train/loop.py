@@ -38,7 +38,7 @@ from tpfuse.train.hardware import (
     set_threads,
 )
 from tpfuse.train.initial_weights import load_weights
-from tpfuse.train.launch import Place, device_of, join
+from tpfuse.train.launch import RankInfo, device_of, join
 from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
@@ -52,57 +52,57 @@ _MEASURE_SECONDS = 20.0  # on GPUs, by default
 _RECENT = 5  # intervals between rows, which say how much time is left
 
 
-def train_rank(place: Place, run: Run) -> int:
+def train_rank(info: RankInfo, run: Run) -> int:
     """Joins the other ranks, trains and leaves; returns 0. One rank alone needs no group.
 
     Raises RunError where the run cannot go on, as PeerLost where other ranks do not answer.
     """
-    stop = StopRequest(insistent=place.world == 1)
+    stop = StopRequest(insistent=info.world == 1)
     set_kernels(run.options.kernels)
     set_implementation(run.options.parallel.impl)
     if run.options.train.deterministic:
         torch.use_deterministic_algorithms(True)
     comm, debug = run.options.comm, run.options.debug
     set_settings(timeout=comm.timeout, fingerprint=debug.fingerprint, flight_folder=run.folder)
-    device = device_of(place)
+    device = device_of(info)
     if device.type == "cpu":
-        set_threads(place.local_world)
+        set_threads(info.local_world)
         keep_freed_memory()
     elif run.options.train.expandable_segments:
         expand_segments()
-    if place.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
-        join(place, device, comm.timeout)
+    if info.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
+        join(info, device, comm.timeout)
     loop = None
     try:
-        loop = TrainingLoop(place, run, _mesh(place, run, device), device, stop)
+        loop = TrainingLoop(info, run, _mesh(info, run, device), device, stop)
         loop.run_to_end()
     except RunError:
         raise
     except PeerTimeout as error:
-        missing = () if error.peer in (None, place.rank) else (error.peer,)
+        missing = () if error.peer in (None, info.rank) else (error.peer,)
         raise PeerLost(str(error) if error.step >= 0 else f"{_when(loop)}: {error}", missing) from error
     except (Disagreement, Unavailable) as error:
         raise RunError(f"{_when(loop)}: {error}") from error
     except OSError as error:
-        raise RunError(f"{_when(loop)}: rank {place.rank}: {of_disk(error)}") from error
+        raise RunError(f"{_when(loop)}: rank {info.rank}: {of_disk(error)}") from error
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise RunError(
-                f"{_when(loop)}: rank {place.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
+                f"{_when(loop)}: rank {info.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
                 " a smaller --train.micro-batch, --train.recompute full or more ranks take less"
             ) from error
-        if place.world == 1 or not is_lost_peer(error):
+        if info.world == 1 or not is_lost_peer(error):
             raise
-        lost = f"rank {place.rank} lost another rank in {_when(loop)}: {_reason(error)}"
+        lost = f"rank {info.rank} lost another rank in {_when(loop)}: {_reason(error)}"
         raise PeerLost(lost) from error
     finally:
-        if place.world > 1:
+        if info.world > 1:
             dist.destroy_process_group()
     return 0
 
 
-def _mesh(place: Place, run: Run, device: torch.device) -> DeviceMesh | None:
-    if place.world == 1:
+def _mesh(info: RankInfo, run: Run, device: torch.device) -> DeviceMesh | None:
+    if info.world == 1:
         return None
     parallel = run.options.parallel
     ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
@@ -123,11 +123,11 @@ class TrainingLoop:
     """The run as this rank sees it. Only rank 0 prints and writes metrics."""
 
     def __init__(
-        self, place: Place, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
+        self, info: RankInfo, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
     ) -> None:
-        self.place, self.run, self.device, self.stop = place, run, device, stop
+        self.info, self.run, self.device, self.stop = info, run, device, stop
         self.options = run.options
-        self.first = place.rank == 0
+        self.first = info.rank == 0
         self.data, self.tokenizer = run.data, run.data.train.tokenizer
         self.train_tokens, self.val_tokens = run.data.open(run.options.data.val_fraction)
         options, length = run.options.train, run.config.n_positions
@@ -175,7 +175,7 @@ class TrainingLoop:
                 return str(error), error.status
             return None
 
-        for failure in agree(dist.group.WORLD if self.place.world > 1 else None, outcome):
+        for failure in agree(dist.group.WORLD if self.info.world > 1 else None, outcome):
             if failure is not None:
                 raise RunError(*failure)
 
@@ -226,8 +226,8 @@ class TrainingLoop:
         tokens = train.batch * config.n_positions
         say(f"batch    {train.batch} sequences of {config.n_positions} tokens = {tokens} tokens per step")
         say(f"memory   {self._counted()}")
-        peak = self.peak * self.place.world
-        say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.place.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
+        peak = self.peak * self.info.world
+        say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
         say(f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""))
 
     def _described_data(self) -> str:
@@ -319,7 +319,7 @@ class TrainingLoop:
         seconds = self.options.parallel.measure_seconds
         if seconds < 0:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
-        if self.place.world == 1 or not (seconds or self.decisions):
+        if self.info.world == 1 or not (seconds or self.decisions):
             return self.trainer.train_step(self.windows, self.stop)
         with measuring(seconds, known=self.decisions) as measurement:
             result = self.trainer.train_step(self.windows, self.stop)
@@ -337,7 +337,7 @@ class TrainingLoop:
     ) -> Row:
         """interval: (steps, seconds) since the last row, without evaluation and checkpoints."""
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
-        flops = speed * self.trainer.model.flops_per_token() / self.place.world
+        flops = speed * self.trainer.model.flops_per_token() / self.info.world
         if self.device.type == "cpu":
             self.peak = max(self.peak, flops)  # another process may have slowed the probe down
         return Row(
