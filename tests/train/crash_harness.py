@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tpfuse.comm.collectives import collective
 from tpfuse.testing.patience import Deadline, patient
 from tpfuse.train import checkpoint, safetensors_file
-from tpfuse.train.checkpoint import Part
+from tpfuse.train.checkpoint import Shard
 
 COUNTED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 SHAPES = {"weight": ((4, 6), torch.float32), "moment": ((3,), torch.float64), "count": ((), torch.int64)}
@@ -47,18 +47,18 @@ def whole(name: str, step: int) -> torch.Tensor:
     return (torch.arange(torch.Size(shape).numel()) * 7 + step).to(dtype).view(shape)
 
 
-def parts_of(step: int, rank: int, world: int) -> dict[str, list[Part]]:
+def shards_of(step: int, rank: int, world: int) -> dict[str, list[Shard]]:
     """The weight in two columns of rows; the rest by the last rank, so that each rank writes something."""
-    parts = {}
+    shards = {}
     for name, (shape, _) in SHAPES.items():
         cuts = [tuple((0, size) for size in shape)]
         if name == "weight":
             rows = 4 * rank // world, 4 * (rank + 1) // world
             cuts = [(rows, (0, 2)), (rows, (2, 6))]
         tensors = [whole(name, step)[tuple(slice(*s) for s in slices)] for slices in cuts]
-        writer = name == "weight" or rank == world - 1
-        parts[name] = [Part(shape, slices, x, writer) for slices, x in zip(cuts, tensors, strict=True)]
-    return parts
+        is_owner = name == "weight" or rank == world - 1
+        shards[name] = [Shard(shape, slices, x, is_owner) for slices, x in zip(cuts, tensors, strict=True)]
+    return shards
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -67,7 +67,7 @@ def state_of(step: int) -> dict[str, object]:
 
 def save(run: Path, step: int, group: dist.ProcessGroup | None = None, warn=print) -> Path | None:
     rank, world = (group.rank(), group.size()) if group is not None else (0, 1)
-    return checkpoint.save(run, step, parts_of(step, rank, world), state_of(step), keep=2, group=group, warn=warn)
+    return checkpoint.save(run, step, shards_of(step, rank, world), state_of(step), keep=2, group=group, warn=warn)
 
 
 def is_planted(line: str) -> bool:
@@ -80,10 +80,10 @@ def what_loads(run: Path) -> int:
     said: list[str] = []
     saved = checkpoint.newest_good(run, warn=said.append)
     assert saved is not None and all(map(is_planted, said)), f"damaged checkpoints: {said}"
-    parts = parts_of(0, 0, 1)
-    saved.load(parts)
-    for name, held in parts.items():
-        loaded = torch.cat([part.tensor for part in held], -1) if len(held) > 1 else held[0].tensor
+    shards = shards_of(0, 0, 1)
+    saved.load(shards)
+    for name, held in shards.items():
+        loaded = torch.cat([shard.tensor for shard in held], -1) if len(held) > 1 else held[0].tensor
         assert torch.equal(loaded, whole(name, saved.step)), f"{name} is not that of step {saved.step}"
     assert saved.state == state_of(saved.step), f"the state is not that of step {saved.step}"
     return saved.step

@@ -16,7 +16,7 @@ from tpfuse.comm.layout import Slices
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest, safetensors_file
-from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Part
+from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Shard
 from tpfuse.zero.rectangles import pieces_of, rectangles
 
 SHAPES = {
@@ -45,18 +45,18 @@ def wholes(seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def part(whole: Tensor, slices: Slices, writer: bool = True) -> Part:
-    return Part(tuple(whole.shape), slices, whole[tuple(slice(*s) for s in slices)], writer)
+def shard(whole: Tensor, slices: Slices, is_owner: bool = True) -> Shard:
+    return Shard(tuple(whole.shape), slices, whole[tuple(slice(*s) for s in slices)], is_owner)
 
 
-def whole_parts(seed: int) -> dict[str, list[Part]]:
-    return {name: [part(whole, tuple((0, n) for n in whole.shape))] for name, whole in wholes(seed).items()}
+def whole_shards(seed: int) -> dict[str, list[Shard]]:
+    return {name: [shard(whole, tuple((0, n) for n in whole.shape))] for name, whole in wholes(seed).items()}
 
 
-def grid_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
+def grid_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
     """Every tensor cut into a random grid, some cells empty, some held by several ranks of which one writes."""
     choose = random.Random(seed)
-    parts = {}
+    shards = {}
     for name, whole in wholes(seed).items():
         cells = [1] * whole.ndim
         for _ in range(3):
@@ -69,9 +69,9 @@ def grid_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
             cuts = [0, *sorted(choose.randint(0, size) for _ in range(count - 1)), size]
             slices.append((cuts[cell % count], cuts[cell % count + 1]))
             cell //= count
-        writer = rank // math.prod(cells) == choose.randrange(world // math.prod(cells))
-        parts[name] = [part(whole, tuple(slices), writer)]
-    return parts
+        is_owner = rank // math.prod(cells) == choose.randrange(world // math.prod(cells))
+        shards[name] = [shard(whole, tuple(slices), is_owner)]
+    return shards
 
 
 def silent(line: str) -> None:
@@ -81,25 +81,25 @@ def silent(line: str) -> None:
 def save_grid(run: Path, seed: int, step: int = 1) -> str:
     group = dist.group.WORLD
     assert group is not None
-    parts = grid_parts(seed, group.rank(), group.size())
-    return str(checkpoint.save(run, step, parts, STATE, keep=0, group=group, warn=silent))
+    shards = grid_shards(seed, group.rank(), group.size())
+    return str(checkpoint.save(run, step, shards, STATE, keep=0, group=group, warn=silent))
 
 
 def load_grid(folder: Path, seed: int) -> bool:
-    expected = grid_parts(seed, dist.get_rank(), dist.get_world_size())
+    expected = grid_shards(seed, dist.get_rank(), dist.get_world_size())
     assert_loads(checkpoint.open_checkpoint(folder), expected)
     return True
 
 
-def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Part]]) -> None:
-    """What is loaded into parts of junk equals the expected parts bit by bit."""
-    parts = {
-        name: [Part(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for p in held]
+def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Shard]]) -> None:
+    """What is loaded into shards of junk equals the expected shards bit by bit."""
+    shards = {
+        name: [Shard(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for p in held]
         for name, held in expected.items()
     }
-    saved.load(parts)
+    saved.load(shards)
     for name, held in expected.items():
-        for loaded, wanted in zip(parts[name], held, strict=True):
+        for loaded, wanted in zip(shards[name], held, strict=True):
             assert loaded.tensor.dtype == wanted.tensor.dtype
             assert torch.equal(bits(loaded.tensor), bits(wanted.tensor)), name
 
@@ -109,7 +109,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def save_whole(run: Path, step: int, *, keep: int = 0, warn=silent) -> Path | None:
-    return checkpoint.save(run, step, whole_parts(step), STATE | {"step": step}, keep=keep, group=None, warn=warn)
+    return checkpoint.save(run, step, whole_shards(step), STATE | {"step": step}, keep=keep, group=None, warn=warn)
 
 
 def names(run: Path) -> list[str]:
@@ -123,27 +123,27 @@ def test_round_trip_of_one_rank(tmp_path):
     saved = checkpoint.newest_good(run, warn=silent)
     assert saved.step == 5 and saved.folder == run / "step-5"
     assert saved.state == STATE | {"step": 5}
-    assert_loads(saved, whole_parts(5))
+    assert_loads(saved, whole_shards(5))
 
 
 @pytest.mark.parametrize("chunk", [7, 4 * 2**20, *exhaustive(1, 64)])
 def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", chunk)
     expected = wholes(1)
-    parts = whole_parts(1)
+    shards = whole_shards(1)
     transposed = expected["matrix"].T
-    parts["transposed"] = [part(transposed, ((0, 100), (0, 63)))]
-    parts["strided"] = [part(expected["cube"][:, ::2, 1:4], ((0, 3), (0, 2), (0, 3)))]
-    folder = checkpoint.save(tmp_path, 1, parts, {}, keep=0, group=None, warn=silent)
+    shards["transposed"] = [shard(transposed, ((0, 100), (0, 63)))]
+    shards["strided"] = [shard(expected["cube"][:, ::2, 1:4], ((0, 3), (0, 2), (0, 3)))]
+    folder = checkpoint.save(tmp_path, 1, shards, {}, keep=0, group=None, warn=silent)
     content = (folder / "rank-00000.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
     for name, entry in json.loads(content[8 : 8 + length]).items():
-        assert entry["data_offsets"][0] % parts[name][0].tensor.element_size() == 0, f"{name} is not aligned"
+        assert entry["data_offsets"][0] % shards[name][0].tensor.element_size() == 0, f"{name} is not aligned"
     loaded = load_file(folder / "rank-00000.safetensors")
-    assert loaded.keys() == parts.keys() - {"empty"}
+    assert loaded.keys() == shards.keys() - {"empty"}
     for name, tensor in loaded.items():
-        assert torch.equal(bits(tensor), bits(parts[name][0].tensor)), name
+        assert torch.equal(bits(tensor), bits(shards[name][0].tensor)), name
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, 1), (3, 2), *exhaustive((1, 2), (2, 5), (3, 5), (4, 5))])
@@ -155,7 +155,7 @@ def test_resharding_from_and_to_random_grids(tmp_path, world, seeds):
         saved = checkpoint.newest_good(folder.parent, warn=silent)
         for cells in (1, 2, 3, 4, 6, 12):
             for rank in range(cells):
-                assert_loads(saved, grid_parts(seed, rank, cells))
+                assert_loads(saved, grid_shards(seed, rank, cells))
 
 
 def test_replicas_are_written_once(tmp_path):
@@ -170,22 +170,22 @@ def test_replicas_are_written_once(tmp_path):
 def test_only_ranks_that_write_have_a_file(tmp_path):
     folder = Path(pool(3).run(save_one_writer, tmp_path)[0])
     assert names(folder) == ["manifest.json", "rank-00001.safetensors"]
-    assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_parts(1))
+    assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_shards(1))
 
 
 def save_one_writer(run: Path) -> str:
-    parts = whole_parts(1)
-    for (each,) in parts.values():
-        each.writer = dist.get_rank() == 1
-    return str(checkpoint.save(run, 1, parts, {}, keep=0, group=dist.group.WORLD, warn=silent))
+    shards = whole_shards(1)
+    for (each,) in shards.values():
+        each.is_owner = dist.get_rank() == 1
+    return str(checkpoint.save(run, 1, shards, {}, keep=0, group=dist.group.WORLD, warn=silent))
 
 
 def test_loading_writes_into_views_in_place(tmp_path):
     save_whole(tmp_path, 1)
     flat = torch.full((63 * 100 + 10,), 7.0)
     view = flat[5 : 5 + 30 * 40].view(40, 30).T.requires_grad_()
-    part_of_matrix = Part((63, 100), ((20, 50), (60, 100)), view, False)
-    checkpoint.newest_good(tmp_path, warn=silent).load({"matrix": [part_of_matrix]})
+    shard_of_matrix = Shard((63, 100), ((20, 50), (60, 100)), view, False)
+    checkpoint.newest_good(tmp_path, warn=silent).load({"matrix": [shard_of_matrix]})
     expected = wholes(1)["matrix"][20:50, 60:100]
     assert torch.equal(view.detach().contiguous().view(torch.int32), expected.contiguous().view(torch.int32))
     assert flat[:5].eq(7).all() and flat[5 + 30 * 40 :].eq(7).all()
@@ -194,27 +194,27 @@ def test_loading_writes_into_views_in_place(tmp_path):
 @pytest.mark.parametrize("change", ["name", "shape", "dtype"])
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, change):
     save_whole(tmp_path, 1)
-    parts = {
-        "one": [Part((1,), ((0, 1),), torch.full((1,), 7.0), True)],
+    shards = {
+        "one": [Shard((1,), ((0, 1),), torch.full((1,), 7.0), True)],
         "missing" if change == "name" else "matrix": [
-            part(
+            shard(
                 torch.zeros((64 if change == "shape" else 63, 100), dtype=torch.half if change == "dtype" else None),
                 ((0, 64 if change == "shape" else 63), (0, 100)),
             )
         ],
     }
     with pytest.raises(CheckpointMismatch, match="missing" if change == "name" else "matrix") as caught:
-        checkpoint.newest_good(tmp_path, warn=silent).load(parts)
+        checkpoint.newest_good(tmp_path, warn=silent).load(shards)
     assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
-    assert parts["one"][0].tensor.item() == 7.0
+    assert shards["one"][0].tensor.item() == 7.0
 
 
 def test_parts_that_contradict_themselves(tmp_path):
-    wrong = Part((4, 4), ((0, 2), (0, 4)), torch.zeros(4, 4), True)
-    with pytest.raises(ValueError, match="part of w"):
+    wrong = Shard((4, 4), ((0, 2), (0, 4)), torch.zeros(4, 4), True)
+    with pytest.raises(ValueError, match="shard of w"):
         checkpoint.save(tmp_path, 1, {"w": [wrong]}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(ValueError, match="complex64"):
-        numbers = part(torch.zeros(3, dtype=torch.complex64), ((0, 3),))
+        numbers = shard(torch.zeros(3, dtype=torch.complex64), ((0, 3),))
         checkpoint.save(tmp_path, 1, {"w": [numbers]}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(TypeError, match="JSON"):
         checkpoint.save(tmp_path, 1, {}, {"path": object()}, keep=0, group=None, warn=silent)
@@ -226,9 +226,9 @@ def save_wrong(run: Path, what: str) -> str:
     rank, group = dist.get_rank(), dist.group.WORLD
     rows = {"gap": (rank * 5, rank * 5 + 4), "overlap": (0, 10), "shape": (rank * 5, rank * 5 + 5)}
     start, stop = rows.get(what, (rank * 5, rank * 5 + 5))
-    wrong = Part((10 + (what == "shape") * rank, 2), ((start, stop), (0, 2)), torch.ones(stop - start, 2), True)
+    wrong = Shard((10 + (what == "shape") * rank, 2), ((start, stop), (0, 2)), torch.ones(stop - start, 2), True)
     if what == "scalar":
-        wrong = Part((), (), torch.ones(()), True)
+        wrong = Shard((), (), torch.ones(()), True)
     if what == "raise" and rank == 1:
         wrong.tensor = None  # type: ignore[assignment]
     state = {"x": object()} if what == "state" else {}
@@ -292,13 +292,13 @@ def flip(file: Path, index: int, bit: int = 0) -> None:
 def test_a_good_step_is_never_written_over(tmp_path, monkeypatch):
     folder = save_whole(tmp_path, 1)
     before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()}
-    assert checkpoint.save(tmp_path, 1, whole_parts(99), {}, keep=1, group=None, warn=silent) == folder
+    assert checkpoint.save(tmp_path, 1, whole_shards(99), {}, keep=1, group=None, warn=silent) == folder
     assert {path.name: (path.stat().st_ino, path.read_bytes()) for path in folder.iterdir()} == before
     assert names(tmp_path) == ["step-1"]
     # The save that made it may have failed after its rename.
     synced = []
     monkeypatch.setattr(checkpoint, "sync_folder", synced.append)
-    checkpoint.save(tmp_path, 1, whole_parts(99), {}, keep=1, group=None, warn=silent)
+    checkpoint.save(tmp_path, 1, whole_shards(99), {}, keep=1, group=None, warn=silent)
     assert synced == [tmp_path]
 
 
@@ -308,7 +308,7 @@ def test_a_damaged_step_is_replaced(tmp_path):
     assert save_whole(tmp_path, 1, keep=1, warn=said.append) == tmp_path / "step-1"
     assert len(said) == 1 and "step-1/rank-00000.safetensors: expected SHA-256" in said[0]
     assert names(tmp_path) == ["step-1"]
-    assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_parts(1))
+    assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_shards(1))
 
 
 def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
@@ -328,21 +328,21 @@ def test_a_file_that_is_not_the_manifests_is_found_while_loading(tmp_path):
     saved = checkpoint.open_checkpoint(folder)
     (folder / "rank-00000.safetensors").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected \d+ bytes, found 4 bytes"):
-        saved.load(whole_parts(1))
+        saved.load(whole_shards(1))
     saved.sound.add("rank-00000.safetensors")  # what it was when it was verified
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected a readable safetensors file"):
-        saved.load(whole_parts(1))
+        saved.load(whole_shards(1))
     other = tmp_path / "other"
-    checkpoint.save(other, 1, {"one": [part(torch.zeros(3), ((0, 3),))]}, {}, keep=0, group=None, warn=silent)
+    checkpoint.save(other, 1, {"one": [shard(torch.zeros(3), ((0, 3),))]}, {}, keep=0, group=None, warn=silent)
     (other / "step-1" / "rank-00000.safetensors").rename(folder / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match=r"expected one as \('F32', \[1\]\), found \('F32', \[3\]\)"):
-        saved.load({"one": [part(torch.zeros(1), ((0, 1),))]})
+        saved.load({"one": [shard(torch.zeros(1), ((0, 1),))]})
 
 
-def cut_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
+def cut_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
     """Every tensor in two column shards if it can be, and of each flat part a random range for each rank."""
     choose = random.Random(seed)
-    parts: dict[str, list[Part]] = {}
+    shards: dict[str, list[Shard]] = {}
     for name, whole in wholes(seed).items():
         middle = whole.shape[-1] // 2 if whole.ndim else 0
         columns = [(0, middle), (middle, whole.shape[-1])] if middle else [None]
@@ -354,18 +354,18 @@ def cut_parts(seed: int, rank: int, world: int) -> dict[str, list[Part]]:
             owned = range(cuts[rank], cuts[rank + 1])
             flat = whole[tuple(slice(*each) for each in place)].flatten()[owned.start : owned.stop]
             for piece in pieces_of(name, tuple(whole.shape), place, owned, {"model": flat}, True):
-                parts.setdefault(name, []).append(Part(piece.shape, piece.slices, piece.tensor, piece.writer))
-    return parts
+                shards.setdefault(name, []).append(Shard(piece.shape, piece.slices, piece.tensor, piece.writer))
+    return shards
 
 
 def save_cut(run: Path, seed: int) -> str:
     group = dist.group.WORLD
-    parts = cut_parts(seed, dist.get_rank(), dist.get_world_size())
-    return str(checkpoint.save(run, 1, parts, STATE, keep=0, group=group, warn=silent))
+    shards = cut_shards(seed, dist.get_rank(), dist.get_world_size())
+    return str(checkpoint.save(run, 1, shards, STATE, keep=0, group=group, warn=silent))
 
 
 def load_cut(folder: Path, seed: int) -> bool:
-    assert_loads(checkpoint.open_checkpoint(folder), cut_parts(seed, dist.get_rank(), dist.get_world_size()))
+    assert_loads(checkpoint.open_checkpoint(folder), cut_shards(seed, dist.get_rank(), dist.get_world_size()))
     return True
 
 
@@ -382,14 +382,14 @@ def test_several_parts_of_a_tensor_on_a_rank(tmp_path, world, seeds):
         assert pool(2).run(load_cut, folder, seed) == [True] * 2
         for ranks in (1, 3, 4, 7):
             for rank in range(ranks):
-                assert_loads(saved, cut_parts(seed, rank, ranks))
-                assert_loads(saved, grid_parts(seed, rank, ranks))
+                assert_loads(saved, cut_shards(seed, rank, ranks))
+                assert_loads(saved, grid_shards(seed, rank, ranks))
 
 
 def test_keys_are_the_tensors_name_and_then_numbered(tmp_path):
     whole = torch.arange(12.0).view(3, 4)
-    parts = {"w": [part(whole, ((1, 2), (0, 4)), False), *(part(whole, ((i, i + 1), (0, 4))) for i in range(3))]}
-    folder = checkpoint.save(tmp_path, 1, parts, {}, keep=0, group=None, warn=silent)
+    shards = {"w": [shard(whole, ((1, 2), (0, 4)), False), *(shard(whole, ((i, i + 1), (0, 4))) for i in range(3))]}
+    folder = checkpoint.save(tmp_path, 1, shards, {}, keep=0, group=None, warn=silent)
     loaded = load_file(folder / "rank-00000.safetensors")
     assert {key: tensor.tolist() for key, tensor in loaded.items()} == {
         "w": [[0, 1, 2, 3]],
@@ -397,12 +397,12 @@ def test_keys_are_the_tensors_name_and_then_numbered(tmp_path):
         "w#2": [[8, 9, 10, 11]],
     }
     with pytest.raises(ValueError, match="w#1 cannot be saved"):
-        checkpoint.save(tmp_path, 2, {"w#1": parts["w"]}, {}, keep=0, group=None, warn=silent)
-    with pytest.raises(ValueError, match="w has parts of different tensors on one rank"):
-        other = [parts["w"][0], part(whole.half(), ((0, 1), (0, 4)))]
+        checkpoint.save(tmp_path, 2, {"w#1": shards["w"]}, {}, keep=0, group=None, warn=silent)
+    with pytest.raises(ValueError, match="w has shards of different tensors on one rank"):
+        other = [shards["w"][0], shard(whole.half(), ((0, 1), (0, 4)))]
         checkpoint.save(tmp_path, 2, {"w": other}, {}, keep=0, group=None, warn=silent)
     with pytest.raises(ValueError, match="overlaps"):
-        checkpoint.save(tmp_path, 2, {"w": parts["w"] + parts["w"][1:]}, {}, keep=0, group=None, warn=silent)
+        checkpoint.save(tmp_path, 2, {"w": shards["w"] + shards["w"][1:]}, {}, keep=0, group=None, warn=silent)
 
 
 def as_format_1(folder: Path) -> None:
@@ -422,8 +422,8 @@ def test_format_1_still_loads(tmp_path):
     as_format_1(folder)
     saved = checkpoint.newest_good(tmp_path, warn=silent)
     for rank in range(3):
-        assert_loads(saved, grid_parts(3, rank, 3))
-        assert_loads(saved, cut_parts(3, rank, 3))
+        assert_loads(saved, grid_shards(3, rank, 3))
+        assert_loads(saved, cut_shards(3, rank, 3))
 
 
 def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -> list[Slices]:

@@ -10,15 +10,15 @@ import torch
 
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest
-from tpfuse.train.checkpoint import CheckpointError, Part
+from tpfuse.train.checkpoint import CheckpointError, Shard
 
 DATA = "rank-00000.safetensors"
 
 
 def save(run: Path, step: int) -> Path:
     tensors = {"a": torch.full((3, 5), float(step)), "b": torch.arange(7) + step}
-    parts = {n: [Part(tuple(t.shape), tuple((0, s) for s in t.shape), t, True)] for n, t in tensors.items()}
-    folder = checkpoint.save(run, step, parts, {"step": step}, keep=0, group=None, warn=pytest.fail)
+    shards = {n: [Shard(tuple(t.shape), tuple((0, s) for s in t.shape), t, True)] for n, t in tensors.items()}
+    folder = checkpoint.save(run, step, shards, {"step": step}, keep=0, group=None, warn=pytest.fail)
     assert folder is not None
     return folder
 
@@ -27,7 +27,7 @@ def loaded_step(saved: checkpoint.Checkpoint | None) -> int:
     """The step whose tensors and state those are, whole."""
     assert saved is not None
     a, b = torch.zeros(3, 5), torch.zeros(7, dtype=torch.int64)
-    saved.load({"a": [Part((3, 5), ((0, 3), (0, 5)), a, False)], "b": [Part((7,), ((0, 7),), b, False)]})
+    saved.load({"a": [Shard((3, 5), ((0, 3), (0, 5)), a, False)], "b": [Shard((7,), ((0, 7),), b, False)]})
     step = saved.state["step"]
     assert torch.equal(a, torch.full((3, 5), float(step))) and torch.equal(b, torch.arange(7) + step)
     return step

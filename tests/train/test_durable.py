@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tpfuse.train import checkpoint
-from tpfuse.train.checkpoint import Part
+from tpfuse.train.checkpoint import Shard
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 
 
@@ -93,7 +93,7 @@ def test_everything_is_synced_before_it_is_relied_upon(tmp_path, calls):
     """fsync of every file after its last write, and of the staging folder after its last file, before the rename;
     of the run's folder after the rename, before an older checkpoint goes."""
     run = tmp_path.resolve() / "run"
-    tensors = {name: [Part((9, 9), ((0, 9), (0, 9)), torch.ones(9, 9), True)] for name in "abc"}
+    tensors = {name: [Shard((9, 9), ((0, 9), (0, 9)), torch.ones(9, 9), True)] for name in "abc"}
     for step in (1, 2):
         calls.clear()
         assert checkpoint.save(run, step, tensors, {}, keep=1, group=None, warn=pytest.fail)

@@ -193,7 +193,7 @@ def trained_in(tp: int, stage: int, train: dict[str, str]) -> tuple[list[float],
     with ProductDtypes() as products:
         losses = [trainer.train_step(windows, lambda: False).loss for _ in range(STEPS)]
         losses.append(trainer.evaluate(windows, 1))
-    return losses, products.found, {part.tensor.dtype for parts in trainer.parts().values() for part in parts}
+    return losses, products.found, {shard.tensor.dtype for shards in trainer.shards().values() for shard in shards}
 
 
 @pytest.mark.parametrize(

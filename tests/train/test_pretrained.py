@@ -183,7 +183,7 @@ def _taken(folder: Path, tp: int, cp: int, stage: int, dtype: str, length: int) 
     trainer = Trainer(options, GPTConfig(61, length, 32, 2, 4), mesh, torch.device("cpu"))
     for parameter in trainer.model.parameters():
         local_tensor(parameter).fill_(float("nan"))
-    load_weights(folder, trainer.parts())
+    load_weights(folder, trainer.shards())
     trainer.optimizer.publish()
     loss = trainer.evaluate(_windows(length, 4 * dp), 1)
     return loss, {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
@@ -221,10 +221,10 @@ def test_masters_are_the_numbers_of_the_file_and_not_what_a_half_type_leaves_of_
     save_pretrained(_model(), tmp_path)
     options = TrainCommand(train=TrainOptions(batch=4, dtype="bfloat16"), parallel=ParallelOptions(dp=1))
     trainer = Trainer(options, CONFIG, None, torch.device("cpu"))
-    load_weights(tmp_path, trainer.parts())
-    (part,) = trainer.parts()["model.transformer.wte.weight"]
-    assert part.tensor.dtype == torch.float32
-    assert torch.equal(part.tensor, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"])
+    load_weights(tmp_path, trainer.shards())
+    (shard,) = trainer.shards()["model.transformer.wte.weight"]
+    assert shard.tensor.dtype == torch.float32
+    assert torch.equal(shard.tensor, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"])
 
 
 def test_export_and_back(worded: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,9 @@ def saved_run(folder: str, tp: int, dp: int, dtype: str, cp: int = 1) -> tuple[l
     """Six steps, a checkpoint, six more."""
     trainer, windows = fresh(tp, dp, dtype, cp)
     losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
-    saved = save(Path(folder), 6, trainer.parts(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail)
+    saved = save(
+        Path(folder), 6, trainer.shards(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail
+    )
     assert saved is not None
     losses += [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
     return losses, state_of(trainer)
@@ -67,7 +69,7 @@ def resumed_run(
         local_tensor(parameter).fill_(float("nan"))
     found = newest_good(Path(folder), warn=pytest.fail)
     assert found is not None
-    found.load(trainer.parts())
+    found.load(trainer.shards())
     trainer.restore(found.state)
     losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
     return losses, state_of(trainer), trainer.optimizer.updates

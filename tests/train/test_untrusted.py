@@ -15,7 +15,7 @@ from tpfuse import cli
 from tpfuse.train.checkpoint import open_checkpoint
 from tpfuse.train.config import read_toml
 from tpfuse.train.errors import UserError
-from tpfuse.train.manifest import CheckpointError, Part, encode
+from tpfuse.train.manifest import CheckpointError, Shard, encode
 from tpfuse.train.metrics import read_metrics
 from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import open_token_files
@@ -189,11 +189,11 @@ def test_a_file_that_changed_after_it_was_verified_is_not_loaded(run: Path) -> N
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="SHA-256"):
-        open_checkpoint(run / "step-2").load(_parts(run))
+        open_checkpoint(run / "step-2").load(_shards(run))
 
 
-def _parts(run: Path) -> Any:
+def _shards(run: Path) -> Any:
     entry = json.loads((run / "step-2" / "manifest.json").read_text())["tensors"]
     name, described = next((name, e) for name, e in entry.items() if e["dtype"] == "F32")
     shape = tuple(described["shape"])
-    return {name: [Part(shape, tuple((0, n) for n in shape), torch.empty(shape), False)]}
+    return {name: [Shard(shape, tuple((0, n) for n in shape), torch.empty(shape), False)]}

@@ -76,12 +76,12 @@ def train(options: TrainCommand, steps: int, folder: Path | None = None, resume:
             local_tensor(parameter).fill_(float("nan"))
         found = newest_good(resume, warn=pytest.fail)
         assert found is not None
-        found.load(trainer.parts())
+        found.load(trainer.shards())
         trainer.restore(found.state)
     results = [trainer.train_step(windows, lambda: False) for _ in range(steps)]
     if folder is not None:
         group = trainer.world_group
-        assert save(folder, trainer.step, trainer.parts(), trainer.state(), keep=0, group=group, warn=pytest.fail)
+        assert save(folder, trainer.step, trainer.shards(), trainer.state(), keep=0, group=group, warn=pytest.fail)
     return [r.loss for r in results], [r.grad_norm for r in results], whole(trainer)
 
 
@@ -229,15 +229,15 @@ def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
         return [trainer.train_step(windows, lambda: False).grad_norm for _ in range(2)]
 
     def errors(trainer: Trainer) -> list[Tensor]:
-        kept = {name: parts for name, parts in trainer.parts().items() if name.startswith("powersgd.")}
-        return [part.tensor.clone() for name, (part,) in kept.items() if name.endswith("error")]
+        kept = {name: shards for name, shards in trainer.shards().items() if name.startswith("powersgd.")}
+        return [shard.tensor.clone() for name, (shard,) in kept.items() if name.endswith("error")]
 
     with pretended_nodes(2, 2) as group, mock.patch.object(trainer_module, "flat_group") as flat_group:
         flat_group.side_effect = lambda mesh, *names: None if names == ("tp",) else group
         straight, windows = fresh(stage, dtype)
         steps(straight, windows)
-        parts, state = straight.parts(), straight.state()
-        assert save(folder, 2, parts, state, keep=0, group=straight.world_group, warn=pytest.fail)
+        shards, state = straight.shards(), straight.state()
+        assert save(folder, 2, shards, state, keep=0, group=straight.world_group, warn=pytest.fail)
         norms, weights = steps(straight, windows), whole(straight)
         found = newest_good(folder, warn=pytest.fail)
         assert found is not None
@@ -277,7 +277,7 @@ def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
     for _ in range(2):
         trainer.train_step(windows, lambda: False)
         save(
-            folder, trainer.step, trainer.parts(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail
+            folder, trainer.step, trainer.shards(), trainer.state(), keep=0, group=trainer.world_group, warn=pytest.fail
         )
     if rank.rank == 1:
         ShardUpdate.block = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]

@@ -30,7 +30,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint
-from tpfuse.train.checkpoint import Part
+from tpfuse.train.checkpoint import Shard
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -404,9 +404,9 @@ def load_and_go_on(folder: str, layout: Layout) -> dict[str, Tensor]:
     return whole(engine)
 
 
-def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Part]]:
+def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Shard]]:
     return {
-        f"{piece.kind}.{piece.name}": [Part(piece.shape, piece.slices, piece.tensor, piece.writer)]
+        f"{piece.kind}.{piece.name}": [Shard(piece.shape, piece.slices, piece.tensor, piece.writer)]
         for piece in optimizer.pieces()
     }
 

@@ -30,25 +30,25 @@ from tpfuse.train.errors import CheckpointMismatch as CheckpointMismatch
 from tpfuse.train.manifest import (
     FORMAT,
     MANIFEST,
-    check_part,
+    check_shard,
     describe,
     encode,
     extent,
     file_name,
+    index_within,
     intersection,
-    place,
+    owned_shards,
     read_manifest,
     slices_of,
     tensor_table,
-    written,
 )
-from tpfuse.train.manifest import Part as Part
-from tpfuse.train.manifest import Parts as Parts
+from tpfuse.train.manifest import Shard as Shard
+from tpfuse.train.manifest import Shards as Shards
 from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 from tpfuse.train.untrusted import Unreadable, check_regular
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_Wanted = tuple[str, Slices, Slices, Part]  # key in the file, the slice that is there, what of it the part needs
+_Wanted = tuple[str, Slices, Slices, Shard]  # key in the file, the slice that is there, what of it the shard needs
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -95,21 +95,21 @@ class Checkpoint:
         tensors = self.manifest["tensors"].items()
         return {name.removeprefix(prefix): tuple(x["shape"]) for name, x in tensors if name.startswith(prefix)}
 
-    def load(self, parts: Parts) -> None:
-        """Fills every part; what else the checkpoint holds is left alone.
+    def load(self, shards: Shards) -> None:
+        """Fills every shard; what else the checkpoint holds is left alone.
 
         Raises CheckpointMismatch, before anything is written, for a tensor that the checkpoint does not have or
         has in another shape or dtype; CheckpointError for a file that cannot be read or, though others may have
         verified it before, is not what the manifest says.
         """
         wanted: dict[str, list[_Wanted]] = {}
-        for name, part in ((name, part) for name, held in parts.items() for part in held):
-            check_part(name, part)
-            for piece in self._fitting_entry(name, part)["slices"]:
+        for name, shard in ((name, shard) for name, held in shards.items() for shard in held):
+            check_shard(name, shard)
+            for piece in self._fitting_entry(name, shard)["slices"]:
                 saved = slices_of(piece["ranges"])
-                both = intersection(saved, part.slices)
+                both = intersection(saved, shard.slices)
                 if both is not None:
-                    wanted.setdefault(piece["file"], []).append((piece["key"], saved, both, part))
+                    wanted.setdefault(piece["file"], []).append((piece["key"], saved, both, shard))
         for name, pieces in wanted.items():
             file = self.folder / name
             self._verify(name)
@@ -118,13 +118,13 @@ class Checkpoint:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, "a readable safetensors file", str(error)) from error
 
-    def _fitting_entry(self, name: str, part: Part) -> dict[str, Any]:
+    def _fitting_entry(self, name: str, shard: Shard) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(name)
-        if entry is None and 0 in part.shape:  # of what has no elements, ranks need not hold any part
+        if entry is None and 0 in shard.shape:  # of what has no elements, ranks need not hold any shard
             return {"slices": []}
         if entry is None:
             raise CheckpointMismatch(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
-        there, here = (tuple(entry["shape"]), entry["dtype"]), (part.shape, DTYPES.get(part.tensor.dtype))
+        there, here = (tuple(entry["shape"]), entry["dtype"]), (shard.shape, DTYPES.get(shard.tensor.dtype))
         if there != here:
             raise CheckpointMismatch(
                 f"{self.folder} has {name} as {there[1]} {there[0]}, to be loaded into {here[1]} {here[0]}: "
@@ -136,15 +136,15 @@ class Checkpoint:
     @staticmethod
     def _read(file: Path, pieces: list[_Wanted]) -> None:
         with safe_open(str(file), framework="pt") as reader:
-            for key, saved, both, part in pieces:
+            for key, saved, both, shard in pieces:
                 source = reader.get_slice(key)
                 found, expected = (
                     (source.get_dtype(), source.get_shape()),
-                    (DTYPES[part.tensor.dtype], [*extent(saved)]),
+                    (DTYPES[shard.tensor.dtype], [*extent(saved)]),
                 )
                 if found != expected:
                     raise CheckpointError(file, f"{key} as {expected}", str(found))
-                part.tensor.detach()[place(both, part.slices)].copy_(source[place(both, saved)])
+                shard.tensor.detach()[index_within(both, shard.slices)].copy_(source[index_within(both, saved)])
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -195,7 +195,7 @@ class _Saving:
 
     run: Path
     step: int
-    parts: Parts
+    shards: Shards
     rank: int
     warnings: list[str]
 
@@ -227,7 +227,7 @@ class _Saving:
 
     def write(self) -> tuple[str, int, str] | None:
         """This rank's file: name, size, SHA-256."""
-        tensors = {key: part.tensor for name, held in self.parts.items() for key, part in written(name, held)}
+        tensors = {key: shard.tensor for name, held in self.shards.items() for key, shard in owned_shards(name, held)}
         if not tensors:
             return None
         with DurableFile(self.staging / file_name(self.rank)) as file:
@@ -273,7 +273,7 @@ class _Saving:
 def save(
     run: Path,
     step: int,
-    parts: Parts,
+    shards: Shards,
     state: dict[str, Any],
     *,
     keep: int,
@@ -282,19 +282,19 @@ def save(
 ) -> Path | None:
     """Collective over `group` (None: one rank): the new checkpoint's folder, or None on all ranks if it failed.
 
-    parts: by name, all that this rank holds. state: JSON-able, rank 0's is stored. keep: how many of the newest good
+    shards: by name, all that this rank holds. state: JSON-able, rank 0's is stored. keep: how many of the newest good
     checkpoints stay (0: all); the older ones among them are read whole before any is deleted. warn: called on
     rank 0, with one line. A good checkpoint of this step that is there already is returned as it is; a damaged
     one is replaced.
 
     The disk failing any rank (OSError) is a warning and None; everything of this save is removed as far as the
-    disk allows. Raises ValueError for parts that do not make up their tensors, TypeError for a state that JSON
+    disk allows. Raises ValueError for shards that do not make up their tensors, TypeError for a state that JSON
     does not know, RuntimeError for a rank that died or raised something else.
     """
     rank = 0 if group is None else group.rank()
-    saving = _Saving(Path(run), step, parts, rank, [])
+    saving = _Saving(Path(run), step, shards, rank, [])
     try:
-        begun = agree(group, lambda: (describe(parts), rank == 0 and saving.begin()))
+        begun = agree(group, lambda: (describe(shards), rank == 0 and saving.begin()))
         if not begun[0][1]:
             tensors = tensor_table([description for description, _ in begun])
             written = agree(group, saving.write)

@@ -2,7 +2,7 @@
 
 A folder with config.json is a Hugging Face GPT-2, a folder with config.toml is a run. The source determines the model's
 shape and the tokenizer unless flags or files of the user do (`inherited_options`). Before ranks start its weights are
-compared with the options (`find_source`), and then each rank reads its own parts of them (`load_weights`). The run
+compared with the options (`find_source`), and then each rank reads its own shards of them (`load_weights`). The run
 takes nothing but weights: it begins at step 0, with a fresh optimizer.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.models.huggingface import open_pretrained, read_config
-from tpfuse.train.checkpoint import Parts, open_checkpoint
+from tpfuse.train.checkpoint import Shards, open_checkpoint
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import ModelOptions, TrainCommand
 from tpfuse.train.saved_state import open_run, saved_state
@@ -122,19 +122,19 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
         )
 
 
-def load_weights(folder: Path, parts: Parts) -> None:
-    """Fills the parts "model.NAME" of this rank from a source's folder, and no others.
+def load_weights(folder: Path, shards: Shards) -> None:
+    """Fills the shards "model.NAME" of this rank from a source's folder, and no others.
 
     A shorter position table takes the first rows of the source's. Raises UserError or CheckpointError where the folder
     has changed since it was found.
     """
-    held = {name: parts[name] for name in parts if name.startswith("model.")}
+    held = {name: shards[name] for name in shards if name.startswith("model.")}
     if _is_huggingface(folder):
         try:
             with open_pretrained(folder) as pretrained:
                 for name, each in held.items():
-                    for part in (part for part in each if part.tensor.numel()):
-                        part.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), part.slices))
+                    for shard in (shard for shard in each if shard.tensor.numel()):
+                        shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
         except ValueError as error:
             raise UserError(f"--init-from {error}") from None
         return
@@ -142,4 +142,4 @@ def load_weights(folder: Path, parts: Parts) -> None:
     config = saved_state(saved)[1]
     positions = f"model.{_POSITIONS}"
     whole = (config.n_positions, config.n_embd)
-    saved.load(held | {positions: [replace(part, shape=whole) for part in held.get(positions, [])]})
+    saved.load(held | {positions: [replace(shard, shape=whole) for shard in held.get(positions, [])]})

@@ -140,8 +140,8 @@ class TrainingLoop:
         if run.checkpoint is not None:
             self._resume(run.checkpoint)
         elif run.weights is not None:
-            weights, parts = run.weights, self.trainer.parts()
-            self._on_all_ranks(lambda: load_weights(weights, parts))
+            weights, shards = run.weights, self.trainer.shards()
+            self._on_all_ranks(lambda: load_weights(weights, shards))
             self.trainer.optimizer.publish()
         self.peak, self.peak_source = peak_flops(device, self.trainer.compute_dtype)
         self.val_loss: float | None = None
@@ -379,7 +379,7 @@ class TrainingLoop:
         saved = checkpoint.save(
             self.run.folder,
             trainer.step,
-            trainer.parts(),
+            trainer.shards(),
             state,
             keep=self.options.train.keep,
             group=trainer.world_group,

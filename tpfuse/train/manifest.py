@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: parts of tensors in memory, slices of them in files, and the manifest of both.
+"""What a checkpoint consists of: shards of tensors in memory, slices of them in files, and the manifest of both.
 
     {"sha256": of everything behind this line,
      "format": 2, "step": N,
@@ -9,7 +9,7 @@
      "state":   the caller's}
 
 The slices of a tensor are a partition of its shape: none overlap, none lack. Those without elements are left out.
-A rank may hold several parts of one tensor; in its file they are NAME, NAME#1, NAME#2, …
+A rank may hold several shards of one tensor; in its file they are NAME, NAME#1, NAME#2, …
 
 Format 1, which is still read, had no keys: a file held at most one slice of a tensor, under the tensor's name.
 """
@@ -46,21 +46,21 @@ Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
 
 
 @dataclass
-class Part:
-    """A part of a global tensor that this rank holds.
+class Shard:
+    """A shard of a global tensor that this rank holds.
 
-    shape: of the global tensor. slices: [start, stop) of the part in every dimension. tensor: the part itself,
-    on any device; loading writes into it in place. writer: whether this rank saves it; of the ranks with the
+    shape: of the global tensor. slices: [start, stop) of the shard in every dimension. tensor: the shard itself,
+    on any device; loading writes into it in place. is_owner: whether this rank saves it; of the ranks with the
     same slices exactly one does.
     """
 
     shape: tuple[int, ...]
     slices: Slices
     tensor: Tensor
-    writer: bool
+    is_owner: bool
 
 
-Parts = Mapping[str, Sequence[Part]]  # by the name of the global tensor, all that a rank holds of it
+Shards = Mapping[str, Sequence[Shard]]  # by the name of the global tensor, all that a rank holds of it
 
 
 def extent(slices: Slices) -> tuple[int, ...]:
@@ -74,7 +74,7 @@ def intersection(a: Slices, b: Slices) -> Slices | None:
     return both if all(start < stop for start, stop in both) else None
 
 
-def place(slices: Slices, inside: Slices) -> tuple[slice, ...]:
+def index_within(slices: Slices, inside: Slices) -> tuple[slice, ...]:
     """The index of a rectangle in a tensor that holds the rectangle `inside`."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slices, inside, strict=True))
 
@@ -125,11 +125,12 @@ def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
     return groups
 
 
-def check_part(name: str, part: Part) -> None:
+def check_shard(name: str, shard: Shard) -> None:
     """Raises ValueError where tensor, slices and shape contradict each other."""
-    if tuple(part.tensor.shape) != extent(part.slices) or len(part.shape) != len(part.slices):
+    if tuple(shard.tensor.shape) != extent(shard.slices) or len(shard.shape) != len(shard.slices):
         raise ValueError(
-            f"part of {name}: a tensor {tuple(part.tensor.shape)} cannot be the slices {part.slices} of {part.shape}"
+            f"shard of {name}: a tensor of shape {tuple(shard.tensor.shape)} cannot be the slices {shard.slices} of"
+            f" {shard.shape}"
         )
 
 
@@ -143,28 +144,28 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def written(name: str, parts: Sequence[Part]) -> Iterator[tuple[str, Part]]:
-    """What this rank writes of a tensor, each part with its key in the rank's file."""
-    writes = (part for part in parts if part.writer and part.tensor.numel())
-    for index, part in enumerate(writes):
-        yield f"{name}#{index}" if index else name, part
+def owned_shards(name: str, shards: Sequence[Shard]) -> Iterator[tuple[str, Shard]]:
+    """What this rank writes of a tensor, each shard with its key in the rank's file."""
+    writes = (shard for shard in shards if shard.is_owner and shard.tensor.numel())
+    for index, shard in enumerate(writes):
+        yield f"{name}#{index}" if index else name, shard
 
 
-def describe(parts: Parts) -> Description:
+def describe(shards: Shards) -> Description:
     """What this rank holds and writes. Raises ValueError for what cannot be saved."""
     description: Description = {}
-    for name, held in parts.items():
+    for name, held in shards.items():
         if "#" in name:
-            raise ValueError(f"{name} cannot be saved: # stands between a tensor's name and the number of its part")
-        for part in held:
-            check_part(name, part)
-            if part.tensor.dtype not in DTYPES:
-                raise ValueError(f"{name} is {part.tensor.dtype}: a checkpoint holds {', '.join(map(str, DTYPES))}")
-        kinds = {(tuple(part.shape), DTYPES[part.tensor.dtype]) for part in held}
+            raise ValueError(f"{name} cannot be saved: # stands between a tensor's name and the number of its shard")
+        for shard in held:
+            check_shard(name, shard)
+            if shard.tensor.dtype not in DTYPES:
+                raise ValueError(f"{name} is {shard.tensor.dtype}: a checkpoint holds {', '.join(map(str, DTYPES))}")
+        kinds = {(tuple(shard.shape), DTYPES[shard.tensor.dtype]) for shard in held}
         if len(kinds) > 1:
-            raise ValueError(f"{name} has parts of different tensors on one rank: {sorted(kinds)}")
+            raise ValueError(f"{name} has shards of different tensors on one rank: {sorted(kinds)}")
         for shape, dtype in kinds:
-            description[name] = shape, dtype, {key: part.slices for key, part in written(name, held)}
+            description[name] = shape, dtype, {key: shard.slices for key, shard in owned_shards(name, held)}
     return description
 
 
@@ -181,7 +182,7 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
     for name, entry in table.items():
         problem = flaw(tuple(entry["shape"]), [piece["ranges"] for piece in entry["slices"]])
         if problem is not None:
-            raise ValueError(f"{name} cannot be saved: {problem} (exactly one rank writes each part)")
+            raise ValueError(f"{name} cannot be saved: {problem} (exactly one rank writes each shard)")
     return table
 
 

@@ -7,7 +7,7 @@ import torch
 from tpfuse.comm.layout import local_slices
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT
-from tpfuse.train.checkpoint import Part
+from tpfuse.train.checkpoint import Shard
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import SampleCommand
 from tpfuse.train.saved_state import open_run
@@ -27,7 +27,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
     model = GPT(config, device=device, dtype=dtype)
     saved.load(
         {
-            f"model.{name}": [Part(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
+            f"model.{name}": [Shard(tuple(parameter.shape), local_slices(parameter), parameter.detach(), False)]
             for name, parameter in model.named_parameters()
         }
     )

@@ -23,7 +23,7 @@ from tpfuse.comm.rank_order import summed_dtype
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.train.batches import Windows
-from tpfuse.train.checkpoint import Checkpoint, Part
+from tpfuse.train.checkpoint import Checkpoint, Shard
 from tpfuse.train.compiled import compiled, compiler_errors
 from tpfuse.train.diagnose import find_nonfinite
 from tpfuse.train.errors import RunError
@@ -272,19 +272,19 @@ class Trainer:
         tokens = batches * self.options.train.batch * self.config.n_positions
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
-    def parts(self) -> dict[str, list[Part]]:
+    def shards(self) -> dict[str, list[Shard]]:
         """What this rank holds for checkpoints: masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME,
         and under `powersgd.` RANK what PowerSGD has kept back."""
-        parts: dict[str, list[Part]] = {}
+        shards: dict[str, list[Shard]] = {}
         for piece in self.optimizer.pieces():
-            part = Part(piece.shape, piece.slices, piece.tensor, piece.writer)
-            parts.setdefault(f"{piece.kind}.{piece.name}", []).append(part)
+            shard = Shard(piece.shape, piece.slices, piece.tensor, piece.writer)
+            shards.setdefault(f"{piece.kind}.{piece.name}", []).append(shard)
         kept = {} if self.compression is None else self.compression.state_dict()
         for matrix, tensors in kept.items():
             for kind, tensor in tensors.items():
                 slices = tuple((0, size) for size in tensor.shape)
-                parts[f"{self._powersgd}{matrix}.{kind}"] = [Part(tuple(tensor.shape), slices, tensor, True)]
-        return parts
+                shards[f"{self._powersgd}{matrix}.{kind}"] = [Shard(tuple(tensor.shape), slices, tensor, True)]
+        return shards
 
     @property
     def _powersgd(self) -> str:
@@ -302,7 +302,7 @@ class Trainer:
         return {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp, "powersgd": powersgd}
 
     def load(self, saved: Checkpoint) -> bool:
-        """Fills this rank's parts from a checkpoint; `restore` must follow on all ranks. Raises as `Checkpoint.load`.
+        """Fills this rank's shards from a checkpoint; `restore` must follow on all ranks. Raises as `Checkpoint.load`.
 
         Returns False where PowerSGD starts without what it had kept back, as the checkpoint has none for this layout.
         """
@@ -314,8 +314,8 @@ class Trainer:
                 kept.setdefault(matrix, {})[kind] = torch.empty(
                     shape, dtype=summed_dtype(self.dtype), device=self.device
                 )
-            self.compression.load_state_dict(kept)  # which makes them parts
-        saved.load(self.parts())
+            self.compression.load_state_dict(kept)  # which makes them shards
+        saved.load(self.shards())
         return whole
 
     def state(self) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """After the parts have been loaded: everything that hangs on them."""
+        """After the shards have been loaded: everything that hangs on them."""
         self.optimizer.publish()
         self.step = int(state["step"])
         self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0
