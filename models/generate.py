@@ -60,7 +60,7 @@ def generate(
     text_BN = ids_BT.new_full((batch, longest + tokens), 0 if eos is None else eos)  # without padding, from the left
     for row, length in enumerate(lengths_B.tolist()):
         text_BN[row, :length] = ids_BT[row, longest - length :]
-    made_B = torch.zeros_like(lengths_B)  # tokens that each sequence has produced
+    produced_B = torch.zeros_like(lengths_B)  # tokens that each sequence has produced
     ended_B = torch.full_like(lengths_B, tokens == 0, dtype=torch.bool)
     generators = [torch.Generator("cpu").manual_seed(seed + row) for row in range(batch)]
     cache = None
@@ -78,9 +78,9 @@ def generate(
         drawing = [generators[row] for row in rows.tolist()]
         drawn = _choose(logits_BV[rows], temperature, top_k, top_p, drawing).to(ids_BT.device)
         text_BN[rows, end] = drawn
-        made_B[rows] += 1
-        ended_B[rows] = (made_B[rows] == tokens) | (drawn == (-1 if eos is None else eos))
-    columns_BN = lengths_B.unsqueeze(1) + torch.arange(int(made_B.max()), device=ids_BT.device)
+        produced_B[rows] += 1
+        ended_B[rows] = (produced_B[rows] == tokens) | (drawn == (-1 if eos is None else eos))
+    columns_BN = lengths_B.unsqueeze(1) + torch.arange(int(produced_B.max()), device=ids_BT.device)
     return torch.cat([ids_BT, text_BN.gather(1, columns_BN)], dim=1)
 
 
@@ -105,8 +105,8 @@ def _choose(
     if top_p is not None and top_p < 1.0:
         falling_BV, tokens_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
         likelier_BV = falling_BV.cumsum(dim=-1) - falling_BV  # together, of the tokens before each
-        kept_BV = falling_BV.masked_fill(likelier_BV >= top_p, 0.0)
-        probabilities_BV = torch.zeros_like(probabilities_BV).scatter(1, tokens_BV, kept_BV)
+        nucleus_BV = falling_BV.masked_fill(likelier_BV >= top_p, 0.0)
+        probabilities_BV = torch.zeros_like(probabilities_BV).scatter(1, tokens_BV, nucleus_BV)
     drawn = [torch.multinomial(row, 1, generator=each) for row, each in zip(probabilities_BV, generators, strict=True)]
     return torch.cat(drawn)
 

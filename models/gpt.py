@@ -136,36 +136,36 @@ class GPT(nn.Module):
         length = ids_BT.shape[1]
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
-        spread = (self.context if cache is None else ONE_RANK).spread(ids_BT)
-        share = -(-spread.tokens // self.tp)
-        padding = share * self.tp - spread.tokens
-        ids_M = F.pad(spread.shard(ids_BT).reshape(-1), (0, padding))
+        sharded = (self.context if cache is None else ONE_RANK).spread(ids_BT)
+        share = -(-sharded.tokens // self.tp)
+        padding = share * self.tp - sharded.tokens
+        ids_M = F.pad(sharded.shard(ids_BT).reshape(-1), (0, padding))
         rows_m = torch.arange(self.rank * share, (self.rank + 1) * share, device=ids_BT.device)
-        positions_m = spread.positions[rows_m % spread.local_length]
-        state = self._dropout_state(dropout_at, sequences_B, spread, rows_m, positions_m)
+        positions_m = sharded.positions[rows_m % sharded.local_length]
+        state = self._dropout_state(dropout_at, sequences_B, sharded, rows_m, positions_m)
         x_mC = self.transformer.wte(ids_M) + self.transformer.wpe(positions_m + past)
         x_mC = self.transformer.drop(x_mC, state)
         for block in self.transformer.h:
             through = partial(recomputed_whole, block) if self.recompute == "full" and cache is None else block
-            x_mC = through(x_mC, spread, state, cache)
+            x_mC = through(x_mC, sharded, state, cache)
         if cache is not None:
             cache.length += length
         x_mC = self.transformer.ln_f(x_mC)
         wte = self.transformer.wte
         if targets_BT is None:
             logits_MV = wte.project(x_mC, gather_output=True)
-            return spread.gather(logits_MV[: spread.tokens].view(spread.batch, spread.local_length, -1))
-        targets_M = F.pad(spread.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
+            return sharded.gather(logits_MV[: sharded.tokens].view(sharded.batch, sharded.local_length, -1))
+        targets_M = F.pad(sharded.shard(targets_BT, IGNORE).reshape(-1), (0, padding), value=IGNORE)
         if loss_weight is not None:
             return wte.loss(x_mC, targets_M, loss_weight)
         losses_M = cross_entropy(wte.project(x_mC), targets_M, self.config.vocab_size, wte.group)
-        return spread.gather(losses_M[: spread.tokens].view(spread.batch, spread.local_length))
+        return sharded.gather(losses_M[: sharded.tokens].view(sharded.batch, sharded.local_length))
 
     def _dropout_state(
         self,
         dropout_at: tuple[int, int] | None,
         sequences_B: Tensor | None,
-        spread: ShardedBatch,
+        sharded: ShardedBatch,
         rows_m: Tensor,
         positions_m: Tensor,
     ) -> DropoutState | None:
@@ -173,10 +173,10 @@ class GPT(nn.Module):
         if dropout_at is None or self.config.dropout == 0.0:
             return None
         if sequences_B is None:
-            sequences_B = torch.arange(spread.batch, device=rows_m.device)
-        sequence_m = sequences_B[(rows_m // spread.local_length).clamp(max=spread.batch - 1)]
+            sequences_B = torch.arange(sharded.batch, device=rows_m.device)
+        sequence_m = sequences_B[(rows_m // sharded.local_length).clamp(max=sharded.batch - 1)]
         heads = self.config.n_head // self.tp
         heads_H = torch.arange(self.rank * heads, (self.rank + 1) * heads, device=rows_m.device)
         head_rows_BH = sequences_B.unsqueeze(1) * self.config.n_head + heads_H
         keys = dropout_keys(rows_m, *dropout_at, 4 * self.config.n_layer)
-        return DropoutState(keys, sequence_m * spread.length + positions_m, head_rows_BH)
+        return DropoutState(keys, sequence_m * sharded.length + positions_m, head_rows_BH)

@@ -64,14 +64,14 @@ class Attention(nn.Module):
         self,
         x_mC: Tensor,
         residual_mC: Tensor,
-        spread: ShardedBatch,
+        sharded: ShardedBatch,
         state: DropoutState | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
         """residual + attention(x)."""
         qkv_MN = self.c_attn(x_mC)
         q_BHnD, k_BHnD, v_BHnD = rearrange(
-            qkv_MN[: spread.tokens], "(b n) (part h d) -> part b h n d", b=spread.batch, part=3, d=self.head_size
+            qkv_MN[: sharded.tokens], "(b n) (part h d) -> part b h n d", b=sharded.batch, part=3, d=self.head_size
         )
         if cache is not None:
             k_BHnD, v_BHnD = cache.append(self.layer, k_BHnD, v_BHnD)
@@ -79,10 +79,10 @@ class Attention(nn.Module):
         if state is not None and self.dropout:
             key = state.keys[4 * self.layer + 1]
             dropout = {"dropout_p": self.dropout, "head_rows": state.head_rows, "key": key}
-        padding = len(qkv_MN) - spread.tokens
+        padding = len(qkv_MN) - sharded.tokens
 
         def attend(q_BHnD: Tensor, k_BHnD: Tensor, v_BHnD: Tensor) -> Tensor:
-            y_BHnD = spread.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
+            y_BHnD = sharded.attention(q_BHnD, k_BHnD, v_BHnD, **dropout)
             y_MC = rearrange(y_BHnD, "b h n d -> (b n) (h d)")
             return F.pad(y_MC, (0, 0, 0, padding)) if padding else y_MC
 
@@ -150,8 +150,8 @@ class Block(nn.Module):
         self.mlp = MLP(config, layer, mesh, recompute)
 
     def forward(
-        self, x_mC: Tensor, spread: ShardedBatch, state: DropoutState | None, cache: KeyValueCache | None
+        self, x_mC: Tensor, sharded: ShardedBatch, state: DropoutState | None, cache: KeyValueCache | None
     ) -> Tensor:
-        x_mC = self.attn(self.ln_1(x_mC), x_mC, spread, state, cache)
+        x_mC = self.attn(self.ln_1(x_mC), x_mC, sharded, state, cache)
         z_mC: Tensor = self.mlp(self.ln_2(x_mC), x_mC, state)
         return z_mC

@@ -57,9 +57,9 @@ def open_pretrained(folder_or_file: str | Path) -> Iterator[Pretrained]:
     path = Path(folder_or_file)
     config = read_config(path)
     with contextlib.ExitStack() as stack:
-        found = _find_tensors(path, stack)
-        _check_tensors(config, found, path)
-        yield Pretrained(config, found)
+        tensors = _find_tensors(path, stack)
+        _check_tensors(config, tensors, path)
+        yield Pretrained(config, tensors)
 
 
 def load_pretrained(
@@ -226,32 +226,32 @@ def _pickled(file: Path) -> str:
 
 def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
     """Each tensor of the file(s) by its name without the prefix, as a slice that reads from the file."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for file in _files(path):
         try:
             opened = stack.enter_context(safe_open(file, framework="pt"))
-            tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file}: cannot be read as a safetensors file: {error}") from error
-        for stored, tensor in tensors.items():
-            name = stored.removeprefix(_PREFIX)
-            if name in found:
+        for stored_name, tensor in stored.items():
+            name = stored_name.removeprefix(_PREFIX)
+            if name in tensors:
                 raise ValueError(f"{file}: {name} is there twice")
             if not _BUFFERS.fullmatch(name):
-                found[name] = tensor
-    return found
+                tensors[name] = tensor
+    return tensors
 
 
-def _check_tensors(config: GPTConfig, found: dict[str, Any], path: Path) -> None:
+def _check_tensors(config: GPTConfig, tensors: dict[str, Any], path: Path) -> None:
     expected = _shapes(config)
-    if missing := [name for name in expected if name not in found]:
+    if missing := [name for name in expected if name not in tensors]:
         raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
-    if extra := [name for name in found if name not in expected and name != _HEAD]:
+    if extra := [name for name in tensors if name not in expected and name != _HEAD]:
         raise ValueError(f"{path}: {len(extra)} tensors are not GPT-2's: {', '.join(extra[:5])}")
     for name, shape in expected.items():
-        if found[name].get_shape() != shape:
-            raise ValueError(f"{path}: {name} has shape {found[name].get_shape()}, expected {shape}")
-    if _HEAD in found and not _equal(found[_HEAD], found["wte.weight"]):
+        if tensors[name].get_shape() != shape:
+            raise ValueError(f"{path}: {name} has shape {tensors[name].get_shape()}, expected {shape}")
+    if _HEAD in tensors and not _equal(tensors[_HEAD], tensors["wte.weight"]):
         raise ValueError(f"{path}: {_HEAD} is not wte.weight: the output embedding must be tied to the input's")
 
 

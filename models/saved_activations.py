@@ -61,7 +61,7 @@ class MicroBatch:
         return -(-self.sequences * self.tokens // self.tp) * self.tp
 
     @property
-    def own_rows(self) -> int:
+    def local_rows(self) -> int:
         """m: those of this rank between the blocks."""
         return self.all_rows // self.tp
 
@@ -78,7 +78,7 @@ class MicroBatch:
     @property
     def dropped(self) -> int:
         """Numbers of a mask between the blocks: torch's kernels keep it, ours make it anew."""
-        return self.own_rows * self.config.n_embd if self.config.dropout and not self.triton else 0
+        return self.local_rows * self.config.n_embd if self.config.dropout and not self.triton else 0
 
     @property
     def weights(self) -> int:
@@ -96,14 +96,14 @@ def saved_bytes(batch: MicroBatch, recompute: Recompute = "none") -> int:
     row = config.n_embd * size
     vocabulary = -(-config.vocab_size // batch.tp)
     masked = batch.tp > 1  # whose ids are this rank's
-    ids = batch.all_rows * (_INT64 + masked) + batch.own_rows * _INT64
-    norm = batch.own_rows * (config.n_embd * batch.dtype.itemsize + batch.norm)
+    ids = batch.all_rows * (_INT64 + masked) + batch.local_rows * _INT64
+    norm = batch.local_rows * (config.n_embd * batch.dtype.itemsize + batch.norm)
     padded = batch.triton and (size >= 4 or batch.all_rows <= _LOSS_CHUNK)
     rows = -(-vocabulary // _LOSS_ROWS) * _LOSS_ROWS if padded else vocabulary
     loss = batch.all_rows * (batch.wide + row) + rows * row
     drop = batch.dropped * batch.dtype.itemsize
     if config.dropout and batch.triton:  # row numbers, and keys, of all sites
-        drop = batch.own_rows * _INT64 + 4 * config.n_layer * _INT64
+        drop = batch.local_rows * _INT64 + 4 * config.n_layer * _INT64
         if recompute == "none":
             drop += batch.sequences * (config.n_head // batch.tp) * _INT64  # the numbers of heads
     return ids + drop + config.n_layer * block_bytes(batch, recompute) + norm + loss
@@ -114,8 +114,8 @@ def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:
     size, tp = batch.size, batch.tp
     row, stream = batch.config.n_embd * size, batch.config.n_embd * batch.dtype.itemsize
     if recompute == "full":
-        return batch.own_rows * stream
-    between = batch.own_rows * (2 * stream + 2 * row + 2 * batch.norm) + 2 * batch.dropped * size + batch.weights
+        return batch.local_rows * stream
+    between = batch.local_rows * (2 * stream + 2 * row + 2 * batch.norm) + 2 * batch.dropped * size + batch.weights
     if recompute == "selective":
         return between + batch.all_rows * (3 + 4) * row // tp
     return between + batch.all_rows * 8 * row // tp + _attention_bytes(batch)
@@ -124,16 +124,16 @@ def block_bytes(batch: MicroBatch, recompute: Recompute) -> int:
 def _attention_bytes(batch: MicroBatch) -> int:
     """q, k, v, the output that the projection keeps, and what attention itself does."""
     config, size, tp = batch.config, batch.size, batch.tp
-    own = batch.sequences * batch.tokens  # without padding to a multiple of tp
+    tokens = batch.sequences * batch.tokens  # without padding to a multiple of tp
     row, heads = config.n_embd * size // tp, config.n_head // tp
-    kept = batch.all_rows * (3 + 1) * row
+    saved = batch.all_rows * (3 + 1) * row
     if batch.exchanged:  # q, k, v are kept as exchanged, and the output before it is exchanged back
-        kept = (own * (3 + 1) + batch.all_rows) * row
-    elif own < batch.all_rows:
-        kept += own * row  # the output before it is padded
-    alone = batch.tokens == config.n_positions  # context ranks make probabilities anew
-    if config.dropout and not batch.triton and alone:
+        saved = (tokens * (3 + 1) + batch.all_rows) * row
+    elif tokens < batch.all_rows:
+        saved += tokens * row  # the output before it is padded
+    whole_sequences = batch.tokens == config.n_positions  # context ranks compute probabilities again
+    if config.dropout and not batch.triton and whole_sequences:
         scores = batch.sequences * heads * batch.tokens**2
         copies = 3 if size >= 4 else 2 + 4 // size
-        return kept + scores * copies * size + batch.tokens * (batch.tokens + 1)
-    return kept + own * heads * batch.wide
+        return saved + scores * copies * size + batch.tokens * (batch.tokens + 1)
+    return saved + tokens * heads * batch.wide

@@ -19,7 +19,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train.batches import Windows
 from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
-from tpfuse.train.setup import exchanging
+from tpfuse.train.setup import ulysses_ranks
 from tpfuse.train.trainer import Trainer
 
 # 61 tokens: no tp divides the vocabulary; 36 sequences: dp 1, 2, 3 with 1, 2, 3 micro-batches; 7 positions: the
@@ -45,7 +45,7 @@ def trainer_for(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trai
     mesh = None
     if dist.get_world_size() > 1:
         parallel = options.parallel
-        ulysses = exchanging(parallel, config.n_head // parallel.tp)
+        ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
         mesh = build_mesh("cpu", dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
     count = np.arange(1000)
     tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)

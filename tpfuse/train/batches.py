@@ -38,8 +38,8 @@ class Windows:
 def unigram_loss(train: TokenSequence, val: TokenSequence, vocab_size: int) -> float:
     """Loss in nats per token on `val` of a model that knows only how often each token is in `train` (+1)."""
     counts = _counted(train, vocab_size).astype(np.float64) + 1.0
-    seen = _counted(val, vocab_size).astype(np.float64)
-    return float(-(seen * np.log(counts / counts.sum())).sum() / seen.sum())
+    val_counts = _counted(val, vocab_size).astype(np.float64)
+    return float(-(val_counts * np.log(counts / counts.sum())).sum() / val_counts.sum())
 
 
 def _counted(tokens: TokenSequence, vocab_size: int) -> npt.NDArray[np.int64]:

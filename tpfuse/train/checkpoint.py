@@ -83,11 +83,11 @@ class Checkpoint:
             size = check_regular(file)
             if size != entry["size"]:
                 raise CheckpointError(file, f"{entry['size']} bytes", f"{size} bytes")
-            found = sha256_of(file)
+            digest = sha256_of(file)
         except (OSError, Unreadable) as error:
             raise CheckpointError(file, f"a file of {entry['size']} bytes", str(error)) from error
-        if found != entry["sha256"]:
-            raise CheckpointError(file, f"SHA-256 {entry['sha256']}", found)
+        if digest != entry["sha256"]:
+            raise CheckpointError(file, f"SHA-256 {entry['sha256']}", digest)
         self.sound.add(name)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -105,16 +105,16 @@ class Checkpoint:
         wanted: dict[str, list[_Wanted]] = {}
         for name, shard in ((name, shard) for name, held in shards.items() for shard in held):
             check_shard(name, shard)
-            for piece in self._fitting_entry(name, shard)["slices"]:
-                saved = slices_of(piece["ranges"])
+            for stored in self._fitting_entry(name, shard)["slices"]:
+                saved = slices_of(stored["ranges"])
                 both = intersection(saved, shard.slices)
                 if both is not None:
-                    wanted.setdefault(piece["file"], []).append((piece["key"], saved, both, shard))
-        for name, pieces in wanted.items():
+                    wanted.setdefault(stored["file"], []).append((stored["key"], saved, both, shard))
+        for name, reads in wanted.items():
             file = self.folder / name
             self._verify(name)
             try:
-                self._read(file, pieces)
+                self._read(file, reads)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(file, "a readable safetensors file", str(error)) from error
 
@@ -134,16 +134,16 @@ class Checkpoint:
         return result
 
     @staticmethod
-    def _read(file: Path, pieces: list[_Wanted]) -> None:
+    def _read(file: Path, reads: list[_Wanted]) -> None:
         with safe_open(str(file), framework="pt") as reader:
-            for key, saved, both, shard in pieces:
+            for key, saved, both, shard in reads:
                 source = reader.get_slice(key)
-                found, expected = (
+                stored, expected = (
                     (source.get_dtype(), source.get_shape()),
                     (DTYPES[shard.tensor.dtype], [*extent(saved)]),
                 )
-                if found != expected:
-                    raise CheckpointError(file, f"{key} as {expected}", str(found))
+                if stored != expected:
+                    raise CheckpointError(file, f"{key} as {expected}", str(stored))
                 shard.tensor.detach()[index_within(both, shard.slices)].copy_(source[index_within(both, saved)])
 
 
@@ -160,8 +160,8 @@ def checkpoint_folders(run: Path) -> list[Path]:
     """The folders of checkpoints, good or not, newest first."""
     if not run.is_dir():
         return []
-    found = [path for path in run.iterdir() if _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    folders = [path for path in run.iterdir() if _STEP.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def _good(folder: Path) -> Checkpoint:

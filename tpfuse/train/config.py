@@ -53,8 +53,8 @@ def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
             raise UserError(f"unknown option {flag} of tpfuse {command}{nearest(flag, known)}")
         values = list(itertools.takewhile(lambda value: not value.startswith("-"), arguments[index + 1 :]))
         if argument in ("--data.path", "--data.val-path") and len(values) > 1:
-            found = " and ".join(values) if len(values) == 2 else f"{values[0]} and {len(values) - 1} more"
-            raise UserError(f"{flag} takes one file, folder or pattern in quotes: found {found}")
+            given = " and ".join(values) if len(values) == 2 else f"{values[0]} and {len(values) - 1} more"
+            raise UserError(f"{flag} takes one file, folder or pattern in quotes: found {given}")
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:

@@ -47,8 +47,8 @@ class RunData:
         tokens = self.train.open()
         if self.val is not None:
             return tokens, self.val.open()
-        border = len(tokens) - int(len(tokens) * val_fraction)
-        return tokens.part(0, border), tokens.part(border, len(tokens))
+        training_end = len(tokens) - int(len(tokens) * val_fraction)
+        return tokens.part(0, training_end), tokens.part(training_end, len(tokens))
 
     def digests(self) -> dict[str, str | None]:
         """What a checkpoint keeps of the data, so that a run does not go on with other data."""
@@ -133,16 +133,16 @@ def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | No
     Raises UserError where the options name a text that is not the run's.
     """
     before = read_toml(folder / "config.toml").get("data", {})
-    kept, val = folder / "data" / "tokens.bin", folder / "data" / "validation.bin"
+    train, val = folder / "data" / "tokens.bin", folder / "data" / "validation.bin"
     if data.path is not None:
         trained = f"{folder} was trained on {before.get('path', 'its default text')}"
-        kept_file = _kept(kept, before.get("path"), data.path, trained)
+        train_file = _kept(train, before.get("path"), data.path, trained)
     else:
-        kept_file = kept
+        train_file = train
     if data.val_path is None:
-        return kept_file, None
+        return train_file, None
     validated = f"{folder} was validated on {before.get('val_path', 'the end of its training data')}"
-    return kept_file, _kept(val, before.get("val_path"), data.val_path, validated)
+    return train_file, _kept(val, before.get("val_path"), data.val_path, validated)
 
 
 def _kept(file: Path, before: str | None, now: Path, used: str) -> Path | None:

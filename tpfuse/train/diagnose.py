@@ -50,11 +50,11 @@ def find_nonfinite(
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     modules = {name: index for index, (name, _) in enumerate(model.named_modules())}
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
-    found = [broken, _first_output(model, batches, at), engine.nonfinite()]
+    names = [broken, _first_output(model, batches, at), engine.nonfinite()]
     if group is not None:
-        everywhere = gather_objects(found, group, op="search for what is not finite")
-        found = [[name for rank in everywhere for name in rank[kind]] for kind in range(3)]
-    parameters, outputs, gradients = found
+        of_ranks = gather_objects(names, group, op="search for what is not finite")
+        names = [[name for rank in of_ranks for name in rank[kind]] for kind in range(3)]
+    parameters, outputs, gradients = names
     if parameters:
         return f"the parameter {min(parameters, key=order.__getitem__)} is not finite"
     if outputs:

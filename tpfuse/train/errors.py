@@ -27,8 +27,8 @@ class CheckpointError(Exception):
 
 def of_disk(error: OSError) -> str:
     """What the system says, with the file's name where it knows it."""
-    said = error.strerror or str(error)
-    return f"{error.filename}: {said}" if error.filename else said
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
 
 
 class RunError(RuntimeError):

@@ -138,12 +138,12 @@ class _Parent:
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
-        self.asked = 0
+        self.signals = 0
         self._context = multiprocessing.get_context("spawn")
         self._previous = {number: signal.signal(number, self._count) for number in STOP_SIGNALS}
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        self.signals += 1
 
     def start(self, function: Callable[..., int], info: RankInfo, arguments: tuple[Any, ...]) -> None:
         """Starts a rank in which both signals are held back until it is ready for them (`StopRequest`)."""
@@ -162,9 +162,9 @@ class _Parent:
     def pass_on(self) -> None:
         """Called every now and then: a rank may have started after the signal came."""
         for rank in self.ranks:
-            if self.asked == 1:
+            if self.signals == 1:
                 rank.process.terminate()
-            elif self.asked > 1:
+            elif self.signals > 1:
                 rank.process.kill()
 
     def wait(self, timeout: float) -> int:
@@ -180,7 +180,7 @@ class _Parent:
             codes = [rank.process.exitcode for rank in self.ranks]
             for rank in self.ranks:
                 rank.listen()
-            if self.asked < 2 and not silent and killed is None:
+            if self.signals < 2 and not silent and killed is None:
                 killed = next((rank for rank, code in zip(self.ranks, codes, strict=True) if code and code < 0), None)
             if all(code is not None for code in codes):
                 break
@@ -195,7 +195,7 @@ class _Parent:
                     rank.process.kill()
             sleep(_POLL)
             left = None if left is None else left - _POLL
-        if self.asked > 1:
+        if self.signals > 1:
             raise KeyboardInterrupt
         if (error := _reason(self.ranks, killed, silent, timeout)) is not None:
             raise error
@@ -225,12 +225,12 @@ def _reason(
     for error in errors:
         if not isinstance(error, PeerLost):
             return error
-    told = {rank.number for rank in ranks if rank.error is not None}
+    reporting = {rank.number for rank in ranks if rank.error is not None}
     lost = [error for error in errors if isinstance(error, PeerLost)]
     for error in lost:  # a rank that is missing and has told why it waits is not the cause
-        if error.missing and not told & set(error.missing):
+        if error.missing and not reporting & set(error.missing):
             return error
-    unheard = ", ".join(str(rank) for rank in silent if rank.number not in told)
+    unheard = ", ".join(str(rank) for rank in silent if rank.number not in reporting)
     if lost:
         return RunError(f"{lost[0]}; {unheard} did not answer" if unheard else str(lost[0]))
     if unheard and not any(rank.process.exitcode > 0 for rank in ranks):
@@ -245,13 +245,13 @@ def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeo
     the first one has. Raises what tells the reason: a RunError or UserError of a rank, a RunError where one was killed,
     and KeyboardInterrupt where a second signal has ended all ranks.
     """
-    meeting = os.memfd_create("tpfuse-store")
+    store = os.memfd_create("tpfuse-store")
     parent = _Parent()
     try:
         for rank in range(world):
-            info = RankInfo(rank, world, rank, world, f"/proc/{os.getpid()}/fd/{meeting}")
+            info = RankInfo(rank, world, rank, world, f"/proc/{os.getpid()}/fd/{store}")
             parent.start(function, info, arguments)
         return parent.wait(timeout)
     finally:
         parent.end()
-        os.close(meeting)
+        os.close(store)

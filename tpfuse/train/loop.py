@@ -43,7 +43,7 @@ from tpfuse.train.memory import count_on
 from tpfuse.train.messages import program, say, warn
 from tpfuse.train.metrics import Reporter, Row, draw_losses, read_metrics
 from tpfuse.train.saved_state import saved_state
-from tpfuse.train.setup import Run, exchanging
+from tpfuse.train.setup import Run, ulysses_ranks
 from tpfuse.train.stop import StopRequest
 from tpfuse.train.trainer import StepResult, Trainer
 
@@ -105,7 +105,7 @@ def _mesh(info: RankInfo, run: Run, device: torch.device) -> DeviceMesh | None:
     if info.world == 1:
         return None
     parallel = run.options.parallel
-    ulysses = exchanging(parallel, run.config.n_head // parallel.tp)
+    ulysses = ulysses_ranks(parallel, run.config.n_head // parallel.tp)
     return build_mesh(device.type, dp=parallel.dp, cp=parallel.cp, tp=parallel.tp, ulysses=ulysses)
 
 
@@ -243,16 +243,16 @@ class TrainingLoop:
         stage, mesh = self.options.zero.stage, self.trainer.model.device_mesh
         account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
         kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
-        parts = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
+        sizes = [f"{kind} {getattr(account, kind) / 2**20:.1f}" for kind in kinds if getattr(account, kind)]
         by = f" ({self.trainer.exchanged_by})" if self.trainer.replicas > 1 else ""
-        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(parts)}"
+        return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(sizes)}"
 
     def _measured(self) -> str:
         """And what is there after a step, with what the count leaves out."""
         held = held_bytes(self.device) - self.held_before
-        said = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
+        line = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
         whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
-        return said + (whole if self.device.type == "cpu" else "")
+        return line + (whole if self.device.type == "cpu" else "")
 
     def _holder(self) -> str:
         """What `memory_bytes` counts the memory of."""
@@ -324,8 +324,8 @@ class TrainingLoop:
         with measuring(seconds, known=self.decisions) as measurement:
             result = self.trainer.train_step(self.windows, self.stop)
         assert dist.group.WORLD is not None
-        for found in gather_objects(as_json(measurement.decisions), dist.group.WORLD, op="gathering decisions"):
-            self.decisions |= from_json(found)
+        for cases in gather_objects(as_json(measurement.decisions), dist.group.WORLD, op="gathering decisions"):
+            self.decisions |= from_json(cases)
         if self.first and self.decisions:
             counts = Counter(decision.taken for decision in self.decisions.values())
             taken = ", ".join(f"{count} {name}" for name, count in counts.items())

@@ -180,7 +180,7 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
             file = file_name(rank)
             entry["slices"] += [{"file": file, "key": key, "ranges": ranges} for key, ranges in slices.items()]
     for name, entry in table.items():
-        problem = flaw(tuple(entry["shape"]), [piece["ranges"] for piece in entry["slices"]])
+        problem = flaw(tuple(entry["shape"]), [stored["ranges"] for stored in entry["slices"]])
         if problem is not None:
             raise ValueError(f"{name} cannot be saved: {problem} (exactly one rank writes each shard)")
     return table
@@ -202,9 +202,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     head = re.match(rb'\{\n "sha256": "([0-9a-f]{64})",\n', raw)
     if head is None:
         raise CheckpointError(file, "its own SHA-256 in the first entry", repr(raw[:90]))
-    stated, found = head[1].decode(), hashlib.sha256(raw[head.end() :]).hexdigest()
-    if stated != found:
-        raise CheckpointError(file, f"SHA-256 {stated}", found)
+    stated, digest = head[1].decode(), hashlib.sha256(raw[head.end() :]).hexdigest()
+    if stated != digest:
+        raise CheckpointError(file, f"SHA-256 {stated}", digest)
     try:
         manifest: dict[str, Any] = parsed_json(raw, {"format": int})
         if manifest["format"] not in READ:
@@ -224,8 +224,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _add_keys(manifest: dict[str, Any]) -> None:
     """Format 1 becomes format 2."""
     for name, entry in manifest["tensors"].items():
-        for piece in entry["slices"]:
-            piece["key"] = name
+        for stored in entry["slices"]:
+            stored["key"] = name
 
 
 def _check_tables(file: Path, manifest: dict[str, Any]) -> None:
@@ -233,13 +233,13 @@ def _check_tables(file: Path, manifest: dict[str, Any]) -> None:
         # A name with a folder in it could lead out of the checkpoint.
         if not re.fullmatch(r"rank-\d+\.safetensors", name):
             raise CheckpointError(file, "files rank-….safetensors", quoted(name))
-    places: set[tuple[str, str]] = set()
+    locations: set[tuple[str, str]] = set()
     for name, entry in manifest["tensors"].items():
-        problem = flaw(tuple(entry["shape"]), [slices_of(piece["ranges"]) for piece in entry["slices"]])
-        unknown = {piece["file"] for piece in entry["slices"]} - manifest["files"].keys()
+        problem = flaw(tuple(entry["shape"]), [slices_of(stored["ranges"]) for stored in entry["slices"]])
+        unknown = {stored["file"] for stored in entry["slices"]} - manifest["files"].keys()
         if problem is not None or unknown or entry["dtype"] not in DTYPES.values():
             raise CheckpointError(file, f"slices that make up {name}", problem or f"{entry['dtype']} in {unknown}")
-        for place in ((piece["file"], piece["key"]) for piece in entry["slices"]):
-            if place in places:
-                raise CheckpointError(file, f"slices of {name} that nothing else shares", " as ".join(place))
-            places.add(place)
+        for location in ((stored["file"], stored["key"]) for stored in entry["slices"]):
+            if location in locations:
+                raise CheckpointError(file, f"slices of {name} that nothing else shares", " as ".join(location))
+            locations.add(location)

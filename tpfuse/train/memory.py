@@ -23,7 +23,7 @@ from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
 from tpfuse.train.options import MemoryCommand, TrainCommand
-from tpfuse.train.setup import exchanging, model_config, with_layout
+from tpfuse.train.setup import model_config, ulysses_ranks, with_layout
 from tpfuse.train.token_file import stated_tokenizer, token_paths
 from tpfuse.train.tokenizer import build_tokenizer
 from tpfuse.zero.bucket_layout import BUCKET_BYTES, Kind, plan_buckets
@@ -109,7 +109,7 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
 def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, stages: Sequence[int]) -> Counted:
     """What this rank of a tensor-parallel mesh holds. options: with their layout, and sound."""
     sequences, micro_batches = _micro_batches(options)
-    ulysses = exchanging(options.parallel, config.n_head // options.parallel.tp)
+    ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
     activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
     whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
     partial = take_partial_gradients(whole)  # once for all stages: a model gives them up
@@ -164,8 +164,8 @@ def _account(
 ) -> MemoryAccount:
     parallel, zero = options.parallel, options.zero
     replicas = parallel.dp * parallel.cp
-    kept: Width = zero.gradient_dtype
-    sent: Width = kept if zero.reduce_dtype == "gradient" else zero.reduce_dtype
+    accumulated: Width = zero.gradient_dtype
+    sent: Width = accumulated if zero.reduce_dtype == "gradient" else zero.reduce_dtype
     if stage == 3 and replicas * parallel.tp > 1:
         blocks = [[tuple(local_tensor(p).shape) for p in block.parameters()] for block in model.transformer.h]
         rest = [tuple(local_tensor(p).shape) for name, p in model.named_parameters() if ".h." not in name]
@@ -174,7 +174,7 @@ def _account(
     worlds: dict[Kind, int] = {"sharded": replicas, "replicated": replicas, "partial": replicas * parallel.tp}
     parameters = list(model.named_parameters())[::-1]
     layouts = plan_buckets(parameters, partial, worlds, BUCKET_BYTES)
-    return account(layouts, min(stage, 2), kept, sent, accumulating=accumulating, activations=activations)
+    return account(layouts, min(stage, 2), accumulated, sent, accumulating=accumulating, activations=activations)
 
 
 def table(name: str, counted: Counted) -> str:
@@ -182,8 +182,8 @@ def table(name: str, counted: Counted) -> str:
     options, parallel, accounts = counted.options, counted.options.parallel, counted.accounts
     sequences = options.train.batch // parallel.dp // counted.micro_batches
     columns = [["", *_LINES]]
-    for stage, found in accounts.items():
-        values = [getattr(found, kind) for kind in _LINES]
+    for stage, account_of_stage in accounts.items():
+        values = [getattr(account_of_stage, kind) for kind in _LINES]
         most = len(f"{max(values):,}")
         columns.append([f"stage {stage}", *(f"{value / 2**30:.3f} GiB  {value:>{most},}" for value in values)])
     widths = [max(map(len, column)) for column in columns]
@@ -221,6 +221,5 @@ def _accumulated(counted: Counted) -> list[str]:
 
 
 def _offloaded(options: TrainCommand) -> list[str]:
-    places = {"optimizer": "the host's memory", "nvme": "files"}
-    place = places.get(options.zero.offload)
-    return [] if place is None else [f"Of these, masters and moments lie in {place} (zero.offload)."]
+    destination = {"optimizer": "the host's memory", "nvme": "files"}.get(options.zero.offload)
+    return [] if destination is None else [f"Of these, masters and moments lie in {destination} (zero.offload)."]

@@ -81,5 +81,5 @@ def _prompt(options: SampleCommand) -> str:
 
 def _until_end(ids: list[int], prompt: int, tokenizer: Tokenizer) -> list[int]:
     """The first `prompt` tokens, and those behind them up to the one that ends the text, which is left out."""
-    ending = (place for place in range(prompt, len(ids)) if ids[place] == tokenizer.end_of_text)
-    return ids[: next(ending, len(ids))]
+    ends = (position for position in range(prompt, len(ids)) if ids[position] == tokenizer.end_of_text)
+    return ids[: next(ends, len(ids))]

@@ -16,10 +16,10 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> i
     """
     if isinstance(length, int):
         return length
-    found = _TOKENS.fullmatch(length)
-    if found is None:
+    match = _TOKENS.fullmatch(length)
+    if match is None:
         raise UserError(f"--optim.{name} {length!r}: expected a number of steps, or of tokens such as 375e6tokens")
-    tokens = float(found[1])
+    tokens = float(match[1])
     if tokens > 1e18:
         raise UserError(f"--optim.{name} {length!r}: expected at most 1e18 tokens")
     return math.ceil(tokens / tokens_per_step)

@@ -222,11 +222,11 @@ def _check_context(parallel: ParallelOptions, config: GPTConfig) -> None:
         raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")
     if parallel.cp > 1:
         heads = config.n_head // parallel.tp
-        ulysses = exchanging(parallel, heads)
+        ulysses = ulysses_ranks(parallel, heads)
         check_context(config.n_positions, heads, parallel.cp, parallel.cp_schedule, parallel.cp_balance, ulysses)
 
 
-def exchanging(parallel: ParallelOptions, heads: int) -> int:
+def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
     """How many context ranks exchange heads beside a ring, 1 where none do; heads: of a tensor-parallel rank.
 
     Raises ValueError where ulysses_ring finds no number.

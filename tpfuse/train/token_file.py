@@ -53,12 +53,12 @@ class _File:
         """Tokens [start, stop), fewer than 2^30. Raises DamagedTokens."""
         data = os.pread(self._descriptor, 2 * (stop - start), HEADER_BYTES + 2 * start)
         if len(data) < 2 * (stop - start):
-            found = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // 2
-            raise DamagedTokens(f"{self.path} has become shorter: expected {self.count} tokens, found {found}")
+            left = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // 2
+            raise DamagedTokens(f"{self.path} has become shorter: expected {self.count} tokens, found {left}")
         tokens = np.frombuffer(data, dtype="<u2")
         if len(tokens) and tokens.max() >= self.vocab_size:
-            place, token = start + int(tokens.argmax()), int(tokens.max())
-            raise DamagedTokens(f"{self.path}: token {token} at {place} is outside the vocabulary of {self.vocab_size}")
+            index, token = start + int(tokens.argmax()), int(tokens.max())
+            raise DamagedTokens(f"{self.path}: token {token} at {index} is outside the vocabulary of {self.vocab_size}")
         return tokens
 
 
@@ -83,14 +83,14 @@ class FileTokens:
         start, stop, step = key.indices(len(self))
         assert step == 1
         start, stop = self._start + start, self._start + stop
-        pieces = []
+        slices = []
         index = bisect_right(self._ends, start)
         while start < stop:
             file, end = self._files[index], self._ends[index]
             begin = end - file.count
-            pieces.append(file.read(start - begin, min(stop, end) - begin))
+            slices.append(file.read(start - begin, min(stop, end) - begin))
             start, index = end, index + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate([np.zeros(0, "<u2"), *pieces])
+        return slices[0] if len(slices) == 1 else np.concatenate([np.zeros(0, "<u2"), *slices])
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
     """
     try:
         if path.is_dir():
-            found = sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
-            _check_one_kind(path, found)
-            return tuple(found) or None
+            files = sorted(file for file in path.glob("*.bin") if not file.name.startswith("."))
+            _check_one_kind(path, files)
+            return tuple(files) or None
         if glob.has_magic(str(path)) and not path.exists():
             return _matching(path)
     except OSError as error:
@@ -144,13 +144,13 @@ def token_paths(path: Path) -> tuple[Path, ...] | None:
 
 
 def _matching(pattern: Path) -> tuple[Path, ...]:
-    found = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
-    if not found:
+    files = sorted(map(Path, glob.glob(str(pattern))))  # noqa: PTH207 - Path.glob would match hidden files
+    if not files:
         raise UserError(f"no file matches {pattern}")
-    for file in found:
+    for file in files:
         if file.suffix != ".bin":
             raise UserError(f"{pattern} matches {file}: a pattern names token files (.bin); for text name its folder")
-    return tuple(found)
+    return tuple(files)
 
 
 def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
@@ -233,11 +233,11 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """
     if not any(path.with_suffix(".json").exists() for path in paths):
         return []
-    found = [_read_description(path) for path in paths]
-    for path, description in zip(paths, found, strict=True):
-        if description["tokenizer"] != found[0]["tokenizer"]:
+    descriptions = [_read_description(path) for path in paths]
+    for path, description in zip(paths, descriptions, strict=True):
+        if description["tokenizer"] != descriptions[0]["tokenizer"]:
             raise UserError(f"{path} has another tokenizer than {paths[0]}: one run takes one tokenizer")
-    return found
+    return descriptions
 
 
 def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
@@ -292,4 +292,4 @@ def _whole(count: int) -> list[tuple[int, int]]:
 
 def _blocks(count: int) -> list[tuple[int, int]]:
     last = max(0, count - _BLOCK)
-    return [(last * place // 3, min(last * place // 3 + _BLOCK, count)) for place in range(4)]
+    return [(last * index // 3, min(last * index // 3 + _BLOCK, count)) for index in range(4)]

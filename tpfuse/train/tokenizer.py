@@ -83,11 +83,11 @@ class CharTokenizer:
 
     def encode(self, text: str) -> Tokens:
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        places = np.searchsorted(self._points, points)
-        known = self._points[np.minimum(places, self.vocab_size - 1)] == points
+        ids = np.searchsorted(self._points, points)
+        known = self._points[np.minimum(ids, self.vocab_size - 1)] == points
         if not known.all():
             raise UserError(f"the character {chr(points[~known][0])!r} is not among the {self.vocab_size} of the text")
-        return places.astype(np.uint16)
+        return ids.astype(np.uint16)
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.characters[token] for token in tokens)

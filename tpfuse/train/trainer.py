@@ -279,8 +279,8 @@ class Trainer:
         for piece in self.optimizer.pieces():
             shard = Shard(piece.shape, piece.slices, piece.tensor, piece.writer)
             shards.setdefault(f"{piece.kind}.{piece.name}", []).append(shard)
-        kept = {} if self.compression is None else self.compression.state_dict()
-        for matrix, tensors in kept.items():
+        remainders = {} if self.compression is None else self.compression.state_dict()
+        for matrix, tensors in remainders.items():
             for kind, tensor in tensors.items():
                 slices = tuple((0, size) for size in tensor.shape)
                 shards[f"{self._powersgd}{matrix}.{kind}"] = [Shard(tuple(tensor.shape), slices, tensor, True)]
@@ -308,13 +308,13 @@ class Trainer:
         """
         whole = self.layout["powersgd"] is None or saved.state.get("layout") == self.layout
         if whole and self.compression is not None:
-            kept: dict[str, dict[str, Tensor]] = {}
+            remainders: dict[str, dict[str, Tensor]] = {}
             for name, shape in saved.shapes(self._powersgd).items():
                 matrix, _, kind = name.rpartition(".")
-                kept.setdefault(matrix, {})[kind] = torch.empty(
+                remainders.setdefault(matrix, {})[kind] = torch.empty(
                     shape, dtype=summed_dtype(self.dtype), device=self.device
                 )
-            self.compression.load_state_dict(kept)  # which makes them shards
+            self.compression.load_state_dict(remainders)  # which makes them shards
         saved.load(self.shards())
         return whole
 

@@ -66,7 +66,7 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"expected JSON, found what {_said(error)}") from None
+        raise Unreadable(f"expected JSON, found what {_refusal(error)}") from None
     check(document, schema)
     return document
 
@@ -78,10 +78,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, Unreadable):
             raise
-        raise Unreadable(f"expected TOML, found what {_said(error)}") from None
+        raise Unreadable(f"expected TOML, found what {_refusal(error)}") from None
 
 
-def _said(error: ValueError | RecursionError) -> str:
+def _refusal(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "is nested too deep"
     return f"the parser refuses: {str(error)[:_QUOTED]}"
