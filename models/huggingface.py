@@ -236,7 +236,7 @@ def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
         for stored_name, tensor in stored.items():
             name = stored_name.removeprefix(_PREFIX)
             if name in tensors:
-                raise ValueError(f"{file}: {name} is there twice")
+                raise ValueError(f"{file}: {name} appears twice")
             if not _BUFFERS.fullmatch(name):
                 tensors[name] = tensor
     return tensors

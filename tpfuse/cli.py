@@ -102,7 +102,7 @@ def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, 
 def _sample(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import SampleCommand
 
-    question = "which run? tpfuse sample RUN [options]"
+    question = "expected the folder of a run: tpfuse sample RUN [options]"
     run, options = _subject_and_options(SampleCommand, arguments, "sample RUN", question)
     from tpfuse.train.sample import sample
 
@@ -124,7 +124,7 @@ def _export(arguments: Sequence[str]) -> int:
 def _evaluate(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import EvaluateCommand
 
-    question = "which run? tpfuse evaluate RUN [options]"
+    question = "expected the folder of a run: tpfuse evaluate RUN [options]"
     run, options = _subject_and_options(EvaluateCommand, arguments, "evaluate RUN", question)
     from tpfuse.train.evaluate import evaluate
 
@@ -135,7 +135,7 @@ def _evaluate(arguments: Sequence[str]) -> int:
 def _memory(arguments: Sequence[str]) -> int:
     from tpfuse.train.options import MemoryCommand
 
-    question = "of which run? tpfuse memory PRESET|FILE.toml [options]"
+    question = "expected a preset or a TOML file: tpfuse memory PRESET|FILE.toml [options]"
     source, options = _subject_and_options(MemoryCommand, arguments, "memory CONFIG", question)
     from tpfuse.train.memory import memory
 

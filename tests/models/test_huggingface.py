@@ -157,7 +157,7 @@ def test_wrong_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
         ({"transformer.h.0.mlp.c_fc.weight": torch.ones(192, 48)}, r"expected \[48, 192\]"),
         ({"lm_head.weight": torch.ones(101, 48)}, "the output embedding must be tied"),
         ({"lm_head.weight": torch.ones(100, 48)}, "the output embedding must be tied"),
-        ({"ln_f.bias": torch.ones(48)}, "ln_f.bias is there twice"),
+        ({"ln_f.bias": torch.ones(48)}, "ln_f.bias appears twice"),
     ]
     for index, (change, message) in enumerate(cases):
         copy = shutil.copytree(folder, tmp_path / str(index))

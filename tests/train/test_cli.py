@@ -77,7 +77,7 @@ def test_the_first_and_the_last_lines(trained: Path, text: Path) -> None:
     assert out.startswith(f"reading  {text}\nmodel    2 layers"), "before torch is imported"
     first, last = (row["val_loss"] for row in read_metrics(trained / "metrics.jsonl") if row["step"] in (0, 12))
     assert f"\nvalidation loss {first:.4f} -> {last:.4f} nats per token\n" in out
-    assert "\na unigram model, which knows only how often each token occurs, has " in out
+    assert "\na unigram model, which knows only how often each token occurs, has a loss of " in out
     assert "\nsample\n" in out
     assert f"files in {trained}/: metrics.jsonl, loss.png, tensorboard/, config.toml, tokenizer.json, data/, " in out
     assert re.search(r"^step 12/12  loss .*  process \d+ MiB  0:00 left$", out, re.M)
@@ -156,7 +156,7 @@ BAD = [
     (["--data.path", "/nowhere/at/all.txt"], "/nowhere/at/all.txt does not exist"),
     (["--data.path", "/nowhere/at/all.bin"], "cannot read /nowhere/at/all.bin"),
     (["--data.tokenizer", "klingon"], "tokenizer 'klingon' is not known"),
-    (["--train.batch", "9", "--parallel.dp", "2"], "--train.batch 9 cannot be shared by 2"),
+    (["--train.batch", "9", "--parallel.dp", "2"], "--train.batch 9 cannot be divided among 2"),
     (["--train.micro-batch", "3"], "--train.micro-batch 3 does not divide the 8 sequences"),
     (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
     (["--train.autocast", "bfloat16", "--train.dtype", "float16"], "bfloat16 is for --train.dtype float32, not for"),
@@ -178,7 +178,7 @@ BAD = [
     (["--data.path", "/nowhere/*.bin"], "no file matches /nowhere/*.bin"),
     (["--data.val-path", "/nowhere/v.txt"], "/nowhere/v.txt does not exist"),
     (["--data.val-path", "v.txt", "--data.val-fraction", "0.2"], "--data.val-fraction and --data.val-path were both"),
-    (["--train.batch", "1000000000000"], "--train.batch 1000000000000: the token numbers of one step take"),
+    (["--train.batch", "1000000000000"], "--train.batch 1000000000000: the token ids of one step take"),
     (["--optim.warmup", "soon"], "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens"),
     (["--optim.warmup", "-1"], "--optim.warmup -1: expected at least 0"),
     (["--optim.decay", "5"], "--optim.decay 5 is for --optim.schedule wsd, not cosine"),
@@ -194,8 +194,8 @@ BAD = [
     ),
     (["--zero.stage", "3", "--zero.offload", "optimizer"], "--zero.offload optimizer is for --zero.stage 0, 1 and 2"),
     (["--zero.stage", "3", "--zero.compression", "bf16"], "--zero.compression bf16 is for --zero.stage 0, 1 and 2"),
-    (["--zero.offload", "nvme"], "--zero.offload nvme and --zero.offload-path FOLDER belong together"),
-    (["--zero.offload-path", "."], "--zero.offload nvme and --zero.offload-path FOLDER belong together"),
+    (["--zero.offload", "nvme"], "--zero.offload nvme and --zero.offload-path FOLDER need each other"),
+    (["--zero.offload-path", "."], "--zero.offload nvme and --zero.offload-path FOLDER need each other"),
     (
         ["--zero.offload", "nvme", "--zero.offload-path", "/nowhere/at/all"],
         "--zero.offload path /nowhere/at/all is not a folder",
@@ -294,7 +294,7 @@ def test_an_existing_run_needs_resume(trained: Path, flags: list[str], capfd: py
 def test_resume_with_another_model(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     assert run(["train", "--resume", "--out", str(trained), "--model.n-layer", "3"]) == 2
-    assert "different model: n_layer 2 there and 3 here" in one_error(capfd)
+    assert "different model: n_layer is 2 in the checkpoint and 3 in the options" in one_error(capfd)
     assert run(["train", "--resume", "--out", str(trained), "--train.dtype", "float64"]) == 2
     assert "trained in float32" in one_error(capfd)
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
@@ -488,7 +488,7 @@ def test_training_goes_on_when_nobody_reads_what_it_says(flags: list[str], tmp_p
     os.close(writing)
     assert process.returncode == 0 and (tmp_path / "run" / "step-12").is_dir()
     (line,) = process.stderr.splitlines()
-    assert line == "tpfuse: warning: cannot write to standard output: Broken pipe; training goes on without it"
+    assert line == "tpfuse: warning: cannot write to standard output: Broken pipe; training continues without it"
 
 
 def damage(file: Path) -> None:
@@ -816,7 +816,7 @@ def test_help_texts_are_sentences() -> None:
 
 def test_sample_bad_input(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cases = {
-        "which run": [],
+        "expected the folder of a run": [],
         "holds no checkpoint": [str(tmp_path)],
         "did you mean --temperature": [str(trained), "--temprature", "1"],
         "--tokens 0": [str(trained), "--tokens", "0"],

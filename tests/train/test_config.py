@@ -83,7 +83,7 @@ def test_bad_flags(arguments: list[str], message: str) -> None:
         ("[model]\nbias = 1", "expected bool"),
         ("[model]\npreset = 'gpt9'", "gpt9"),
         ("train = 3", "expected a table"),
-        ("[train", "expected TOML, found what the parser refuses"),
+        ("[train", "expected TOML, found text that the parser rejects"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: str, message: str) -> None:

@@ -204,7 +204,7 @@ def test_all_shards_have_a_tokenizer_or_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"b.bin has another tokenizer than .*a.bin"):
         open_token_files(both, pytest.fail)
     (tmp_path / "b.json").unlink()
-    with pytest.raises(UserError, match=r"cannot read .*b.json, which tells the tokenizer"):
+    with pytest.raises(UserError, match=r"cannot read .*b.json, which names the tokenizer"):
         open_token_files(both, pytest.fail)
 
 

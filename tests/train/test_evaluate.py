@@ -83,7 +83,7 @@ def test_bad_input(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[s
     write_token_file(tmp_path / "data", np.zeros(9, np.uint16), CharTokenizer("ab"), "test")
     (tmp_path / "short.txt").write_text("a")
     cases = {
-        "which run? tpfuse evaluate RUN": [],
+        "expected the folder of a run: tpfuse evaluate RUN": [],
         "holds no checkpoint": [str(tmp_path)],
         "did you mean --data.path": [str(trained), "--data.paht", "x"],
         "/nowhere/x.txt does not exist": [str(trained), "--data.path", "/nowhere/x.txt"],

@@ -441,7 +441,7 @@ def test_bad_input_under_torchrun_is_said_once(start: Callable[..., Started], tm
     command = start("--parallel.tp", "4", "--out", str(tmp_path / "run"), program=torchrun)
     status, _, err = command.end()
     assert status != 0
-    assert err.count("tpfuse train: error: world size 2 is not tp 4 x dp 1") == 1
+    assert err.count("tpfuse train: error: tp 4 x dp 1 needs 4 ranks, and there are 2") == 1
     assert not (tmp_path / "run").exists()
     command.assert_nothing_is_left()
 

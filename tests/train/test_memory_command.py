@@ -35,7 +35,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
-    assert "micro-batches of 60 x 1024 tokens, 1 to a step; recompute none" in out
+    assert "micro-batches of 60 x 1024 tokens, 1 in each step; recompute none" in out
     assert "stage 0" in out and "stage 3" in out and "workspaces are not counted" in out
     table = _table(out)
     assert list(table) == [
@@ -77,7 +77,7 @@ def test_a_file_and_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
     assert run(["memory", str(file), "--ranks", "16"]) == 0
     out = capsys.readouterr().out
-    assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 to a step" in out
+    assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 in each step" in out
     assert run(["memory", str(file)]) == 0
     assert "ranks 8: tp 4 x cp 2 x dp 1" in capsys.readouterr().out
     assert not dist.is_initialized()
@@ -98,7 +98,7 @@ def test_what_the_configuration_says_of_zero(tmp_path: Path, capsys: pytest.Capt
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
     file.write_text('[zero]\noffload = "optimizer"\n')
     assert run(["memory", str(file)]) == 0
-    assert "lie in the host's memory" in capsys.readouterr().out
+    assert "are in the host's memory" in capsys.readouterr().out
     file.write_text("[parallel]\nreplicas = 3\n")
     assert run(["memory", str(file), "--ranks", "4"]) == 2
     assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in capsys.readouterr().err
@@ -150,14 +150,14 @@ def test_the_size_of_buckets_is_that_of_training() -> None:
     ("arguments", "message"),
     [
         (["gpt9"], "gpt9 is neither a preset (tiny, "),
-        ([], "of which run?"),
-        (["--ranks", "4"], "of which run?"),
-        (["tiny", "--ranks", "3", "--tp", "2"], "world size 3 is not tp 2 x dp 1"),
+        ([], "expected a preset or a TOML file"),
+        (["--ranks", "4"], "expected a preset or a TOML file"),
+        (["tiny", "--ranks", "3", "--tp", "2"], "tp 2 x dp 1 needs 2 ranks, and there are 3"),
         (["tiny", "--ranks", "-1"], "--ranks -1: expected at least 0"),
         (["tiny", "--rankz", "3"], "did you mean --ranks"),
         (["tiny", "--tp", "3"], "tp 3 does not divide n_head 4"),
-        (["tiny", "--ranks", "3"], "train.batch 16 cannot be shared by 3 data-parallel ranks"),
-        (["tiny", "--ranks", "32"], "train.batch 16 cannot be shared by 32"),
+        (["tiny", "--ranks", "3"], "train.batch 16 cannot be divided among 3 data-parallel ranks"),
+        (["tiny", "--ranks", "32"], "train.batch 16 cannot be divided among 32"),
         (["tiny", "--micro-batch", "5"], "micro-batches of 5 do not divide the 16 sequences"),
         (["tiny", "--stage", "4"], "--stage"),
         (["tiny", "--cp", "200"], "cp 200 is more than the 128 tokens"),
@@ -174,5 +174,5 @@ def test_a_vocabulary_that_the_text_decides(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "run.toml"
     file.write_text('[data]\ntokenizer = "chars"\n')
     assert run(["memory", str(file)]) == 2
-    assert "say --vocab-size" in capsys.readouterr().err
+    assert "give --vocab-size" in capsys.readouterr().err
     assert run(["memory", str(file), "--vocab-size", "77"]) == 0

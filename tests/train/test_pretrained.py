@@ -142,9 +142,12 @@ def test_sources_that_do_not_fit_are_one_line(chars: Path, tmp_path: Path, capfd
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
     shutil.copytree(chars, tmp_path / "bare", ignore=shutil.ignore_patterns("step-*"))
     cases = [
-        ([str(chars), "--model.n-layer", "3", "--model.bias"], "n_layer 2 there and 3 here, bias False there and True"),
-        ([str(chars), "--model.n-positions", "17"], "n_positions 16 there and 17 here"),
-        ([str(chars), "--model.preset", "tiny"], "n_layer 2 there and 4 here"),
+        (
+            [str(chars), "--model.n-layer", "3", "--model.bias"],
+            "n_layer is 2 in the source and 3 in the options, bias is False in the source and True",
+        ),
+        ([str(chars), "--model.n-positions", "17"], "n_positions is 16 in the source and 17 in the options"),
+        ([str(chars), "--model.preset", "tiny"], "n_layer is 2 in the source and 4 in the options"),
         ([str(chars), "--train.dtype", "float64"], "with --train.dtype float64: the run was trained in float32"),
         ([str(tmp_path / "small")], "the model has 61 tokens, the text's tokenizer 256"),
         ([str(tmp_path / "empty")], "expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2"),

@@ -45,9 +45,9 @@ STRANGE: list[tuple[Make, str]] = [
 ]
 BROKEN: list[tuple[bytes, str]] = [
     (b"\xff", "expected UTF-8, found byte 0xff at 0"),
-    (b"[" * 50_000, "nested too deep"),
-    (b"1" * 5_001, "the parser refuses"),
-    (b"{", "the parser refuses"),
+    (b"[" * 50_000, "nested too deeply"),
+    (b"1" * 5_001, "the parser rejects"),
+    (b"{", "the parser rejects"),
 ]
 
 

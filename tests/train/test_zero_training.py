@@ -317,4 +317,4 @@ def full_disk() -> None:
 
 def test_all_ranks_end_where_one_has_no_room_for_its_state() -> None:
     said = pool(2).run(without_room, options_for((1, 2, 1, 1, 1, {})))
-    assert said == ["another rank has no room for its optimizer state", "offload path /x has too little space"]
+    assert said == ["another rank has no space for its optimizer state", "offload path /x has too little space"]

@@ -127,7 +127,7 @@ class Checkpoint:
         there, here = (tuple(entry["shape"]), entry["dtype"]), (shard.shape, DTYPES.get(shard.tensor.dtype))
         if there != here:
             raise CheckpointMismatch(
-                f"{self.folder} has {name} as {there[1]} {there[0]}, to be loaded into {here[1]} {here[0]}: "
+                f"{self.folder} has {name} as {there[1]} {there[0]}, but it is to be loaded into {here[1]} {here[0]}: "
                 "resume with the model and the dtype that were saved"
             )
         result: dict[str, Any] = entry
@@ -223,7 +223,7 @@ class _Saving:
             try:
                 remove(path)
             except OSError as error:
-                self.warnings.append(f"cannot remove what an earlier save left behind: {error}")
+                self.warnings.append(f"cannot remove files of an earlier save: {error}")
 
     def write(self) -> tuple[str, int, str] | None:
         """This rank's file: name, size, SHA-256."""
@@ -303,7 +303,9 @@ def save(
             agree(group, lambda: saving.commit(manifest, keep) if rank == 0 else None)
         saved: Path | None = saving.final
     except DiskFailed as failure:
-        saving.warnings.insert(0, f"step {step} was not saved: {failure}; training goes on, the next save tries again")
+        saving.warnings.insert(
+            0, f"step {step} was not saved: {failure}; training continues, and the next save tries again"
+        )
         saved = None
         if rank == 0:
             saving._clear()

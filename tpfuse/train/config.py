@@ -166,7 +166,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     out = flag_value(arguments, "--out")
     if "--resume" in arguments:
         if out is None:
-            raise UserError("--resume needs --out RUN: which run?")
+            raise UserError("--resume needs --out RUN, the folder of the run to continue")
         saved = Path(out) / "config.toml"
         if not saved.is_file():
             raise UserError(f"there is no run to resume in {out}: {saved} is missing")

@@ -97,7 +97,7 @@ def check_named(name: str, path: Path) -> None:
     """Raises UserError where --data.tokenizer does not say what made a token file that does not say it itself."""
     if name in ("bytes", "chars"):  # bytes is the default, and chars are those of a text
         raise UserError(
-            f"{path} has no {path.with_suffix('.json').name} beside it, which tells the tokenizer: pass"
+            f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"
             " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json"
         )
 

@@ -41,7 +41,7 @@ class Source:
         if tokenizer.vocab_size != self.config.vocab_size:
             raise UserError(
                 f"--init-from {self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
-                f" {tokenizer.vocab_size}: give --data.tokenizer, or the prepared text, of the model"
+                f" {tokenizer.vocab_size}: give the model's --data.tokenizer, or text that was prepared with it"
             )
         if self.tokenizer is not None and tokenizer.as_json() != self.tokenizer.as_json():
             raise UserError(
@@ -115,7 +115,9 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
     if model.n_positions < source.config.n_positions:
         differing.pop("n_positions", None)  # the first rows of the table are a table
     if differing:
-        changes = ", ".join(f"{name} {there} there and {here} here" for name, (there, here) in differing.items())
+        changes = ", ".join(
+            f"{name} is {theirs} in the source and {ours} in the options" for name, (theirs, ours) in differing.items()
+        )
         raise UserError(
             f"--init-from {source.name} with a different model: {changes}; leave these options out (--model.dropout and"
             " a smaller --model.n-positions may differ)"

@@ -32,8 +32,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 10.0  # seconds that other ranks get after one has failed
 _POLL = 0.1  # seconds between two looks at the ranks
 _USUAL_CAUSES = {
-    signal.SIGKILL: ": a person or the system, where memory ran out",
-    signal.SIGBUS: ": a file that it reads may have been cut, or /dev/shm may be full",
+    signal.SIGKILL: ": by a person, or by the system because memory ran out",
+    signal.SIGBUS: ": a file that it reads may have become shorter, or /dev/shm may be full",
 }
 
 

@@ -89,7 +89,7 @@ def train_rank(info: RankInfo, run: Run) -> int:
         if is_out_of_memory(error):
             raise RunError(
                 f"{_when(loop)}: rank {info.rank} has too little memory ({' '.join(str(error).split())[:200]}):"
-                " a smaller --train.micro-batch, --train.recompute full or more ranks take less"
+                " use a smaller --train.micro-batch, --train.recompute full or more ranks"
             ) from error
         if info.world == 1 or not is_lost_peer(error):
             raise
@@ -196,7 +196,7 @@ class TrainingLoop:
             if self.first:
                 draw_losses(self.run.folder, None)
                 say(
-                    f"stopped at step {self.trainer.step} of {steps}; go on with:"
+                    f"stopped at step {self.trainer.step} of {steps}; continue with:"
                     f" {program()} train --resume --out {self.run.folder}"
                 )
         else:
@@ -228,7 +228,7 @@ class TrainingLoop:
         say(f"memory   {self._counted()}")
         peak = self.peak * self.info.world
         say(f"MFU      of {peak / 1e12:.3g} TFLOP/s ({self.info.world} x {self.peak / 1e12:.3g}, {self.peak_source})")
-        say(f"run      {self.run.folder}" + (f", going on after step {trainer.step}" if trainer.step else ""))
+        say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
 
     def _described_data(self) -> str:
         """How many tokens there are, and how often the run reads each, in words."""
@@ -410,7 +410,7 @@ class TrainingLoop:
             rows = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < self.trainer.step]
             first = next((f"{row['val_loss']:.4f} -> " for row in rows if row.get("val_loss") is not None), "")
             say(f"validation loss {first}{self.val_loss:.4f} nats per token")
-            say(f"a unigram model, which knows only how often each token occurs, has {unigram:.4f}")
+            say(f"a unigram model, which knows only how often each token occurs, has a loss of {unigram:.4f}")
         say(f"trained {self.trainer.step} steps, {seconds:.0f} s")
         data = "data/, " if (folder / "data").is_dir() else ""
         say(

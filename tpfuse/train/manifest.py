@@ -156,7 +156,7 @@ def describe(shards: Shards) -> Description:
     description: Description = {}
     for name, held in shards.items():
         if "#" in name:
-            raise ValueError(f"{name} cannot be saved: # stands between a tensor's name and the number of its shard")
+            raise ValueError(f"{name} cannot be saved: # separates a tensor's name from the number of its shard")
         for shard in held:
             check_shard(name, shard)
             if shard.tensor.dtype not in DTYPES:

@@ -91,7 +91,7 @@ def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
             return stated.vocab_size
         check_named(data.tokenizer, paths[0])
     if data.tokenizer == "chars":
-        raise UserError("the vocabulary of the tokenizer chars is the text's: say --vocab-size")
+        raise UserError("the tokenizer chars takes its vocabulary from the text: give --vocab-size")
     return _VOCABULARIES.get(data.tokenizer) or build_tokenizer(data.tokenizer, "").vocab_size
 
 
@@ -125,7 +125,7 @@ def _micro_batches(options: TrainCommand) -> tuple[int, int]:
     batch, dp = options.train.batch, options.parallel.dp
     share, rest = divmod(batch, dp)
     if rest or not share:
-        raise UserError(f"train.batch {batch} cannot be shared by {dp} data-parallel ranks")
+        raise UserError(f"train.batch {batch} cannot be divided among {dp} data-parallel ranks")
     sequences = options.train.micro_batch or share
     if share % sequences:
         raise UserError(f"micro-batches of {sequences} do not divide the {share} sequences of each rank")
@@ -195,13 +195,13 @@ def table(name: str, counted: Counted) -> str:
         [
             f"{name}: {counted.parameters:,} parameters, {options.train.dtype}; ranks"
             f" {parallel.tp * parallel.cp * parallel.dp}: tp {parallel.tp} x cp {parallel.cp} x dp {parallel.dp}",
-            f"micro-batches of {sequences} x {counted.config.n_positions} tokens, {counted.micro_batches} to a step;"
+            f"micro-batches of {sequences} x {counted.config.n_positions} tokens, {counted.micro_batches} in each step;"
             f" recompute {options.train.recompute}",
             "",
             *rows,
             "",
-            "What the first rank holds, which has the most, in bytes. Padding is in the parameters.",
-            "Activations: what autograd saves of one micro-batch. Transient workspaces are not counted.",
+            "The table shows the bytes of the first rank, which holds the most. Parameters include the padding.",
+            "Activations are what autograd saves of one micro-batch. Transient workspaces are not counted.",
             *_accumulated(counted),
             *_offloaded(options),
         ]
@@ -222,4 +222,4 @@ def _accumulated(counted: Counted) -> list[str]:
 
 def _offloaded(options: TrainCommand) -> list[str]:
     destination = {"optimizer": "the host's memory", "nvme": "files"}.get(options.zero.offload)
-    return [] if destination is None else [f"Of these, masters and moments lie in {destination} (zero.offload)."]
+    return [] if destination is None else [f"Masters and moments are in {destination} (zero.offload)."]

@@ -22,7 +22,7 @@ def say(line: str = "") -> None:
         os.dup2(nowhere, sys.stdout.fileno())  # and there goes what sys.stdout still holds
         os.close(nowhere)
         with contextlib.suppress(OSError):
-            warn(f"cannot write to standard output: {error.strerror}; training goes on without it")
+            warn(f"cannot write to standard output: {error.strerror}; training continues without it")
 
 
 def program() -> str:

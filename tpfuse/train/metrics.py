@@ -157,7 +157,7 @@ class Reporter:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                warn(f"cannot write metrics of step {row.step}: {error.strerror}; training goes on")
+                warn(f"cannot write metrics of step {row.step}: {error.strerror}; training continues")
             self._failed = True
         remaining = "" if left is None else f"{clock(left)} left  "
         if self._progress is not None and self._task is not None:

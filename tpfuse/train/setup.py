@@ -65,9 +65,9 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
     dp = dp or max(1, ranks // (tp * cp))
     layout = f"tp {tp} x cp {cp} x dp {dp}" if cp > 1 else f"tp {tp} x dp {dp}"
     if world is None and ranks and tp * cp * dp > ranks:
-        raise UserError(f"{layout} needs {tp * cp * dp} GPUs, this machine has {ranks}")
+        raise UserError(f"{layout} needs {tp * cp * dp} GPUs, and this machine has {ranks}")
     if world is not None and tp * cp * dp != world:
-        raise UserError(f"world size {world} is not {layout}")
+        raise UserError(f"{layout} needs {tp * cp * dp} ranks, and there are {world}")
     return replace(options, parallel=replace(options.parallel, dp=dp))
 
 
@@ -95,7 +95,7 @@ def check_numbers(options: TrainCommand) -> None:
     if train.autocast != "none" and train.dtype != "float32":
         raise UserError(f"--train.autocast {train.autocast} is for --train.dtype float32, not for {train.dtype}")
     if train.batch % dp:
-        raise UserError(f"--train.batch {train.batch} cannot be shared by {dp} data-parallel ranks")
+        raise UserError(f"--train.batch {train.batch} cannot be divided among {dp} data-parallel ranks")
     share = train.batch // dp
     if train.micro_batch and share % train.micro_batch:
         raise UserError(
@@ -106,7 +106,7 @@ def check_numbers(options: TrainCommand) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if held > memory:
         raise UserError(
-            f"--train.batch {train.batch}: the token numbers of one step take {held / 2**30:.0f} GiB on each rank,"
+            f"--train.batch {train.batch}: the token ids of one step take {held / 2**30:.0f} GiB on each rank,"
             f" and this machine has {memory / 2**30:.0f} GiB"
         )
 
@@ -141,7 +141,7 @@ def _check_zero(options: TrainCommand) -> None:
     if zero.powersgd_rank < 1:
         raise UserError(f"--zero.powersgd-rank {zero.powersgd_rank}: expected at least 1")
     if (zero.offload == "nvme") != (zero.offload_path is not None):
-        raise UserError("--zero.offload nvme and --zero.offload-path FOLDER belong together: one was given alone")
+        raise UserError("--zero.offload nvme and --zero.offload-path FOLDER need each other: only one was given")
 
 
 def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -> None:
@@ -190,7 +190,7 @@ def _check_lengths(options: TrainCommand, count: int, val_count: int | None) -> 
 def _run_folder(options: TrainCommand) -> Path:
     folder = options.out or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     if not options.resume and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists: add --resume to go on with it, or choose another --out")
+        raise UserError(f"{folder} exists: add --resume to continue its run, or choose another --out")
     return folder
 
 
@@ -311,7 +311,9 @@ def _lock(folder: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(f"{folder} is in use by another run: wait for its end, or choose another --out") from None
+        raise UserError(
+            f"{folder} is in use by another run: wait until it has ended, or choose another --out"
+        ) from None
     except OSError:  # a file system without locks
         os.close(descriptor)
         return
@@ -338,7 +340,9 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: 
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     differing.pop("dropout", None)  # has no weights; changing it is a choice, not a mistake
     if differing:
-        changes = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in differing.items())
+        changes = ", ".join(
+            f"{name} is {old} in the checkpoint and {new} in the options" for name, (old, new) in differing.items()
+        )
         raise UserError(f"--resume with a different model: {changes}")
     for name, used in (("sha256", "trained"), ("val_sha256", "validated")):
         before = state["data"].get(name)

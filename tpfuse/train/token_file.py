@@ -221,7 +221,7 @@ def _read_description(path: Path) -> dict[str, Any]:
         description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
         return description
     except OSError as error:
-        raise UserError(f"cannot read {beside}, which tells the tokenizer of {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {beside}, which names the tokenizer of {path}: {error.strerror}") from None
     except Unreadable as error:
         raise UserError(f"{beside} is not what `tpfuse prepare` writes beside {path.name}: {error}") from None
 

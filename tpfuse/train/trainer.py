@@ -142,7 +142,7 @@ class Trainer:
             problem = str(error)
         failed = torch.tensor([float(bool(problem))], device=self.device)
         if collectives.all_reduce(failed, self.world_group).item():
-            raise RunError(problem or "another rank has no room for its optimizer state")
+            raise RunError(problem or "another rank has no space for its optimizer state")
         return store
 
     def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
@@ -243,7 +243,7 @@ class Trainer:
             layer = find_nonfinite(self.model, self.engine, batches, at, self.world_group)
         raise RunError(
             f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}: {layer}; stopped before the"
-            " update, the last checkpoint is untouched"
+            " update, so the last checkpoint is untouched"
         )
 
     def _grow_scale(self) -> None:

@@ -66,7 +66,7 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"expected JSON, found what {_refusal(error)}") from None
+        raise Unreadable(f"expected JSON, found text that {_refusal(error)}") from None
     check(document, schema)
     return document
 
@@ -78,13 +78,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, Unreadable):
             raise
-        raise Unreadable(f"expected TOML, found what {_refusal(error)}") from None
+        raise Unreadable(f"expected TOML, found text that {_refusal(error)}") from None
 
 
 def _refusal(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
-        return "is nested too deep"
-    return f"the parser refuses: {str(error)[:_QUOTED]}"
+        return "is nested too deeply"
+    return f"the parser rejects: {str(error)[:_QUOTED]}"
 
 
 def check(value: object, schema: Any, where: str = "the document") -> None:
