@@ -164,9 +164,9 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
     events: list[str] = []
     send = Alone.send
 
-    def record(exchange: Alone, index: int) -> None:
+    def record(reducer: Alone, index: int) -> None:
         events.append(f"send {index}")
-        send(exchange, index)
+        send(reducer, index)
 
     monkeypatch.setattr(Alone, "send", record)
     model = _Toy()

@@ -18,7 +18,7 @@ class Bucket:
     """
 
     layout: BucketLayout
-    exchange: GradientReducer
+    reducer: GradientReducer
     index: int
     kept: Tensor | None = None
     room: Tensor | None = None
@@ -29,12 +29,12 @@ class Bucket:
     @property
     def values(self) -> Tensor:
         """The parameters, [size], of their dtype."""
-        return self.exchange.values(self.index)
+        return self.reducer.values(self.index)
 
     @property
     def shard(self) -> range:
         """The elements that this rank updates."""
-        return self.exchange.shard(self.index)
+        return self.reducer.shard(self.index)
 
     @property
     def own(self) -> Tensor:
@@ -44,4 +44,4 @@ class Bucket:
     @property
     def sums(self) -> Tensor:
         """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
-        return self.exchange.sums(self.index)
+        return self.reducer.sums(self.index)

@@ -98,9 +98,9 @@ class FlatAdamW:
                 following,
             )
             following = update.state
-            updates.setdefault(bucket.exchange, []).insert(0, update)
-        for exchange in self._buckets.exchanges:
-            exchange.update(updates[exchange])
+            updates.setdefault(bucket.reducer, []).insert(0, update)
+        for reducer in self._buckets.reducers:
+            reducer.update(updates[reducer])
         count_write(list(self._buckets.trained.values()))
         self._versions = self._current_versions()
 
@@ -115,8 +115,8 @@ class FlatAdamW:
             if "model" in state:
                 for part in self._store.walk([state["model"]]):
                     bucket.own[part].copy_(state["model"][part])
-        for exchange in self._buckets.exchanges:
-            exchange.publish()
+        for reducer in self._buckets.reducers:
+            reducer.publish()
         self._versions = self._current_versions()
         self._store.release()
 

@@ -122,8 +122,8 @@ class GradientBuckets(MicroBatches):
         for bucket in self.buckets:
             self._move_in(bucket)
         for bucket in self.buckets:
-            if bucket.exchange.keeps_gradients:
-                room, kept = bucket.exchange.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
+            if bucket.reducer.keeps_gradients:
+                room, kept = bucket.reducer.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
                 bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
         self._watch()
 
@@ -140,13 +140,13 @@ class GradientBuckets(MicroBatches):
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
             families.setdefault((groups[layout.kind], sent), []).append(layout)
         places: dict[int, tuple[GradientReducer, int]] = {}
-        self.exchanges: list[GradientReducer] = []
+        self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
-            exchange, reason = make_reducer(specs, self.stage, group, device, compression=compression)
-            self.exchanges.append(exchange)
+            reducer, reason = make_reducer(specs, self.stage, group, device, compression=compression)
+            self.reducers.append(reducer)
             self.reasons.append(reason)
-            places |= {id(layout): (exchange, index) for index, layout in enumerate(family)}
+            places |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
         return [Bucket(layout, *places[id(layout)]) for layout in layouts]
 
     @staticmethod
@@ -201,7 +201,7 @@ class GradientBuckets(MicroBatches):
             if complete and bucket.missing:
                 return
             self._fill(bucket)
-            bucket.exchange.send(bucket.index)
+            bucket.reducer.send(bucket.index)
             self._next += 1
 
     def _fill(self, bucket: Bucket) -> None:
@@ -213,18 +213,18 @@ class GradientBuckets(MicroBatches):
             for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
                 room[start:end].zero_()
         else:
-            room = bucket.exchange.room(bucket.index)
+            room = bucket.reducer.room(bucket.index)
         for number in bucket.untouched:
             layout.view(room if kept is None else kept, layout.segments[number]).zero_()
         if kept is not None and kept is not room:
             room.copy_(kept)
-        if not bucket.exchange.keeps_gradients:
+        if not bucket.reducer.keeps_gradients:
             bucket.kept = bucket.room = None
 
     def _put(self, bucket: Bucket) -> Tensor:
         """What the bucket holds goes to its room, which is opened by that."""
         if bucket.room is None:
-            bucket.room = bucket.exchange.room(bucket.index)
+            bucket.room = bucket.reducer.room(bucket.index)
         for number, gradient in bucket.held.items():
             bucket.layout.view(bucket.room, bucket.layout.segments[number]).copy_(gradient)
         bucket.held.clear()
@@ -232,8 +232,8 @@ class GradientBuckets(MicroBatches):
 
     def _announce(self, *, first: bool, last: bool) -> None:
         if first:
-            for exchange in self.exchanges:
-                exchange.begin()
+            for reducer in self.reducers:
+                reducer.begin()
             self._next = 0
         for parameter in self.trained.values():
             parameter.grad = None
@@ -247,11 +247,11 @@ class GradientBuckets(MicroBatches):
     def _complete(self, *, sums: bool) -> None:
         try:
             self._send(complete=False)
-            for exchange in self.exchanges:
-                exchange.end_backward()
+            for reducer in self.reducers:
+                reducer.end_backward()
             if sums:
                 for bucket in self.buckets:
-                    bucket.exchange.sums(bucket.index)
+                    bucket.reducer.sums(bucket.index)
         finally:
             for bucket in self.buckets:
                 bucket.held.clear()
@@ -263,29 +263,29 @@ class GradientBuckets(MicroBatches):
         return any(len(bucket.missing) < len(bucket.layout.segments) for bucket in self.buckets)
 
     def _abandon(self, *, begun: bool) -> None:
-        for exchange in self.exchanges:
-            exchange.abandon(begun=begun)
+        for reducer in self.reducers:
+            reducer.abandon(begun=begun)
         self._drop()
 
     def _drop(self) -> None:
         for bucket in self.buckets:
             bucket.held.clear()
             bucket.room = None
-            if not bucket.exchange.keeps_gradients:
+            if not bucket.reducer.keeps_gradients:
                 bucket.kept = None
 
     @property
     def traffic(self) -> Traffic:
         """Bytes that all exchanges have passed since the buckets were made."""
         total = Traffic()
-        for exchange in self.exchanges:
-            total.add(exchange.traffic.sent, exchange.traffic.received)
+        for reducer in self.reducers:
+            total.add(reducer.traffic.sent, reducer.traffic.received)
         return total
 
     @property
     def across(self) -> list[list[int]]:
         """For each exchange between nodes the ranks of the world with which this rank sums across them."""
-        groups = [exchange.across for exchange in self.exchanges]
+        groups = [reducer.across for reducer in self.reducers]
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
     @property
@@ -302,18 +302,18 @@ class GradientBuckets(MicroBatches):
         """
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
-            whole = self.stage == 0 and bucket.exchange.place > 0
+            whole = self.stage == 0 and bucket.reducer.place > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
-                total += bucket.exchange.squared_norm(bucket.index)
+                total += bucket.reducer.squared_norm(bucket.index)
         return total
 
     def writes(self, bucket: Bucket, number: int) -> bool:
         """Whether this rank saves what it holds of segment `number`: of the ranks with the same exactly one does."""
         if bucket.layout.kind == "replicated" and self._model_rank > 0:
             return False
-        exchange = bucket.exchange
-        return self.stage > 0 or number % exchange.world == exchange.place
+        reducer = bucket.reducer
+        return self.stage > 0 or number % reducer.world == reducer.place
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters with a gradient that is not finite in this rank's shards, in the order of buckets."""
@@ -326,8 +326,8 @@ class GradientBuckets(MicroBatches):
 
     def close(self) -> None:
         """Gives symmetric memory back, parameters included: the model is of no use afterwards. Collective."""
-        for exchange in self.exchanges:
-            exchange.free()
+        for reducer in self.reducers:
+            reducer.free()
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from tpfuse.testing.explore.mutants import surviving
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.zero.reducer import direct as direct_exchange
+from tpfuse.zero.reducer import direct as direct_module
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
@@ -47,10 +47,10 @@ def gradients(step: int, index: int, world: int, size: int) -> Tensor:
     return integers(10 * step + index, world, size, low=-3, high=3)
 
 
-def compute(exchange: GradientReducer, expected: list[Tensor]) -> None:
+def compute(reducer: GradientReducer, expected: list[Tensor]) -> None:
     """Reads all parameters, as forward and backward passes do."""
     for index, values in enumerate(expected):
-        assert torch.equal(exchange.values(index), values)
+        assert torch.equal(reducer.values(index), values)
 
 
 class Twice:
@@ -70,7 +70,7 @@ class Twice:
 
 
 def one_step(
-    exchange: GradientReducer,
+    reducer: GradientReducer,
     memory: SimulatedMemory,
     step: int,
     expected: list[Tensor],
@@ -80,74 +80,74 @@ def one_step(
 ) -> None:
     """Sends all gradients, looks at this rank's sums, and updates; nodes: with the same gradients."""
     world = memory.world
-    compute(exchange, expected)
-    exchange.begin()
-    for index, spec in enumerate(exchange.specs):
+    compute(reducer, expected)
+    reducer.begin()
+    for index, spec in enumerate(reducer.specs):
         found = gradients(step, index, world, spec.size)
-        exchange.room(index).copy_(found[memory.rank])
-        exchange.send(index)
-    compute(exchange, expected)
-    exchange.end_backward()
-    for index, spec in enumerate(exchange.specs):
-        whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), exchange.shard(index)
+        reducer.room(index).copy_(found[memory.rank])
+        reducer.send(index)
+    compute(reducer, expected)
+    reducer.end_backward()
+    for index, spec in enumerate(reducer.specs):
+        whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), reducer.shard(index)
         if sums:
             own = whole[shard.start : shard.stop]
-            assert torch.equal(exchange.sums(index).float(), own)
-            assert exchange.squared_norm(index).item() == pytest.approx(own.square().sum().item(), rel=1e-6)
+            assert torch.equal(reducer.sums(index).float(), own)
+            assert reducer.squared_norm(index).item() == pytest.approx(own.square().sum().item(), rel=1e-6)
         if update:
             expected[index] += whole
     if update:
-        exchange.update([Added(len(exchange.shard(index))) for index in range(len(exchange.specs))])  # type: ignore[misc]
+        reducer.update([Added(len(reducer.shard(index))) for index in range(len(reducer.specs))])  # type: ignore[misc]
 
 
 def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> None:
     """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
     nodes = 1 if hop is None else 2
     name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
-    exchange = current(direct_exchange).DirectReducer(specs(memory.world, sent), stage, memory, name, hop)
-    expected = [torch.zeros(spec.size) for spec in exchange.specs]
+    reducer = current(direct_module).DirectReducer(specs(memory.world, sent), stage, memory, name, hop)
+    expected = [torch.zeros(spec.size) for spec in reducer.specs]
     for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
-        one_step(exchange, memory, step, expected, update, sums, nodes)
-    compute(exchange, expected)
-    for index, spec in enumerate(exchange.specs):
-        shard = exchange.shard(index)
-        exchange.values(index)[shard.start : shard.stop] = 7.0
+        one_step(reducer, memory, step, expected, update, sums, nodes)
+    compute(reducer, expected)
+    for index, spec in enumerate(reducer.specs):
+        shard = reducer.shard(index)
+        reducer.values(index)[shard.start : shard.stop] = 7.0
         expected[index] = torch.full((spec.size,), 7.0)
-    exchange.publish()
-    one_step(exchange, memory, 9, expected, True, True, nodes)
+    reducer.publish()
+    one_step(reducer, memory, 9, expected, True, True, nodes)
 
 
 def late(memory: SimulatedMemory, stage: int) -> None:
     """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
     made = specs(memory.world, torch.float32)
-    exchange = current(direct_exchange).DirectReducer(made, stage, memory, f"exchange of stage {stage}")
-    expected = [torch.zeros(spec.size) for spec in exchange.specs]
-    one_step(exchange, memory, 0, expected, True, True)
+    reducer = current(direct_module).DirectReducer(made, stage, memory, f"exchange of stage {stage}")
+    expected = [torch.zeros(spec.size) for spec in reducer.specs]
+    one_step(reducer, memory, 0, expected, True, True)
     with pytest.raises(PeerTimeout):
-        exchange.begin()
-        for index in range(len(exchange.specs)):
-            exchange.room(index).fill_(1.0)
+        reducer.begin()
+        for index in range(len(reducer.specs)):
+            reducer.room(index).fill_(1.0)
             if memory.rank == 0 and index == 1:
                 with memory.guard("elsewhere"):
                     memory.barrier("elsewhere")
-            exchange.send(index)
-        exchange.end_backward()
-        for index in range(len(exchange.specs)):
-            exchange.sums(index)
+            reducer.send(index)
+        reducer.end_backward()
+        for index in range(len(reducer.specs)):
+            reducer.sums(index)
     memory.reset()
-    one_step(exchange, memory, 2, expected, True, True)
-    one_step(exchange, memory, 3, expected, True, False)
+    one_step(reducer, memory, 2, expected, True, True)
+    one_step(reducer, memory, 3, expected, True, False)
 
 
-EXCHANGE = direct_exchange.DirectReducer
+REDUCER = direct_module.DirectReducer
 STALE = {"old": "self._first + index + 1", "by": "self._first + index"}
 
 
 class TestDirectReducer(ProtocolSuite):
-    modules = (direct_exchange,)
-    needed = (direct_exchange,)
+    modules = (direct_module,)
+    needed = (direct_module,)
     unneeded: ClassVar = {
-        (EXCHANGE._sum_everywhere, "self._say(ENDED, self._said[DONE])"): "it comes early; `begin` says it otherwise"
+        (REDUCER._sum_everywhere, "self._say(ENDED, self._said[DONE])"): "it comes early; `begin` says it otherwise"
     }
     worlds = ((2, 1), (3, 1), (1, 1))
     seeds = 30
@@ -167,14 +167,14 @@ class TestDirectReducer(ProtocolSuite):
 
 
 FAULTS = {  # and the stages that show each
-    Fault("one room", replace(EXCHANGE._room, "len(self._rooms)", by="1")): (2,),
-    Fault("the room before its readers are done", replace(EXCHANGE.room, "index >= ROOMS", by="False")): (2,),
-    Fault("an older reader", replace(EXCHANGE._wait_until_read, call="_wait", **STALE)): (2,),
-    Fault("an older bucket's signal", replace(EXCHANGE._sum_part, call="_wait", **STALE)): STAGES,
-    Fault("an older sum's", replace(EXCHANGE._sum_everywhere, call="wait", **STALE)): (0,),
-    Fault("the next rank's shard", replace(EXCHANGE._part, "self.memory.rank", by="0")): STAGES,
-    Fault("one rank is left out", replace(EXCHANGE._wait, "self._others", by="self._others[1:]")): STAGES,
-    Fault("a step is not ended", replace(EXCHANGE.begin, "self._said[ENDED] != self._said[DONE]", by="False")): (1,),
+    Fault("one room", replace(REDUCER._room, "len(self._rooms)", by="1")): (2,),
+    Fault("the room before its readers are done", replace(REDUCER.room, "index >= ROOMS", by="False")): (2,),
+    Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait", **STALE)): (2,),
+    Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait", **STALE)): STAGES,
+    Fault("an older sum's", replace(REDUCER._sum_everywhere, call="wait", **STALE)): (0,),
+    Fault("the next rank's shard", replace(REDUCER._part, "self.memory.rank", by="0")): STAGES,
+    Fault("one rank is left out", replace(REDUCER._wait, "self._others", by="self._others[1:]")): STAGES,
+    Fault("a step is not ended", replace(REDUCER.begin, "self._said[ENDED] != self._said[DONE]", by="False")): (1,),
 }
 
 
@@ -183,7 +183,7 @@ FAULTS = {  # and the stages that show each
 def test_planted_faults_are_found_at_each_stage(fault: Fault) -> None:
     for stage in FAULTS[fault]:
         program = partial(steps, stage=stage)
-        left = surviving(lambda module, program=program: program, [direct_exchange], 2, mutants=[fault.mutant()])
+        left = surviving(lambda module, program=program: program, [direct_module], 2, mutants=[fault.mutant()])
         assert not left, f"stage {stage}"
 
 
@@ -210,9 +210,9 @@ def test_unequal_rooms_do_not_meet() -> None:
 
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
-            exchange = direct_exchange.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
-            rooms: list[Any] = [exchange.room(0)] if stage == 2 else [exchange.room(i) for i in range(4)]
-            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(exchange.values, range(4))])
+            reducer = direct_module.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
+            rooms: list[Any] = [reducer.room(0)] if stage == 2 else [reducer.room(i) for i in range(4)]
+            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(reducer.values, range(4))])
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
     explore(program, 2)

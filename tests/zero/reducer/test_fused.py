@@ -19,7 +19,7 @@ from tpfuse.testing.tiers import exhaustive, pairwise
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import DeviceStore
-from tpfuse.zero.reducer import fused as fused_exchange
+from tpfuse.zero.reducer import fused as fused_module
 from tpfuse.zero.reducer.base import BucketSpec
 from tpfuse.zero.reducer.direct import DirectReducer
 from tpfuse.zero.reducer.fused import FusedReducer
@@ -37,7 +37,7 @@ def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> 
     with implementation(name):
         buckets = GradientBuckets(model, stage=stage, data_group=group, bucket_bytes=700)
         kind = FusedReducer if name == "fused" else DirectReducer
-        assert [type(exchange) for exchange in buckets.exchanges] == [kind]
+        assert [type(reducer) for reducer in buckets.reducers] == [kind]
         optimizer = FlatAdamW(buckets, weight_decay=0.1)
         norms = []
         for step in range(3):
@@ -74,28 +74,28 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
             """Values are read before and after; AdamW that remembers nothing takes a step of lr against the sign."""
             world = memory.world
             specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
-            exchange = module.FusedReducer(specs, stage, memory, "exchange")
-            moments = [[torch.zeros(len(exchange.shard(i))) for _ in range(2)] for i in range(4)]
+            reducer = module.FusedReducer(specs, stage, memory, "exchange")
+            moments = [[torch.zeros(len(reducer.shard(i))) for _ in range(2)] for i in range(4)]
             ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
             for step in range(1, 4):
                 for index in range(4):
-                    assert torch.allclose(exchange.values(index), torch.tensor(value), atol=1e-5)
-                exchange.begin()
+                    assert torch.allclose(reducer.values(index), torch.tensor(value), atol=1e-5)
+                reducer.begin()
                 for index in range(4):
-                    exchange.room(index).copy_(ramps[index] * (memory.rank + 1))
-                    exchange.send(index)
-                exchange.end_backward()
+                    reducer.room(index).copy_(ramps[index] * (memory.rank + 1))
+                    reducer.send(index)
+                reducer.end_backward()
                 if sums or step == 2:
                     for index in range(4):
-                        shard = exchange.shard(index)
+                        shard = reducer.shard(index)
                         expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
-                        assert torch.equal(exchange.sums(index), expected)
+                        assert torch.equal(reducer.sums(index), expected)
                 if step == 2:
                     continue  # no update: gradients are written again all the same
                 # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.
                 rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
                 store = DeviceStore(CPU)
-                exchange.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
+                reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
                 value -= 0.1
 
         return program
@@ -109,13 +109,13 @@ CASES = [(0, True), (1, True), (1, False), (2, True)]
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
 @pytest.mark.parametrize(("stage", "sums"), CASES)
 def test_no_alarm(stage: int, sums: bool, world: int) -> None:
-    explore(program_of(stage, sums)(fused_exchange), world, resident=2)
+    explore(program_of(stage, sums)(fused_module), world, resident=2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "sums"), CASES)
 def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
-    explore(program_of(stage, sums)(fused_exchange), 2, resident=2, schedules=map(PCT, range(10)))
+    explore(program_of(stage, sums)(fused_module), 2, resident=2, schedules=map(PCT, range(10)))
 
 
 FAULTS = {
@@ -141,4 +141,4 @@ FAULTS = {
 def test_faults(fault: str) -> None:
     edit, case = FAULTS[fault]
     mutant = Fault(fault, edit).mutant()
-    assert not surviving(program_of(*case), [fused_exchange], 2, mutants=[mutant], resident=2)
+    assert not surviving(program_of(*case), [fused_module], 2, mutants=[mutant], resident=2)

@@ -35,17 +35,17 @@ def make_reducer(
         return Alone(specs, stage, device), "one rank"
     choice = choose(device, specs[0].sent, group)
     if choice.memory is not None:
-        exchange = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
-        return exchange, f"{choice.implementation}: {choice.reason}"
+        reducer = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
+        return reducer, f"{choice.implementation}: {choice.reason}"
     reason = choice.reason
     if choice.fallback:
         nodes = split_by_node(group)
         within = None if nodes is None else choose(device, specs[0].sent, nodes.within)
         if nodes is not None and within is not None and within.memory is not None:
             hop = InterNodeReducer(nodes.across, compression)
-            exchange = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
+            reducer = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
-            return exchange, f"{where}, within one {within.implementation}: {within.reason}"
+            return reducer, f"{where}, within one {within.implementation}: {within.reason}"
         reason += f"; {why_not_split(group) if within is None else within.reason}"
     return CollectiveReducer(specs, stage, group, device), f"collective: {reason}"
 
