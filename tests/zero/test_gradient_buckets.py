@@ -15,7 +15,7 @@ from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.reducer.base import Alone
+from tpfuse.zero.reducer.base import SingleRankReducer
 
 CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=12, dropout=0.2)
 
@@ -162,13 +162,13 @@ def test_tied_weights_are_one_parameter() -> None:
 
 def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    send = Alone.send
+    send = SingleRankReducer.send
 
-    def record(reducer: Alone, index: int) -> None:
+    def record(reducer: SingleRankReducer, index: int) -> None:
         events.append(f"send {index}")
         send(reducer, index)
 
-    monkeypatch.setattr(Alone, "send", record)
+    monkeypatch.setattr(SingleRankReducer, "send", record)
     model = _Toy()
     del model.unused
     model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
@@ -190,7 +190,7 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
 def test_buckets_are_sent_in_one_order_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose gradients come in another order, or not at all, would otherwise reduce different buckets."""
     sent: list[int] = []
-    monkeypatch.setattr(Alone, "send", lambda _, index: sent.append(index))
+    monkeypatch.setattr(SingleRankReducer, "send", lambda _, index: sent.append(index))
     model = _Toy()
     buckets = GradientBuckets(model, bucket_bytes=1)
     buckets.start(last=True)

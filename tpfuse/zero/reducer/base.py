@@ -171,7 +171,7 @@ class OnDemand:
         self._made.pop(index, None)
 
 
-class Alone(GradientReducer):
+class SingleRankReducer(GradientReducer):
     """One rank: nothing is exchanged."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
