@@ -69,8 +69,8 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
     def call() -> None:
         engine.start(last=True)
         for bucket in engine.buckets:  # as if a backward pass had put there what is in their rooms
-            bucket.missing.clear()
-            bucket.untouched.clear()
+            bucket.pending.clear()
+            bucket.without_gradient.clear()
         engine.finish(sums=norm)
         if norm:  # the sums take the gradients' place, which so grow from call to call
             engine.squared_norm().item()

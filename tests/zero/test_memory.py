@@ -183,7 +183,7 @@ def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
     assert sum(x["exp_avg"].nbytes + x["exp_avg_sq"].nbytes for x in state) == expected.moments
     assert sum(x["model"].nbytes for x in state if dtype in HALF) == expected.master
     if stage < 2:
-        kept = [bucket.kept for bucket in buckets.buckets]
+        kept = [bucket.accumulated for bucket in buckets.buckets]
         assert sum(x.nbytes for x in kept if x is not None) == expected.gradients
     else:
         held = expected.gradients - sum(bucket.sums.nbytes for bucket in buckets.buckets)

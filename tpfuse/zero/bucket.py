@@ -10,21 +10,22 @@ from tpfuse.zero.reducer.base import GradientReducer
 
 @dataclass(eq=False)
 class Bucket:
-    """A bucket on this rank: bucket `index` of its exchange.
+    """A bucket on this rank: bucket `index` of its reducer.
 
-    kept: where gradients are accumulated, [size]; None at stage 2 as long as nothing is. room: where those of the last
-    micro-batch go, at stage 2, when it is the bucket's turn; held: those that wait for it. missing, untouched:
-    segments, by number, whose gradient of this micro-batch has not come, or that had none in this step.
+    accumulated: the tensor [size] in which gradients are accumulated; None at stage 2 while there is none.
+    reduce_buffer: the reducer's buffer for the gradients of the last micro-batch at stage 2, from the bucket's turn on.
+    waiting: the gradients that wait for that turn, by segment. pending: the segments whose gradient of this micro-batch
+    has not arrived. without_gradient: the segments that have had no gradient in this step.
     """
 
     layout: BucketLayout
     reducer: GradientReducer
     index: int
-    kept: Tensor | None = None
-    room: Tensor | None = None
-    held: dict[int, Tensor] = field(default_factory=dict)
-    missing: set[int] = field(default_factory=set)
-    untouched: set[int] = field(default_factory=set)
+    accumulated: Tensor | None = None
+    reduce_buffer: Tensor | None = None
+    waiting: dict[int, Tensor] = field(default_factory=dict)
+    pending: set[int] = field(default_factory=set)
+    without_gradient: set[int] = field(default_factory=set)
 
     @property
     def values(self) -> Tensor:

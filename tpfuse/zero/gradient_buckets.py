@@ -124,7 +124,7 @@ class GradientBuckets(MicroBatches):
         for bucket in self.buckets:
             if bucket.reducer.keeps_gradients:
                 room, kept = bucket.reducer.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
-                bucket.kept = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
+                bucket.accumulated = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
         self._watch()
 
     def _open(
@@ -171,64 +171,64 @@ class GradientBuckets(MicroBatches):
         segment = bucket.layout.segments[number]
         if gradient.layout is not torch.strided:
             raise ValueError(f"{segment.name} has a sparse gradient: expected a dense one (sparse=False)")
-        if not self._accumulating or (self._last and number not in bucket.missing):
+        if not self._accumulating or (self._last and number not in bucket.pending):
             raise ValueError(_WITHOUT_GRADIENT.format(name=segment.name))
-        if bucket.kept is None and self._last:
-            bucket.held[number] = gradient
+        if bucket.accumulated is None and self._last:
+            bucket.waiting[number] = gradient
             if bucket is self.buckets[self._next]:
-                self._put(bucket)  # and so its memory is free for the next ones
+                self._copy_waiting(bucket)  # and so its memory is free for the next ones
         else:
-            place = bucket.layout.view(self._kept(bucket), segment)
-            if number in bucket.untouched:
+            place = bucket.layout.view(self._accumulation_buffer(bucket), segment)
+            if number in bucket.without_gradient:
                 place.copy_(gradient)
             else:
                 place.add_(gradient)
-        bucket.untouched.discard(number)
-        bucket.missing.discard(number)
-        if self._last and not bucket.missing:
+        bucket.without_gradient.discard(number)
+        bucket.pending.discard(number)
+        if self._last and not bucket.pending:
             self._send(complete=True)
 
-    def _kept(self, bucket: Bucket) -> Tensor:
-        if bucket.kept is None:
+    def _accumulation_buffer(self, bucket: Bucket) -> Tensor:
+        if bucket.accumulated is None:
             dtype = self._dtype(bucket.layout, self._gradient_dtype)
-            bucket.kept = torch.zeros(bucket.layout.size, dtype=dtype, device=bucket.values.device)
-        return bucket.kept
+            bucket.accumulated = torch.zeros(bucket.layout.size, dtype=dtype, device=bucket.values.device)
+        return bucket.accumulated
 
     def _send(self, *, complete: bool) -> None:
         """Sends the buckets whose turn it is; all that are left, or those that are complete."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if complete and bucket.missing:
+            if complete and bucket.pending:
                 return
             self._fill(bucket)
             bucket.reducer.send(bucket.index)
             self._next += 1
 
     def _fill(self, bucket: Bucket) -> None:
-        layout, kept = bucket.layout, bucket.kept
+        layout, kept = bucket.layout, bucket.accumulated
         if kept is None:
-            room = self._put(bucket)
+            room = self._copy_waiting(bucket)
             ends = [0, *(segment.stop for segment in layout.segments)]
             starts = [*(segment.start for segment in layout.segments), layout.size]
             for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
                 room[start:end].zero_()
         else:
             room = bucket.reducer.room(bucket.index)
-        for number in bucket.untouched:
+        for number in bucket.without_gradient:
             layout.view(room if kept is None else kept, layout.segments[number]).zero_()
         if kept is not None and kept is not room:
             room.copy_(kept)
         if not bucket.reducer.keeps_gradients:
-            bucket.kept = bucket.room = None
+            bucket.accumulated = bucket.reduce_buffer = None
 
-    def _put(self, bucket: Bucket) -> Tensor:
+    def _copy_waiting(self, bucket: Bucket) -> Tensor:
         """What the bucket holds goes to its room, which is opened by that."""
-        if bucket.room is None:
-            bucket.room = bucket.reducer.room(bucket.index)
-        for number, gradient in bucket.held.items():
-            bucket.layout.view(bucket.room, bucket.layout.segments[number]).copy_(gradient)
-        bucket.held.clear()
-        return bucket.room
+        if bucket.reduce_buffer is None:
+            bucket.reduce_buffer = bucket.reducer.room(bucket.index)
+        for number, gradient in bucket.waiting.items():
+            bucket.layout.view(bucket.reduce_buffer, bucket.layout.segments[number]).copy_(gradient)
+        bucket.waiting.clear()
+        return bucket.reduce_buffer
 
     def _announce(self, *, first: bool, last: bool) -> None:
         if first:
@@ -240,9 +240,9 @@ class GradientBuckets(MicroBatches):
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
         for bucket in self.buckets:
-            bucket.missing = set(range(len(bucket.layout.segments)))
+            bucket.pending = set(range(len(bucket.layout.segments)))
             if first:
-                bucket.untouched = set(bucket.missing)
+                bucket.without_gradient = set(bucket.pending)
 
     def _complete(self, *, sums: bool) -> None:
         try:
@@ -254,13 +254,13 @@ class GradientBuckets(MicroBatches):
                     bucket.reducer.sums(bucket.index)
         finally:
             for bucket in self.buckets:
-                bucket.held.clear()
-                bucket.room = None
+                bucket.waiting.clear()
+                bucket.reduce_buffer = None
             for name, parameter in self.trained.items():
                 parameter.grad = self._taken[name]
 
     def _reducing(self) -> bool:
-        return any(len(bucket.missing) < len(bucket.layout.segments) for bucket in self.buckets)
+        return any(len(bucket.pending) < len(bucket.layout.segments) for bucket in self.buckets)
 
     def _abandon(self, *, begun: bool) -> None:
         for reducer in self.reducers:
@@ -269,10 +269,10 @@ class GradientBuckets(MicroBatches):
 
     def _drop(self) -> None:
         for bucket in self.buckets:
-            bucket.held.clear()
-            bucket.room = None
+            bucket.waiting.clear()
+            bucket.reduce_buffer = None
             if not bucket.reducer.keeps_gradients:
-                bucket.kept = None
+                bucket.accumulated = None
 
     @property
     def traffic(self) -> Traffic:
