@@ -62,7 +62,7 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
     model = nn.ParameterList([nn.Parameter(x.clone()) for x in before.view(shape)])
     engine, optimizer = engine_of(model, 1, dist.group.WORLD)
     for bucket in engine.buckets:
-        room = bucket.reducer.room(bucket.index)
+        room = bucket.reducer.gradient_buffer(bucket.index)
         for segment in bucket.layout.segments:
             bucket.layout.view(room, segment).copy_(gradient.view(shape)[int(segment.name)])
 

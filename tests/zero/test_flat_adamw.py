@@ -88,7 +88,7 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
         buckets.finish()  # with zeros
         for index, (_, bucket, segment) in enumerate(places):
             gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
-            bucket.layout.view(bucket.sums, segment).copy_(gradient)
+            bucket.layout.view(bucket.reduced_shard, segment).copy_(gradient)
         with kernels(name):
             optimizer.step(1e-2 / (step + 1), 0.5 if step % 2 else 1.0)
     state = {}

@@ -23,7 +23,7 @@ CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=1
 def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
     """Where all ranks have whole sums, at stage 0."""
     return {
-        segment.name: bucket.layout.view(bucket.sums, segment)
+        segment.name: bucket.layout.view(bucket.reduced_shard, segment)
         for bucket in buckets.buckets
         for segment in bucket.layout.segments
     }
@@ -162,13 +162,13 @@ def test_tied_weights_are_one_parameter() -> None:
 
 def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    send = SingleRankReducer.send
+    start_reduce = SingleRankReducer.start_reduce
 
     def record(reducer: SingleRankReducer, index: int) -> None:
         events.append(f"send {index}")
-        send(reducer, index)
+        start_reduce(reducer, index)
 
-    monkeypatch.setattr(SingleRankReducer, "send", record)
+    monkeypatch.setattr(SingleRankReducer, "start_reduce", record)
     model = _Toy()
     del model.unused
     model.first.register_full_backward_hook(lambda *_: events.append("first layer's backward"))
@@ -190,7 +190,7 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
 def test_buckets_are_sent_in_one_order_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks whose gradients come in another order, or not at all, would otherwise reduce different buckets."""
     sent: list[int] = []
-    monkeypatch.setattr(SingleRankReducer, "send", lambda _, index: sent.append(index))
+    monkeypatch.setattr(SingleRankReducer, "start_reduce", lambda _, index: sent.append(index))
     model = _Toy()
     buckets = GradientBuckets(model, bucket_bytes=1)
     buckets.start(last=True)
@@ -215,7 +215,7 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     master = FlatAdamW(buckets).state(bucket)["model"]
     assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
     half = GradientBuckets(nn.Linear(63, 100, dtype=dtype), gradient_dtype="parameter")
-    assert half.buckets[0].sums.dtype == dtype, "half as much memory where that is asked for"
+    assert half.buckets[0].reduced_shard.dtype == dtype, "half as much memory where that is asked for"
 
 
 def test_buckets_hold_one_dtype_each() -> None:
@@ -261,10 +261,10 @@ def _each_is_named() -> int:
     for bucket in buckets.buckets:
         for segment, part in bucket.layout.inside(bucket.shard):
             for element in (part.start, part.stop - 1):
-                before = bucket.sums[element - bucket.shard.start].item()
-                bucket.sums[element - bucket.shard.start] = torch.nan
+                before = bucket.reduced_shard[element - bucket.shard.start].item()
+                bucket.reduced_shard[element - bucket.shard.start] = torch.nan
                 assert buckets.nonfinite() == [segment.name]
-                bucket.sums[element - bucket.shard.start] = before
+                bucket.reduced_shard[element - bucket.shard.start] = before
             found += 1
     return found
 

@@ -186,7 +186,7 @@ def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
         kept = [bucket.accumulated for bucket in buckets.buckets]
         assert sum(x.nbytes for x in kept if x is not None) == expected.gradients
     else:
-        held = expected.gradients - sum(bucket.sums.nbytes for bucket in buckets.buckets)
+        held = expected.gradients - sum(bucket.reduced_shard.nbytes for bucket in buckets.buckets)
         assert 0 < held <= max(bucket.values.nbytes for bucket in buckets.buckets)
     optimizer.step(1e-3)
 

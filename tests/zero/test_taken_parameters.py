@@ -59,7 +59,7 @@ def test_a_parameter_stays_the_object_that_others_hold(stage: int) -> None:
     _step(buckets, model, x)
     for bucket in buckets.buckets:
         for segment in bucket.layout.segments:
-            torch.testing.assert_close(bucket.layout.view(bucket.sums, segment), expected[segment.name])
+            torch.testing.assert_close(bucket.layout.view(bucket.reduced_shard, segment), expected[segment.name])
     torch.testing.assert_close(seen, [expected["scale"]] * 2)
     held = model.scale.detach().clone()
     optimizer.step(1e-2)
@@ -131,7 +131,7 @@ def test_a_model_that_was_changed_is_an_error_until_new_buckets_are_made(change:
     plain(x).square().sum().backward()
     for bucket in buckets.buckets:
         for segment in bucket.layout.segments:
-            sums = bucket.layout.view(bucket.sums, segment)
+            sums = bucket.layout.view(bucket.reduced_shard, segment)
             torch.testing.assert_close(sums.to(x.dtype), plain.get_parameter(segment.name).grad)
 
 

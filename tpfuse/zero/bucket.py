@@ -43,6 +43,6 @@ class Bucket:
         return self.values[self.shard.start : self.shard.stop]
 
     @property
-    def sums(self) -> Tensor:
+    def reduced_shard(self) -> Tensor:
         """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
-        return self.reducer.sums(self.index)
+        return self.reducer.reduced_shard(self.index)

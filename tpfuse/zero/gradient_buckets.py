@@ -44,7 +44,7 @@ from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gr
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
     " put earlier backward passes of a step into its no_sync(), and clip by its clip_grad_norm_(); without it call"
-    " start() before each backward pass, and after finish() bucket.sums are the gradients"
+    " start() before each backward pass, and after finish() bucket.reduced_shard is the gradient"
 )
 
 
@@ -61,7 +61,7 @@ class GradientBuckets(MicroBatches):
     which are of the dtype that travels. compression: of what passes between nodes (`tpfuse.zero.compression`).
 
     Use: hand them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for an optimizer of your own, call for each
-    micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.sums` are there. A parameter that
+    micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.reduced_shard` is there. A parameter that
     took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets, and so out of
     the optimizer. Every rank makes and uses its buckets in the same order.
 
@@ -123,7 +123,7 @@ class GradientBuckets(MicroBatches):
             self._move_in(bucket)
         for bucket in self.buckets:
             if bucket.reducer.keeps_gradients:
-                room, kept = bucket.reducer.room(bucket.index), self._dtype(bucket.layout, gradient_dtype)
+                room, kept = bucket.reducer.gradient_buffer(bucket.index), self._dtype(bucket.layout, gradient_dtype)
                 bucket.accumulated = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
         self._watch()
 
@@ -201,7 +201,7 @@ class GradientBuckets(MicroBatches):
             if complete and bucket.pending:
                 return
             self._fill(bucket)
-            bucket.reducer.send(bucket.index)
+            bucket.reducer.start_reduce(bucket.index)
             self._next += 1
 
     def _fill(self, bucket: Bucket) -> None:
@@ -213,7 +213,7 @@ class GradientBuckets(MicroBatches):
             for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
                 room[start:end].zero_()
         else:
-            room = bucket.reducer.room(bucket.index)
+            room = bucket.reducer.gradient_buffer(bucket.index)
         for number in bucket.without_gradient:
             layout.view(room if kept is None else kept, layout.segments[number]).zero_()
         if kept is not None and kept is not room:
@@ -224,7 +224,7 @@ class GradientBuckets(MicroBatches):
     def _copy_waiting(self, bucket: Bucket) -> Tensor:
         """What the bucket holds goes to its room, which is opened by that."""
         if bucket.reduce_buffer is None:
-            bucket.reduce_buffer = bucket.reducer.room(bucket.index)
+            bucket.reduce_buffer = bucket.reducer.gradient_buffer(bucket.index)
         for number, gradient in bucket.waiting.items():
             bucket.layout.view(bucket.reduce_buffer, bucket.layout.segments[number]).copy_(gradient)
         bucket.waiting.clear()
@@ -251,7 +251,7 @@ class GradientBuckets(MicroBatches):
                 reducer.end_backward()
             if sums:
                 for bucket in self.buckets:
-                    bucket.reducer.sums(bucket.index)
+                    bucket.reducer.reduced_shard(bucket.index)
         finally:
             for bucket in self.buckets:
                 bucket.waiting.clear()
@@ -321,7 +321,7 @@ class GradientBuckets(MicroBatches):
             segment.name
             for bucket in self.buckets
             for segment, part in bucket.layout.inside(bucket.shard)
-            if not bool(torch.isfinite(_within(bucket.sums, bucket.shard, part)).all())
+            if not bool(torch.isfinite(_within(bucket.reduced_shard, bucket.shard, part)).all())
         ]
 
     def close(self) -> None:

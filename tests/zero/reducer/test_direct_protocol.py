@@ -84,15 +84,15 @@ def one_step(
     reducer.begin()
     for index, spec in enumerate(reducer.specs):
         found = gradients(step, index, world, spec.size)
-        reducer.room(index).copy_(found[memory.rank])
-        reducer.send(index)
+        reducer.gradient_buffer(index).copy_(found[memory.rank])
+        reducer.start_reduce(index)
     compute(reducer, expected)
     reducer.end_backward()
     for index, spec in enumerate(reducer.specs):
         whole, shard = nodes * gradients(step, index, world, spec.size).sum(0), reducer.shard(index)
         if sums:
             own = whole[shard.start : shard.stop]
-            assert torch.equal(reducer.sums(index).float(), own)
+            assert torch.equal(reducer.reduced_shard(index).float(), own)
             assert reducer.squared_norm(index).item() == pytest.approx(own.square().sum().item(), rel=1e-6)
         if update:
             expected[index] += whole
@@ -126,14 +126,14 @@ def late(memory: SimulatedMemory, stage: int) -> None:
     with pytest.raises(PeerTimeout):
         reducer.begin()
         for index in range(len(reducer.specs)):
-            reducer.room(index).fill_(1.0)
+            reducer.gradient_buffer(index).fill_(1.0)
             if memory.rank == 0 and index == 1:
                 with memory.guard("elsewhere"):
                     memory.barrier("elsewhere")
-            reducer.send(index)
+            reducer.start_reduce(index)
         reducer.end_backward()
         for index in range(len(reducer.specs)):
-            reducer.sums(index)
+            reducer.reduced_shard(index)
     memory.reset()
     one_step(reducer, memory, 2, expected, True, True)
     one_step(reducer, memory, 3, expected, True, False)
@@ -147,7 +147,10 @@ class TestDirectReducer(ProtocolSuite):
     modules = (direct_module,)
     needed = (direct_module,)
     unneeded: ClassVar = {
-        (REDUCER._sum_everywhere, "self._say(ENDED, self._said[DONE])"): "it comes early; `begin` says it otherwise"
+        (
+            REDUCER._sum_everywhere,
+            "self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])",
+        ): "it comes early; `begin` says it otherwise"
     }
     worlds = ((2, 1), (3, 1), (1, 1))
     seeds = 30
@@ -168,13 +171,16 @@ class TestDirectReducer(ProtocolSuite):
 
 FAULTS = {  # and the stages that show each
     Fault("one room", replace(REDUCER._room, "len(self._rooms)", by="1")): (2,),
-    Fault("the room before its readers are done", replace(REDUCER.room, "index >= ROOMS", by="False")): (2,),
-    Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait", **STALE)): (2,),
-    Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait", **STALE)): STAGES,
+    Fault("the room before its readers are done", replace(REDUCER.gradient_buffer, "index >= ROOMS", by="False")): (2,),
+    Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait_for_peers", **STALE)): (2,),
+    Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait_for_peers", **STALE)): STAGES,
     Fault("an older sum's", replace(REDUCER._sum_everywhere, call="wait", **STALE)): (0,),
     Fault("the next rank's shard", replace(REDUCER._part, "self.memory.rank", by="0")): STAGES,
-    Fault("one rank is left out", replace(REDUCER._wait, "self._others", by="self._others[1:]")): STAGES,
-    Fault("a step is not ended", replace(REDUCER.begin, "self._said[ENDED] != self._said[DONE]", by="False")): (1,),
+    Fault("one rank is left out", replace(REDUCER._wait_for_peers, "self._others", by="self._others[1:]")): STAGES,
+    Fault(
+        "a step is not ended",
+        replace(REDUCER.begin, "self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]", by="False"),
+    ): (1,),
 }
 
 
@@ -211,7 +217,9 @@ def test_unequal_rooms_do_not_meet() -> None:
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
             reducer = direct_module.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
-            rooms: list[Any] = [reducer.room(0)] if stage == 2 else [reducer.room(i) for i in range(4)]
+            rooms: list[Any] = (
+                [reducer.gradient_buffer(0)] if stage == 2 else [reducer.gradient_buffer(i) for i in range(4)]
+            )
             spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(reducer.values, range(4))])
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 

@@ -82,14 +82,14 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                     assert torch.allclose(reducer.values(index), torch.tensor(value), atol=1e-5)
                 reducer.begin()
                 for index in range(4):
-                    reducer.room(index).copy_(ramps[index] * (memory.rank + 1))
-                    reducer.send(index)
+                    reducer.gradient_buffer(index).copy_(ramps[index] * (memory.rank + 1))
+                    reducer.start_reduce(index)
                 reducer.end_backward()
                 if sums or step == 2:
                     for index in range(4):
                         shard = reducer.shard(index)
                         expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
-                        assert torch.equal(reducer.sums(index), expected)
+                        assert torch.equal(reducer.reduced_shard(index), expected)
                 if step == 2:
                     continue  # no update: gradients are written again all the same
                 # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.

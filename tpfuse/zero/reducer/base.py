@@ -86,7 +86,7 @@ class GradientReducer(ABC):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `room(i)` is the same tensor in all steps, into which gradients may be added one by one."""
+        """Whether `gradient_buffer(i)` is the same tensor in all steps, into which gradients may be added one by one."""
         return self.stage < 2
 
     @property
@@ -96,17 +96,17 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Before a step: afterwards `room` of every bucket may be written. Raises PeerTimeout."""
+        """Before a step: afterwards `gradient_buffer` of every bucket may be written. Raises PeerTimeout."""
 
     @abstractmethod
-    def room(self, index: int) -> Tensor:
+    def gradient_buffer(self, index: int) -> Tensor:
         """Where the gradients of a bucket are to be written, [size], of the dtype `sent`.
 
-        At stage 2 it is to be asked for bucket after bucket, right before `send`. Raises PeerTimeout.
+        At stage 2 it is to be asked for bucket after bucket, right before `start_reduce`. Raises PeerTimeout.
         """
 
     @abstractmethod
-    def send(self, index: int) -> None:
+    def start_reduce(self, index: int) -> None:
         """The gradients of the bucket are in its room: their reduction may begin."""
 
     @abstractmethod
@@ -114,15 +114,15 @@ class GradientReducer(ABC):
         """All buckets are sent, and this rank needs parameters no more before the update."""
 
     @abstractmethod
-    def sums(self, index: int) -> Tensor:
+    def reduced_shard(self, index: int) -> Tensor:
         """Σ over ranks of the gradients of this rank's shard. Raises PeerTimeout.
 
         float32 (float64 for float64) where ranks share memory, but for the whole sums of stage 0; otherwise as sent.
         """
 
     def squared_norm(self, index: int) -> Tensor:
-        """Of `sums`, float64 []."""
-        sums, dtype = self.sums(index), self.specs[index].state_dtype
+        """Of `reduced_shard`, float64 []."""
+        sums, dtype = self.reduced_shard(index), self.specs[index].state_dtype
         if sums.device.type == "cpu":
             starts = range(0, len(sums), CPU_BLOCK)
             squares = [squared(sums[start : start + CPU_BLOCK].to(dtype)) for start in starts]
@@ -134,7 +134,7 @@ class GradientReducer(ABC):
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         """One update for each bucket; ends when all ranks' new parameters are here. Raises PeerTimeout.
 
-        Where `sums` of a bucket was not asked for in this step, its gradients are summed on the way.
+        Where `reduced_shard` of a bucket was not asked for in this step, its gradients are summed on the way.
         """
 
     @abstractmethod
@@ -188,21 +188,21 @@ class SingleRankReducer(GradientReducer):
     def begin(self) -> None:
         pass
 
-    def room(self, index: int) -> Tensor:
+    def gradient_buffer(self, index: int) -> Tensor:
         return self._gradients.get(index, self.specs[index].size, self.specs[index].sent)
 
-    def send(self, index: int) -> None:
+    def start_reduce(self, index: int) -> None:
         pass
 
     def end_backward(self) -> None:
         pass
 
-    def sums(self, index: int) -> Tensor:
-        return self.room(index)
+    def reduced_shard(self, index: int) -> Tensor:
+        return self.gradient_buffer(index)
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         for index, update in enumerate(updates):
-            update.apply(self.sums(index), self.values(index))
+            update.apply(self.reduced_shard(index), self.values(index))
 
     def publish(self) -> None:
         pass

@@ -32,11 +32,11 @@ class CollectiveReducer(GradientReducer):
     def begin(self) -> None:
         self._reduced = [None] * len(self.specs)
 
-    def room(self, index: int) -> Tensor:
+    def gradient_buffer(self, index: int) -> Tensor:
         return self._rooms.get(index, self.specs[index].size, self.specs[index].sent)
 
-    def send(self, index: int) -> None:
-        room = self.room(index)
+    def start_reduce(self, index: int) -> None:
+        room = self.gradient_buffer(index)
         part = room.nbytes // self.world
         if self.stage == 0:
             self._reduced[index] = room, collective.start_all_reduce(room, self._group), room
@@ -49,12 +49,12 @@ class CollectiveReducer(GradientReducer):
         if self.stage == 2:
             self._rooms.give_up(index)
             if index >= _UNDER_WAY:
-                self.sums(index - _UNDER_WAY)  # and what was sent for them is free
+                self.reduced_shard(index - _UNDER_WAY)  # and what was sent for them is free
 
     def end_backward(self) -> None:
         pass
 
-    def sums(self, index: int) -> Tensor:
+    def reduced_shard(self, index: int) -> Tensor:
         reduced = self._reduced[index]
         assert reduced is not None
         out, handle, _ = reduced
@@ -65,7 +65,7 @@ class CollectiveReducer(GradientReducer):
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         gathered = []
         for index, update in enumerate(updates):
-            sums, shard = self.sums(index), self.shard(index)
+            sums, shard = self.reduced_shard(index), self.shard(index)
             update.apply(sums, self.values(index)[shard.start : shard.stop])
             self._reduced[index] = None
             gathered += self._gather(index)
@@ -82,10 +82,10 @@ class CollectiveReducer(GradientReducer):
             self.begin()
         for index, reduced in enumerate(self._reduced):
             if reduced is None:
-                self.room(index).fill_(torch.nan)
-                self.send(index)
+                self.gradient_buffer(index).fill_(torch.nan)
+                self.start_reduce(index)
         for index in range(len(self.specs)):
-            self.sums(index)
+            self.reduced_shard(index)
         self.begin()
 
     def _gather(self, index: int) -> list[Handle]:

@@ -5,13 +5,13 @@ parameters. All that orders this are four counters on each rank, written by it a
 
 | word   | counts                 | says                                                                               |
 |--------|------------------------|------------------------------------------------------------------------------------|
-| SENT   | buckets, in all steps  | the gradients of that many are whole                                               |
-| SUMMED | buckets, in all steps  | this rank has read that many; at stage 0 the sums of its part stand in its own     |
-| DONE   | backward passes        | this rank computes with its parameters no more: peers may write them               |
-| ENDED  | steps                  | this rank reads and writes nothing of others any more                              |
+| BUCKETS_WRITTEN   | buckets, in all steps  | the gradients of that many are whole                                               |
+| BUCKETS_REDUCED | buckets, in all steps  | this rank has read that many; at stage 0 the sums of its part stand in its own     |
+| BACKWARDS_DONE   | backward passes        | this rank computes with its parameters no more: peers may write them               |
+| STEPS_DONE  | steps                  | this rank reads and writes nothing of others any more                              |
 
 Stages 0 and 1: the owner's sum takes the place of its own gradients, which nobody else reads there. Before a gradient
-is written again everybody has ENDED the step. Stage 2: three rooms take the buckets in turn, so that nobody waits for
+is written again everybody has STEPS_DONE the step. Stage 2: three rooms take the buckets in turn, so that nobody waits for
 what has just been sent. The one of bucket i is filled when all have read i - 3, which lay there. Sums are kept apart.
 
 Across nodes a rank sums for its node the part of all ranks in its place, and they sum what all nodes have: each has a
@@ -30,7 +30,7 @@ from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, squared
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
-SENT, SUMMED, DONE, ENDED = range(4)
+BUCKETS_WRITTEN, BUCKETS_REDUCED, BACKWARDS_DONE, STEPS_DONE = range(4)
 _ALIGNED = 64  # bytes
 ROOMS = 3  # at most: one for each bucket is enough
 
@@ -54,8 +54,8 @@ class DirectReducer(GradientReducer):
         super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
         self.memory, self._name, self._hop = memory, name, hop
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
-        self._flags = memory.signals(f"{name}: flags", 4)
-        self._said, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
+        self._counter_words = memory.signals(f"{name}: flags", 4)
+        self._counters, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
         self._first = 0  # buckets that were sent before this step
         self._sums: list[Tensor | None] = [None] * len(self.specs)
         self._squares: list[Tensor | None] = [None] * len(self.specs)
@@ -110,13 +110,13 @@ class DirectReducer(GradientReducer):
         """Every rank's gradients of a bucket, in this step."""
         return self._rooms[(self._first + index) % len(self._rooms)][index]
 
-    def _say(self, word: int, value: int) -> None:
-        self._said[word] = value
-        self.memory.put(self._flags, self.memory.rank, word, value)
+    def _set_counter(self, word: int, value: int) -> None:
+        self._counters[word] = value
+        self.memory.put(self._counter_words, self.memory.rank, word, value)
 
-    def _wait(self, word: int, value: int, op: str) -> None:
+    def _wait_for_peers(self, word: int, value: int, op: str) -> None:
         for rank in self._others:
-            self.memory.wait(self._flags, rank, word, value, op=op)
+            self.memory.wait(self._counter_words, rank, word, value, op=op)
 
     @property
     def across(self) -> dist.ProcessGroup | None:
@@ -128,15 +128,15 @@ class DirectReducer(GradientReducer):
     def begin(self) -> None:
         with self.memory.guard("begin a step"):
             if self._generation != self.memory.generation:  # a reset has made all counters 0
-                self._said, self._generation = [0, 0, 0, 0], self.memory.generation
-            self._first = self._said[SENT]
+                self._counters, self._generation = [0, 0, 0, 0], self.memory.generation
+            self._first = self._counters[BUCKETS_WRITTEN]
             self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
             self._crossed = 0
-            if self._said[ENDED] != self._said[DONE]:  # there was no update
-                self._say(ENDED, self._said[DONE])
-            self._wait(ENDED, self._said[DONE], "begin a step")
+            if self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]:  # there was no update
+                self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
+            self._wait_for_peers(STEPS_DONE, self._counters[BACKWARDS_DONE], "begin a step")
 
-    def room(self, index: int) -> Tensor:
+    def gradient_buffer(self, index: int) -> Tensor:
         if self.stage == 2 and len(self.specs) > ROOMS:
             if index >= ROOMS - 1:
                 self._sum(index - ROOMS + 1)
@@ -148,15 +148,15 @@ class DirectReducer(GradientReducer):
         """By everybody. Of what the step before has left in the rooms `begin` knows it."""
         op = f"room of bucket {index}"
         with self.memory.guard(op):
-            self._wait(SUMMED, self._first + index + 1, op)
+            self._wait_for_peers(BUCKETS_REDUCED, self._first + index + 1, op)
 
-    def send(self, index: int) -> None:
-        self._say(SENT, self._first + index + 1)
+    def start_reduce(self, index: int) -> None:
+        self._set_counter(BUCKETS_WRITTEN, self._first + index + 1)
 
     def end_backward(self) -> None:
-        self._say(DONE, self._said[DONE] + 1)
+        self._set_counter(BACKWARDS_DONE, self._counters[BACKWARDS_DONE] + 1)
 
-    def sums(self, index: int) -> Tensor:
+    def reduced_shard(self, index: int) -> Tensor:
         found = self._sums[index]
         if found is None:
             if self.stage == 0:
@@ -178,14 +178,14 @@ class DirectReducer(GradientReducer):
         if self._sums[index] is None:
             part = self._sum_part(index)
             if self.stage == 2:
-                self._say(SUMMED, self._first + index + 1)
+                self._set_counter(BUCKETS_REDUCED, self._first + index + 1)
             self._sums[index] = self._cross(index, part)
 
     def _sum_part(self, index: int) -> Tensor:
         """The node's sum of this rank's part."""
         place, op = self._part(index), f"sum of bucket {index}"
         with self.memory.guard(op):
-            self._wait(SENT, self._first + index + 1, op)
+            self._wait_for_peers(BUCKETS_WRITTEN, self._first + index + 1, op)
             parts = [gradients[place] for gradients in self._room(index)]
             out = self._apart.get(index, parts[self.memory.rank])
             squares = 0.0
@@ -231,33 +231,33 @@ class DirectReducer(GradientReducer):
             self._cross(index, part)
             if index in self._apart:
                 self._room(index)[own][self._part(index)].copy_(part)
-            self._say(SUMMED, self._first + index + 1)
+            self._set_counter(BUCKETS_REDUCED, self._first + index + 1)
         for index in range(len(self.specs)):
             op, rooms = f"sums of bucket {index}", self._room(index)
             with self.memory.guard(op):
                 for rank in self._others:
-                    self.memory.wait(self._flags, rank, SUMMED, self._first + index + 1, op=op)
+                    self.memory.wait(self._counter_words, rank, BUCKETS_REDUCED, self._first + index + 1, op=op)
                     place = self._part_of(index, rank)
                     rooms[own][place].copy_(rooms[rank][place])
                     self.traffic.exchange(rooms[own][place].nbytes)
             self._sums[index] = rooms[own]
-        self._say(ENDED, self._said[DONE])
+        self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         if self.stage == 0:
             for index, update in enumerate(updates):
-                update.apply(self.sums(index), self.values(index))
+                update.apply(self.reduced_shard(index), self.values(index))
             return
         for index, update in enumerate(updates):
             if self._sums_first(update):
-                self.sums(index)
-        step = self._said[DONE]
+                self.reduced_shard(index)
+        step = self._counters[BACKWARDS_DONE]
         with self.memory.guard("update"):
-            self._wait(DONE, step, "update")  # and so they have sent all buckets
+            self._wait_for_peers(BACKWARDS_DONE, step, "update")  # and so they have sent all buckets
             for index, update in enumerate(updates):
                 self._sweep(index, update)
-            self._say(ENDED, step)
-            self._wait(ENDED, step, "update")
+            self._set_counter(STEPS_DONE, step)
+            self._wait_for_peers(STEPS_DONE, step, "update")
 
     def _sums_first(self, update: ShardUpdate) -> bool:
         """Whether an update cannot sum on its way."""

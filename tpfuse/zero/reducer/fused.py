@@ -18,7 +18,7 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.zero.reducer.base import BucketSpec
-from tpfuse.zero.reducer.direct import SENT, DirectReducer
+from tpfuse.zero.reducer.direct import BUCKETS_WRITTEN, DirectReducer
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
@@ -41,8 +41,8 @@ class FusedReducer(DirectReducer):
         self._found: dict[int, Tensor] = {}
         _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, most_programs(memory))
 
-    def send(self, index: int) -> None:
-        self._said[SENT] += 1
+    def start_reduce(self, index: int) -> None:
+        self._counters[BUCKETS_WRITTEN] += 1
 
     def _wait_until_read(self, index: int) -> None:
         """The sum of the next bucket, which is on the stream already, ends when all have read this one."""
