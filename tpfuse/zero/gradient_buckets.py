@@ -302,7 +302,7 @@ class GradientBuckets(MicroBatches):
         """
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
-            whole = self.stage == 0 and bucket.reducer.place > 0
+            whole = self.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
                 total += bucket.reducer.squared_norm(bucket.index)
@@ -313,7 +313,7 @@ class GradientBuckets(MicroBatches):
         if bucket.layout.kind == "replicated" and self._model_rank > 0:
             return False
         reducer = bucket.reducer
-        return self.stage > 0 or number % reducer.world == reducer.place
+        return self.stage > 0 or number % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters with a gradient that is not finite in this rank's shards, in the order of buckets."""

@@ -27,7 +27,7 @@ import torch
 from tpfuse.comm.rank_order import HALF, summed_dtype
 from tpfuse.zero.bucket_layout import BucketLayout
 from tpfuse.zero.fully_sharded import shard_dim
-from tpfuse.zero.reducer.direct import ROOMS
+from tpfuse.zero.reducer.direct import GRADIENT_BUFFERS
 
 STAGES = (0, 1, 2, 3)
 Width = Literal["float32", "parameter"]
@@ -127,7 +127,7 @@ def account(
                 total += MemoryAccount(gradients=layout.size * kept.itemsize)
             else:
                 held = max(held, _elements(layout) * layout.dtype.itemsize)
-    rooms = [min(ROOMS, len(sizes)) * max(sizes) for sizes in slots.values()]
+    rooms = [min(GRADIENT_BUFFERS, len(sizes)) * max(sizes) for sizes in slots.values()]
     return total + MemoryAccount(gradients=held, buffers=sum(rooms))
 
 

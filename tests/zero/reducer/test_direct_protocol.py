@@ -22,7 +22,7 @@ from tpfuse.zero.reducer.shard_update import ShardUpdate
 STAGES = (0, 1, 2)
 
 
-class Added:
+class AddingUpdate:
     """In the place of AdamW: parameters grow by the sum of their gradients, in blocks of two sizes."""
 
     apply = ShardUpdate.apply
@@ -53,7 +53,7 @@ def compute(reducer: GradientReducer, expected: list[Tensor]) -> None:
         assert torch.equal(reducer.values(index), values)
 
 
-class Twice:
+class EqualNode:
     """In the place of `InterNodeReducer`: another node has the same gradients, and no part of the shards."""
 
     nodes, node = 1, 0
@@ -97,14 +97,16 @@ def one_step(
         if update:
             expected[index] += whole
     if update:
-        reducer.update([Added(len(reducer.shard(index))) for index in range(len(reducer.specs))])  # type: ignore[misc]
+        reducer.update([AddingUpdate(len(reducer.shard(index))) for index in range(len(reducer.specs))])  # type: ignore[misc]
 
 
-def steps(memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, hop: Twice | None = None) -> None:
+def steps(
+    memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, inter_node: EqualNode | None = None
+) -> None:
     """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
-    nodes = 1 if hop is None else 2
+    nodes = 1 if inter_node is None else 2
     name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
-    reducer = current(direct_module).DirectReducer(specs(memory.world, sent), stage, memory, name, hop)
+    reducer = current(direct_module).DirectReducer(specs(memory.world, sent), stage, memory, name, inter_node)
     expected = [torch.zeros(spec.size) for spec in reducer.specs]
     for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
         one_step(reducer, memory, step, expected, update, sums, nodes)
@@ -140,7 +142,7 @@ def late(memory: SimulatedMemory, stage: int) -> None:
 
 
 REDUCER = direct_module.DirectReducer
-STALE = {"old": "self._first + index + 1", "by": "self._first + index"}
+STALE = {"old": "self._buckets_before + index + 1", "by": "self._buckets_before + index"}
 
 
 class TestDirectReducer(ProtocolSuite):
@@ -148,7 +150,7 @@ class TestDirectReducer(ProtocolSuite):
     needed = (direct_module,)
     unneeded: ClassVar = {
         (
-            REDUCER._sum_everywhere,
+            REDUCER._sum_whole_buckets,
             "self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])",
         ): "it comes early; `begin` says it otherwise"
     }
@@ -158,7 +160,7 @@ class TestDirectReducer(ProtocolSuite):
     def program(self, memory: SimulatedMemory) -> None:
         """All stages, one after another, and one with another node."""
         self.short_program(memory)
-        steps(memory, 1, hop=Twice())
+        steps(memory, 1, inter_node=EqualNode())
 
     def short_program(self, memory: SimulatedMemory) -> None:
         for stage in STAGES:
@@ -170,12 +172,15 @@ class TestDirectReducer(ProtocolSuite):
 
 
 FAULTS = {  # and the stages that show each
-    Fault("one room", replace(REDUCER._room, "len(self._rooms)", by="1")): (2,),
-    Fault("the room before its readers are done", replace(REDUCER.gradient_buffer, "index >= ROOMS", by="False")): (2,),
+    Fault("one room", replace(REDUCER._rank_gradients, "len(self._gradient_buffers)", by="1")): (2,),
+    Fault(
+        "the room before its readers are done",
+        replace(REDUCER.gradient_buffer, "index >= GRADIENT_BUFFERS", by="False"),
+    ): (2,),
     Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait_for_peers", **STALE)): (2,),
     Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait_for_peers", **STALE)): STAGES,
-    Fault("an older sum's", replace(REDUCER._sum_everywhere, call="wait", **STALE)): (0,),
-    Fault("the next rank's shard", replace(REDUCER._part, "self.memory.rank", by="0")): STAGES,
+    Fault("an older sum's", replace(REDUCER._sum_whole_buckets, call="wait", **STALE)): (0,),
+    Fault("the next rank's shard", replace(REDUCER._node_shard, "self.memory.rank", by="0")): STAGES,
     Fault("one rank is left out", replace(REDUCER._wait_for_peers, "self._others", by="self._others[1:]")): STAGES,
     Fault(
         "a step is not ended",
@@ -201,7 +206,7 @@ def test_faults_can_be_planted() -> None:
 @pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_alarm_with_another_node(stage: int, world: int) -> None:
-    explore(lambda memory: steps(memory, stage, hop=Twice()), world, seeds=range(1))
+    explore(lambda memory: steps(memory, stage, inter_node=EqualNode()), world, seeds=range(1))
 
 
 @pytest.mark.exhaustive
@@ -217,10 +222,10 @@ def test_unequal_rooms_do_not_meet() -> None:
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
             reducer = direct_module.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
-            rooms: list[Any] = (
+            buffers: list[Any] = (
                 [reducer.gradient_buffer(0)] if stage == 2 else [reducer.gradient_buffer(i) for i in range(4)]
             )
-            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*rooms, *map(reducer.values, range(4))])
+            spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in [*buffers, *map(reducer.values, range(4))])
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
     explore(program, 2)

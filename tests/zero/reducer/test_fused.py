@@ -119,16 +119,16 @@ def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
 
 
 FAULTS = {
-    "the whole's beginning": (replace(FusedReducer._sum_part, "place.start", by="0", call="shard_sum"), (2, True)),
+    "the whole's beginning": (replace(FusedReducer._sum_part, "node_shard.start", by="0", call="shard_sum"), (2, True)),
     "another shard is written": (
-        replace(FusedReducer._sweep, "shard.start", by="0", call="sharded_adamw_"),
+        replace(FusedReducer._update_shard, "shard.start", by="0", call="sharded_adamw_"),
         (1, True),
     ),
     "old sums": (
         replace(
-            FusedReducer._sweep,
-            "room[self.memory.rank] if sums is None else sums",
-            by="room[self.memory.rank]",
+            FusedReducer._update_shard,
+            "gradients[self.memory.rank] if sums is None else sums",
+            by="gradients[self.memory.rank]",
             call="sharded_adamw_",
         ),
         (2, True),

@@ -16,7 +16,7 @@ from tpfuse.zero.reducer.direct import DirectReducer
 from tpfuse.zero.reducer.fused import FusedReducer
 from tpfuse.zero.reducer.inter_node import Compression, InterNodeReducer
 
-_numbers: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
+_indices: WeakKeyDictionary[SymmetricMemory, "count[int]"] = WeakKeyDictionary()
 
 
 def make_reducer(
@@ -35,25 +35,25 @@ def make_reducer(
         return SingleRankReducer(specs, stage, device), "one rank"
     choice = choose(device, specs[0].sent, group)
     if choice.memory is not None:
-        reducer = _kind(choice)(specs, stage, choice.memory, _name(choice.memory))
+        reducer = _reducer_class(choice)(specs, stage, choice.memory, _name(choice.memory))
         return reducer, f"{choice.implementation}: {choice.reason}"
     reason = choice.reason
     if choice.fallback:
         nodes = split_by_node(group)
         within = None if nodes is None else choose(device, specs[0].sent, nodes.within)
         if nodes is not None and within is not None and within.memory is not None:
-            hop = InterNodeReducer(nodes.across, compression)
-            reducer = _kind(within)(specs, stage, within.memory, _name(within.memory), hop)
+            inter_node = InterNodeReducer(nodes.across, compression)
+            reducer = _reducer_class(within)(specs, stage, within.memory, _name(within.memory), inter_node)
             where = f"{nodes.count} nodes of {nodes.ranks_per_node} ranks"
             return reducer, f"{where}, within one {within.implementation}: {within.reason}"
         reason += f"; {why_not_split(group) if within is None else within.reason}"
     return CollectiveReducer(specs, stage, group, device), f"collective: {reason}"
 
 
-def _kind(choice: Choice) -> type[DirectReducer]:
+def _reducer_class(choice: Choice) -> type[DirectReducer]:
     return FusedReducer if choice.implementation == "fused" else DirectReducer
 
 
 def _name(memory: SymmetricMemory) -> str:
     """Of an exchange in its memory, the same on every rank: they are opened in one order."""
-    return f"exchange {next(_numbers.setdefault(memory, count()))}"
+    return f"exchange {next(_indices.setdefault(memory, count()))}"

@@ -64,12 +64,12 @@ def squared(block: Tensor) -> float:
 class GradientReducer(ABC):
     """The buckets of one group. Every rank calls the same methods in the same order.
 
-    stage: 0, 1 or 2; world: ranks that share the buckets; place: which shard is this rank's, of `world`; traffic: bytes
+    stage: 0, 1 or 2; world: ranks that share the buckets; shard_index: which shard is this rank's, of `world`; traffic: bytes
     that passed between ranks.
     """
 
-    def __init__(self, specs: Sequence[BucketSpec], stage: int, place: int, world: int) -> None:
-        self.specs, self.stage, self.place, self.world = tuple(specs), stage, place, world
+    def __init__(self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int) -> None:
+        self.specs, self.stage, self.shard_index, self.world = tuple(specs), stage, shard_index, world
         self.traffic = Traffic()
 
     def shard(self, index: int) -> range:
@@ -78,7 +78,7 @@ class GradientReducer(ABC):
         if self.stage == 0:
             return range(size)
         part = size // self.world
-        return range(self.place * part, (self.place + 1) * part)
+        return range(self.shard_index * part, (self.shard_index + 1) * part)
 
     @abstractmethod
     def values(self, index: int) -> Tensor:
@@ -152,23 +152,23 @@ class GradientReducer(ABC):
         """Gives symmetric memory back. Collective; the exchange and its tensors are of no use afterwards."""
 
 
-class OnDemand:
+class LazyBuffers:
     """Buffers of zeros that are made when they are first asked for: while parameters move in, bucket by bucket, what
     they leave is free for the next ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
     def get(self, index: int, size: int, dtype: torch.dtype) -> Tensor:
         """Buffer `index`, [size]."""
-        if index not in self._made:
-            self._made[index] = torch.zeros(size, dtype=dtype, device=self._device)
-        return self._made[index]
+        if index not in self._buffers:
+            self._buffers[index] = torch.zeros(size, dtype=dtype, device=self._device)
+        return self._buffers[index]
 
-    def give_up(self, index: int) -> None:
+    def drop(self, index: int) -> None:
         """The next time it is asked for it is another one."""
-        self._made.pop(index, None)
+        self._buffers.pop(index, None)
 
 
 class SingleRankReducer(GradientReducer):
@@ -176,7 +176,7 @@ class SingleRankReducer(GradientReducer):
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
         super().__init__(specs, stage, 0, 1)
-        self._values, self._gradients = OnDemand(device), OnDemand(device)
+        self._values, self._gradients = LazyBuffers(device), LazyBuffers(device)
 
     @property
     def keeps_gradients(self) -> bool:

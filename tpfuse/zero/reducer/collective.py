@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.handle import DONE, Handle
-from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, OnDemand
+from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, LazyBuffers
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
-_UNDER_WAY = 2  # buckets of stage 2 that are being reduced at once
+_CONCURRENT_REDUCTIONS = 2  # buckets of stage 2 that are being reduced at once
 
 
 class CollectiveReducer(GradientReducer):
@@ -23,43 +23,43 @@ class CollectiveReducer(GradientReducer):
     def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(specs, stage, group.rank(), group.size())
         self._group = group
-        self._values, self._rooms = OnDemand(device), OnDemand(device)
-        self._reduced: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
+        self._values, self._gradient_buffers = LazyBuffers(device), LazyBuffers(device)
+        self._reductions: list[tuple[Tensor, Handle, Tensor] | None] = [None] * len(self.specs)
 
     def values(self, index: int) -> Tensor:
         return self._values.get(index, self.specs[index].size, self.specs[index].dtype)
 
     def begin(self) -> None:
-        self._reduced = [None] * len(self.specs)
+        self._reductions = [None] * len(self.specs)
 
     def gradient_buffer(self, index: int) -> Tensor:
-        return self._rooms.get(index, self.specs[index].size, self.specs[index].sent)
+        return self._gradient_buffers.get(index, self.specs[index].size, self.specs[index].sent)
 
     def start_reduce(self, index: int) -> None:
-        room = self.gradient_buffer(index)
-        part = room.nbytes // self.world
+        gradients = self.gradient_buffer(index)
+        part = gradients.nbytes // self.world
         if self.stage == 0:
-            self._reduced[index] = room, collective.start_all_reduce(room, self._group), room
+            self._reductions[index] = gradients, collective.start_all_reduce(gradients, self._group), gradients
             self.traffic.exchange(2 * (self.world - 1) * part)
             return
-        out = room.new_empty(len(self.shard(index)))
-        handle = collective.start_reduce_scatter(room.view(self.world, -1), out, self._group)
-        self._reduced[index] = out, handle, room  # which is held until it has been sent
+        out = gradients.new_empty(len(self.shard(index)))
+        handle = collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group)
+        self._reductions[index] = out, handle, gradients  # which is held until it has been sent
         self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
-            self._rooms.give_up(index)
-            if index >= _UNDER_WAY:
-                self.reduced_shard(index - _UNDER_WAY)  # and what was sent for them is free
+            self._gradient_buffers.drop(index)
+            if index >= _CONCURRENT_REDUCTIONS:
+                self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # and what was sent for them is free
 
     def end_backward(self) -> None:
         pass
 
     def reduced_shard(self, index: int) -> Tensor:
-        reduced = self._reduced[index]
+        reduced = self._reductions[index]
         assert reduced is not None
         out, handle, _ = reduced
         handle.wait()
-        self._reduced[index] = out, DONE, out
+        self._reductions[index] = out, DONE, out
         return out
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
@@ -67,7 +67,7 @@ class CollectiveReducer(GradientReducer):
         for index, update in enumerate(updates):
             sums, shard = self.reduced_shard(index), self.shard(index)
             update.apply(sums, self.values(index)[shard.start : shard.stop])
-            self._reduced[index] = None
+            self._reductions[index] = None
             gathered += self._gather(index)
         for handle in gathered:
             handle.wait()
@@ -80,7 +80,7 @@ class CollectiveReducer(GradientReducer):
         """Sends NaN where this rank has sent nothing, for which others may wait: no rank goes on with that."""
         if not begun:
             self.begin()
-        for index, reduced in enumerate(self._reduced):
+        for index, reduced in enumerate(self._reductions):
             if reduced is None:
                 self.gradient_buffer(index).fill_(torch.nan)
                 self.start_reduce(index)

@@ -31,14 +31,14 @@ from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 BUCKETS_WRITTEN, BUCKETS_REDUCED, BACKWARDS_DONE, STEPS_DONE = range(4)
-_ALIGNED = 64  # bytes
-ROOMS = 3  # at most: one for each bucket is enough
+_BUFFER_ALIGNMENT = 64  # bytes
+GRADIENT_BUFFERS = 3  # at most: one for each bucket is enough
 
 
 class DirectReducer(GradientReducer):
-    """Ranks of one host or, with `hop`, of one node.
+    """Ranks of one host or, with `inter_node`, of one node.
 
-    memory: theirs; name: of this exchange in it; hop: to the ranks in this rank's place on the other nodes.
+    memory: theirs; name: of this exchange in it; inter_node: to the ranks in this rank's place on the other nodes.
     """
 
     def __init__(
@@ -47,46 +47,50 @@ class DirectReducer(GradientReducer):
         stage: int,
         memory: SymmetricMemory,
         name: str,
-        hop: InterNodeReducer | None = None,
+        inter_node: InterNodeReducer | None = None,
     ) -> None:
         """Collective."""
-        nodes, node = (1, 0) if hop is None else (hop.nodes, hop.node)
+        nodes, node = (1, 0) if inter_node is None else (inter_node.nodes, inter_node.node)
         super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
-        self.memory, self._name, self._hop = memory, name, hop
+        self.memory, self._name, self._inter_node = memory, name, inter_node
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._counter_words = memory.signals(f"{name}: flags", 4)
         self._counters, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
-        self._first = 0  # buckets that were sent before this step
-        self._sums: list[Tensor | None] = [None] * len(self.specs)
-        self._squares: list[Tensor | None] = [None] * len(self.specs)
-        self._apart: dict[int, Tensor] = {}
-        self._crossed = 0  # buckets that this step has summed over the nodes
-        self._arrange()
+        self._buckets_before = 0  # buckets that were sent before this step
+        self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
+        self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
+        self._separate_sums: dict[int, Tensor] = {}
+        self._reduced_between_nodes = 0  # buckets that this step has summed over the nodes
+        self._allocate()
 
     @torch.inference_mode(False)  # views are kept
-    def _arrange(self) -> None:
+    def _allocate(self) -> None:
         specs = self.specs
         if self.stage == 0:
             device = self.memory.device
             self._values = [[torch.zeros(s.size, dtype=s.dtype, device=device)] * self.memory.world for s in specs]
         else:
             sizes = [s.size * s.dtype.itemsize for s in specs]
-            starts, total = _places(sizes)
-            self._values = self._views("parameters", total, starts, [s.dtype for s in specs])
+            starts, total = _offsets(sizes)
+            self._values = self._buffers_of_ranks("parameters", total, starts, [s.dtype for s in specs])
         sizes = [s.size * s.sent.itemsize for s in specs]
         sent = [s.sent for s in specs]
         if self.stage < 2:
-            starts, total = _places(sizes)
-            self._rooms = [self._views("gradients", total, starts, sent)]
+            starts, total = _offsets(sizes)
+            self._gradient_buffers = [self._buffers_of_ranks("gradients", total, starts, sent)]
         else:
-            starts, total = _places([max(sizes)] * min(ROOMS, len(specs)))
-            self._rooms = [self._views("gradients", total, [at] * len(specs), sent) for at in starts]
+            starts, total = _offsets([max(sizes)] * min(GRADIENT_BUFFERS, len(specs)))
+            self._gradient_buffers = [
+                self._buffers_of_ranks("gradients", total, [at] * len(specs), sent) for at in starts
+            ]
         for index, spec in enumerate(specs):
             if self.stage == 2 or spec.sent != spec.state_dtype:
                 size = spec.size // self.memory.world
-                self._apart[index] = torch.zeros(size, dtype=spec.state_dtype, device=self.memory.device)
+                self._separate_sums[index] = torch.zeros(size, dtype=spec.state_dtype, device=self.memory.device)
 
-    def _views(self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[list[Tensor]]:
+    def _buffers_of_ranks(
+        self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]
+    ) -> list[list[Tensor]]:
         """Of each bucket, every rank's buffer."""
         whole = self.memory.buffer(f"{self._name}: {what}", (total,), torch.uint8).peers
         return [
@@ -98,17 +102,17 @@ class DirectReducer(GradientReducer):
         for what in (["parameters"] if self.stage else []) + ["gradients", "flags"]:
             self.memory.free(f"{self._name}: {what}")
 
-    def _part(self, index: int) -> slice:
+    def _node_shard(self, index: int) -> slice:
         """What this rank sums for its node."""
-        return self._part_of(index, self.memory.rank)
+        return self._node_shard_of(index, self.memory.rank)
 
-    def _part_of(self, index: int, rank: int) -> slice:
+    def _node_shard_of(self, index: int, rank: int) -> slice:
         size = self.specs[index].size // self.memory.world
         return slice(rank * size, (rank + 1) * size)
 
-    def _room(self, index: int) -> list[Tensor]:
+    def _rank_gradients(self, index: int) -> list[Tensor]:
         """Every rank's gradients of a bucket, in this step."""
-        return self._rooms[(self._first + index) % len(self._rooms)][index]
+        return self._gradient_buffers[(self._buckets_before + index) % len(self._gradient_buffers)][index]
 
     def _set_counter(self, word: int, value: int) -> None:
         self._counters[word] = value
@@ -120,7 +124,7 @@ class DirectReducer(GradientReducer):
 
     @property
     def across(self) -> dist.ProcessGroup | None:
-        return None if self._hop is None else self._hop.group
+        return None if self._inter_node is None else self._inter_node.group
 
     def values(self, index: int) -> Tensor:
         return self._values[index][self.memory.rank]
@@ -129,70 +133,70 @@ class DirectReducer(GradientReducer):
         with self.memory.guard("begin a step"):
             if self._generation != self.memory.generation:  # a reset has made all counters 0
                 self._counters, self._generation = [0, 0, 0, 0], self.memory.generation
-            self._first = self._counters[BUCKETS_WRITTEN]
-            self._sums, self._squares = [None] * len(self.specs), [None] * len(self.specs)
-            self._crossed = 0
+            self._buckets_before = self._counters[BUCKETS_WRITTEN]
+            self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
+            self._reduced_between_nodes = 0
             if self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]:  # there was no update
                 self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
             self._wait_for_peers(STEPS_DONE, self._counters[BACKWARDS_DONE], "begin a step")
 
     def gradient_buffer(self, index: int) -> Tensor:
-        if self.stage == 2 and len(self.specs) > ROOMS:
-            if index >= ROOMS - 1:
-                self._sum(index - ROOMS + 1)
-            if index >= ROOMS:
-                self._wait_until_read(index - ROOMS)
-        return self._room(index)[self.memory.rank]
+        if self.stage == 2 and len(self.specs) > GRADIENT_BUFFERS:
+            if index >= GRADIENT_BUFFERS - 1:
+                self._reduce_shard(index - GRADIENT_BUFFERS + 1)
+            if index >= GRADIENT_BUFFERS:
+                self._wait_until_read(index - GRADIENT_BUFFERS)
+        return self._rank_gradients(index)[self.memory.rank]
 
     def _wait_until_read(self, index: int) -> None:
         """By everybody. Of what the step before has left in the rooms `begin` knows it."""
         op = f"room of bucket {index}"
         with self.memory.guard(op):
-            self._wait_for_peers(BUCKETS_REDUCED, self._first + index + 1, op)
+            self._wait_for_peers(BUCKETS_REDUCED, self._buckets_before + index + 1, op)
 
     def start_reduce(self, index: int) -> None:
-        self._set_counter(BUCKETS_WRITTEN, self._first + index + 1)
+        self._set_counter(BUCKETS_WRITTEN, self._buckets_before + index + 1)
 
     def end_backward(self) -> None:
         self._set_counter(BACKWARDS_DONE, self._counters[BACKWARDS_DONE] + 1)
 
     def reduced_shard(self, index: int) -> Tensor:
-        found = self._sums[index]
-        if found is None:
+        reduced = self._reduced_shards[index]
+        if reduced is None:
             if self.stage == 0:
-                self._sum_everywhere()
+                self._sum_whole_buckets()
             else:
-                self._sum(index)
-            found = self._sums[index]
-            assert found is not None
-        return found
+                self._reduce_shard(index)
+            reduced = self._reduced_shards[index]
+            assert reduced is not None
+        return reduced
 
     def squared_norm(self, index: int) -> Tensor:
-        squares = self._squares[index]
-        if self.stage == 0 or self._hop is not None or squares is None:  # squares are of a part that went on
+        squares = self._squared_norms[index]
+        if self.stage == 0 or self._inter_node is not None or squares is None:  # squares are of a part that went on
             return super().squared_norm(index)
         return squares
 
-    def _sum(self, index: int) -> None:
+    def _reduce_shard(self, index: int) -> None:
         """Takes the sum of this rank's shard."""
-        if self._sums[index] is None:
+        if self._reduced_shards[index] is None:
             part = self._sum_part(index)
             if self.stage == 2:
-                self._set_counter(BUCKETS_REDUCED, self._first + index + 1)
-            self._sums[index] = self._cross(index, part)
+                self._set_counter(BUCKETS_REDUCED, self._buckets_before + index + 1)
+            self._reduced_shards[index] = self._reduce_between_nodes(index, part)
 
     def _sum_part(self, index: int) -> Tensor:
         """The node's sum of this rank's part."""
-        place, op = self._part(index), f"sum of bucket {index}"
+        node_shard, op = self._node_shard(index), f"sum of bucket {index}"
         with self.memory.guard(op):
-            self._wait_for_peers(BUCKETS_WRITTEN, self._first + index + 1, op)
-            parts = [gradients[place] for gradients in self._room(index)]
-            out = self._apart.get(index, parts[self.memory.rank])
+            self._wait_for_peers(BUCKETS_WRITTEN, self._buckets_before + index + 1, op)
+            parts = [gradients[node_shard] for gradients in self._rank_gradients(index)]
+            out = self._separate_sums.get(index, parts[self.memory.rank])
             squares = 0.0
             for a, b in _blocks(len(out)):
                 self._sum_block(parts, a, b, out[a:b])
                 squares += squared(out[a:b])  # while it is in the cache
-            self._squares[index] = torch.tensor(squares, dtype=torch.float64)
+            self._squared_norms[index] = torch.tensor(squares, dtype=torch.float64)
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
         return out
 
@@ -205,42 +209,44 @@ class DirectReducer(GradientReducer):
 
     def _matrices(self, index: int) -> tuple[tuple[int, int, int], ...]:
         """The whole rows of matrices that lie in this rank's part, counted from its beginning."""
-        place, found = self._part(index), []
+        node_shard, matrices = self._node_shard(index), []
         for first, rows, columns in self.specs[index].matrices:
-            top = max(0, -(-(place.start - first) // columns))
-            bottom = min(rows, (place.stop - first) // columns)
+            top = max(0, -(-(node_shard.start - first) // columns))
+            bottom = min(rows, (node_shard.stop - first) // columns)
             if top < bottom:
-                found.append((first + top * columns - place.start, bottom - top, columns))
-        return tuple(found)
+                matrices.append((first + top * columns - node_shard.start, bottom - top, columns))
+        return tuple(matrices)
 
-    def _cross(self, index: int, part: Tensor) -> Tensor:
+    def _reduce_between_nodes(self, index: int, part: Tensor) -> Tensor:
         """Sums the node's part over all nodes: in place at stage 0, otherwise this rank's shard of it."""
-        self._crossed = index + 1
-        if self._hop is None:
+        self._reduced_between_nodes = index + 1
+        if self._inter_node is None:
             return part
         if self.stage == 0:
-            self._hop.all_reduce(part, index, self._matrices(index), self.traffic)
+            self._inter_node.all_reduce(part, index, self._matrices(index), self.traffic)
             return part
-        return self._hop.reduce_scatter(part, index, self._matrices(index), self.traffic)
+        return self._inter_node.reduce_scatter(part, index, self._matrices(index), self.traffic)
 
-    def _sum_everywhere(self) -> None:
+    def _sum_whole_buckets(self) -> None:
         """Stage 0: all sums of all buckets, on every rank; afterwards this rank has read what it needs."""
         own = self.memory.rank
         for index in range(len(self.specs)):
             part = self._sum_part(index)
-            self._cross(index, part)
-            if index in self._apart:
-                self._room(index)[own][self._part(index)].copy_(part)
-            self._set_counter(BUCKETS_REDUCED, self._first + index + 1)
+            self._reduce_between_nodes(index, part)
+            if index in self._separate_sums:
+                self._rank_gradients(index)[own][self._node_shard(index)].copy_(part)
+            self._set_counter(BUCKETS_REDUCED, self._buckets_before + index + 1)
         for index in range(len(self.specs)):
-            op, rooms = f"sums of bucket {index}", self._room(index)
+            op, gradients = f"sums of bucket {index}", self._rank_gradients(index)
             with self.memory.guard(op):
                 for rank in self._others:
-                    self.memory.wait(self._counter_words, rank, BUCKETS_REDUCED, self._first + index + 1, op=op)
-                    place = self._part_of(index, rank)
-                    rooms[own][place].copy_(rooms[rank][place])
-                    self.traffic.exchange(rooms[own][place].nbytes)
-            self._sums[index] = rooms[own]
+                    self.memory.wait(
+                        self._counter_words, rank, BUCKETS_REDUCED, self._buckets_before + index + 1, op=op
+                    )
+                    node_shard = self._node_shard_of(index, rank)
+                    gradients[own][node_shard].copy_(gradients[rank][node_shard])
+                    self.traffic.exchange(gradients[own][node_shard].nbytes)
+            self._reduced_shards[index] = gradients[own]
         self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
@@ -249,25 +255,25 @@ class DirectReducer(GradientReducer):
                 update.apply(self.reduced_shard(index), self.values(index))
             return
         for index, update in enumerate(updates):
-            if self._sums_first(update):
+            if self._must_sum_first(update):
                 self.reduced_shard(index)
         step = self._counters[BACKWARDS_DONE]
         with self.memory.guard("update"):
             self._wait_for_peers(BACKWARDS_DONE, step, "update")  # and so they have sent all buckets
             for index, update in enumerate(updates):
-                self._sweep(index, update)
+                self._update_shard(index, update)
             self._set_counter(STEPS_DONE, step)
             self._wait_for_peers(STEPS_DONE, step, "update")
 
-    def _sums_first(self, update: ShardUpdate) -> bool:
+    def _must_sum_first(self, update: ShardUpdate) -> bool:
         """Whether an update cannot sum on its way."""
-        return self._hop is not None
+        return self._inter_node is not None
 
-    def _sweep(self, index: int, update: ShardUpdate) -> None:
+    def _update_shard(self, index: int, update: ShardUpdate) -> None:
         """The update of a shard, and its parameters to all; its gradients are summed on the way if they are not yet."""
-        shard, sums, parts = self.shard(index), self._sums[index], []
+        shard, sums, parts = self.shard(index), self._reduced_shards[index], []
         if sums is None:
-            parts = [gradients[shard.start : shard.stop] for gradients in self._room(index)]
+            parts = [gradients[shard.start : shard.stop] for gradients in self._rank_gradients(index)]
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
             scratch = torch.empty(min(CPU_BLOCK, len(shard)), dtype=self.specs[index].state_dtype)
         values = [x[shard.start : shard.stop] for x in self._values[index]]
@@ -276,49 +282,51 @@ class DirectReducer(GradientReducer):
             if sums is None:
                 self._sum_block(parts, a, b, scratch[: b - a])
             update.block(a, b, scratch[: b - a] if sums is None else sums[a:b], own[a:b])
-            if self._hop is None:
+            if self._inter_node is None:
                 for rank in self._others:
                     values[rank][a:b].copy_(own[a:b])
-        if self._hop is None:
+        if self._inter_node is None:
             self.traffic.exchange((self.memory.world - 1) * own.nbytes)
         else:
-            self._spread(index)
+            self._write_to_peers(index)
 
-    def _spread(self, index: int) -> None:
+    def _write_to_peers(self, index: int) -> None:
         """The parameters of this rank's shard to all."""
-        place, values = self._part(index), self._values[index]
+        node_shard, values = self._node_shard(index), self._values[index]
         own = values[self.memory.rank]
-        if self._hop is not None:
+        if self._inter_node is not None:
             shard = self.shard(index)
-            self._hop.all_gather(own[shard.start : shard.stop], own[place], self.traffic)
+            self._inter_node.all_gather(own[shard.start : shard.stop], own[node_shard], self.traffic)
         for rank in self._others:
-            values[rank][place].copy_(own[place])
-        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
+            values[rank][node_shard].copy_(own[node_shard])
+        self.traffic.exchange((self.memory.world - 1) * own[node_shard].nbytes)
 
     def publish(self) -> None:
         if self.stage == 0:
             return
         self.memory.barrier("publish")
         for index in range(len(self.specs)):
-            self._spread(index)
+            self._write_to_peers(index)
         self.memory.barrier("published")
 
     def abandon(self, *, begun: bool) -> None:
         if self._generation == self.memory.generation:  # another exchange, or the caller, may have reset it
             self.memory.reset()
-        if self._hop is not None:  # which has no reset: other nodes, which may wait for sums, get NaN
-            for index in range(self._crossed if begun else 0, len(self.specs)):
+        if self._inter_node is not None:  # which has no reset: other nodes, which may wait for sums, get NaN
+            for index in range(self._reduced_between_nodes if begun else 0, len(self.specs)):
                 size = self.specs[index].size // self.memory.world
                 dtype = self.specs[index].state_dtype
-                self._cross(index, torch.full((size,), torch.nan, dtype=dtype, device=self.memory.device))
+                self._reduce_between_nodes(
+                    index, torch.full((size,), torch.nan, dtype=dtype, device=self.memory.device)
+                )
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where buffers of these sizes begin in a common one, and its size; in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // _ALIGNED) * _ALIGNED
+        end += -(-size // _BUFFER_ALIGNMENT) * _BUFFER_ALIGNMENT
     return starts, end
 
 

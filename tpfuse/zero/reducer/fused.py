@@ -22,7 +22,7 @@ from tpfuse.zero.reducer.direct import BUCKETS_WRITTEN, DirectReducer
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
-_LEAST_SLOT = 16  # bytes: nothing passes through the channel but signals
+_SLOT_BYTES = 16  # bytes: nothing passes through the channel but signals
 
 
 class FusedReducer(DirectReducer):
@@ -34,12 +34,12 @@ class FusedReducer(DirectReducer):
         stage: int,
         memory: SymmetricMemory,
         name: str,
-        hop: InterNodeReducer | None = None,
+        inter_node: InterNodeReducer | None = None,
     ) -> None:
         """Collective."""
-        super().__init__(specs, stage, memory, name, hop)
-        self._found: dict[int, Tensor] = {}
-        _, self._endpoint = open_channel(memory, f"{name}: channel", _LEAST_SLOT, most_programs(memory))
+        super().__init__(specs, stage, memory, name, inter_node)
+        self._address_tensors: dict[int, Tensor] = {}
+        _, self._endpoint = open_channel(memory, f"{name}: channel", _SLOT_BYTES, most_programs(memory))
 
     def start_reduce(self, index: int) -> None:
         self._counters[BUCKETS_WRITTEN] += 1
@@ -48,32 +48,32 @@ class FusedReducer(DirectReducer):
         """The sum of the next bucket, which is on the stream already, ends when all have read this one."""
 
     def _sum_part(self, index: int) -> Tensor:
-        place, room = self._part(index), self._room(index)
-        own = room[self.memory.rank]
-        out = self._apart.get(index, own[place])
+        node_shard, gradients = self._node_shard(index), self._rank_gradients(index)
+        own = gradients[self.memory.rank]
+        out = self._separate_sums.get(index, own[node_shard])
         squares = torch.empty(self._endpoint.programs, dtype=torch.float32, device=own.device)
         with self.memory.guard(f"sum of bucket {index}", kernel=True):
-            shard_sum(own, self._addresses(room), out, squares, place.start, self._endpoint)
-        self._squares[index] = squares.double().sum()
-        self.traffic.exchange((self.memory.world - 1) * own[place].nbytes)
+            shard_sum(own, self._addresses(gradients), out, squares, node_shard.start, self._endpoint)
+        self._squared_norms[index] = squares.double().sum()
+        self.traffic.exchange((self.memory.world - 1) * own[node_shard].nbytes)
         return out
 
-    def _sums_first(self, update: ShardUpdate) -> bool:
-        return self._hop is not None or update.staging is not None
+    def _must_sum_first(self, update: ShardUpdate) -> bool:
+        return self._inter_node is not None or update.staging is not None
 
-    def _sweep(self, index: int, update: ShardUpdate) -> None:
-        if self._sums_first(update):
-            super()._sweep(index, update)
+    def _update_shard(self, index: int, update: ShardUpdate) -> None:
+        if self._must_sum_first(update):
+            super()._update_shard(index, update)
             return
-        shard, sums, values = self.shard(index), self._sums[index], self._values[index]
-        own, room, rates = values[self.memory.rank], self._room(index), update.rates
+        shard, sums, values = self.shard(index), self._reduced_shards[index], self._values[index]
+        own, gradients, rates = values[self.memory.rank], self._rank_gradients(index), update.rates
         scalar = torch.full((2,), rates.lr, dtype=torch.float32, device=own.device)
         scalar[1] = rates.factor
         sharded_adamw_(
             own,
             self._addresses(values),
-            room[self.memory.rank] if sums is None else sums,
-            self._addresses(room) if sums is None else None,
+            gradients[self.memory.rank] if sums is None else sums,
+            self._addresses(gradients) if sums is None else None,
             update.master,
             update.exp_avg,
             update.exp_avg_sq,
@@ -90,12 +90,12 @@ class FusedReducer(DirectReducer):
         )
         self.traffic.exchange((self.memory.world - 1) * own[shard.start : shard.stop].nbytes)
         if sums is None:
-            self.traffic.exchange((self.memory.world - 1) * len(shard) * room[0].element_size())
+            self.traffic.exchange((self.memory.world - 1) * len(shard) * gradients[0].element_size())
 
     def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
         """Of all ranks' buffers, as this rank's kernels see them."""
         key = id(tensors)
-        if key not in self._found:
+        if key not in self._address_tensors:
             pointers = [x.data_ptr() for x in tensors]
-            self._found[key] = torch.tensor(pointers, dtype=torch.int64, device=self.memory.device)
-        return self._found[key]
+            self._address_tensors[key] = torch.tensor(pointers, dtype=torch.int64, device=self.memory.device)
+        return self._address_tensors[key]

@@ -1,4 +1,4 @@
-"""The hop between nodes: what a node's ranks have summed passes to the ranks in the same place on the other nodes.
+"""The inter_node between nodes: what a node's ranks have summed passes to the ranks in the same place on the other nodes.
 
 Only the shard of a rank crosses, once each way: its sums by a reduce-scatter, its new parameters by an all-gather.
 """
