@@ -91,7 +91,7 @@ class FullySharded(MicroBatches):
     dtypes.
     """
 
-    _cure = "shard a new model after such changes"
+    _advice = "shard a new model after such changes"
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class FullySharded(MicroBatches):
             self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
         for name, parameter in replaced.items():  # an optimizer may hold it
             parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
-        self._watch()
+        self._record_parameters()
 
     def _check_parameters(self) -> None:
         self.forget()  # the modules hold shards then
@@ -176,7 +176,7 @@ class FullySharded(MicroBatches):
         self.traffic.exchange(nbytes)
         collectives.start_all_reduce(sums, self._across).wait()
 
-    def _announce(self, *, first: bool, last: bool) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
         if first:
             self.clear()
         self._units[-1].set_requires_gradient_sync(last)

@@ -76,7 +76,7 @@ class GradientBuckets(MicroBatches):
     ranks have parameters of other names, shapes or dtypes, or `world_group` is missing but needed.
     """
 
-    _cure = "make new buckets and a new optimizer of the changed model"
+    _advice = "make new buckets and a new optimizer of the changed model"
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class GradientBuckets(MicroBatches):
         self.trained = trained
         self._taken = {name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()}
         for bucket in self.buckets:
-            self._move_in(bucket)
+            self._move_parameters(bucket)
         for bucket in self.buckets:
             if bucket.reducer.keeps_gradients:
                 room, kept = bucket.reducer.gradient_buffer(bucket.index), self._dtype(bucket.layout, gradient_dtype)
                 bucket.accumulated = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
-        self._watch()
+        self._record_parameters()
 
     def _open(
         self,
@@ -153,7 +153,7 @@ class GradientBuckets(MicroBatches):
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
         return layout.dtype if choice == "parameter" else layout.state_dtype
 
-    def _move_in(self, bucket: Bucket) -> None:
+    def _move_parameters(self, bucket: Bucket) -> None:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
         for number, segment in enumerate(bucket.layout.segments):
             parameter = self.trained[segment.name]
@@ -230,7 +230,7 @@ class GradientBuckets(MicroBatches):
         bucket.waiting.clear()
         return bucket.reduce_buffer
 
-    def _announce(self, *, first: bool, last: bool) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
         if first:
             for reducer in self.reducers:
                 reducer.begin()

@@ -21,16 +21,16 @@ class MicroBatches(ABC):
 
     data_ranks: int
     compression: Compression | None = None
-    _cure = ""  # for a model that was changed: what to do
+    _advice = ""  # for a model that was changed: what to do
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._last = self._accumulating = self._summed = self._begun = False
 
-    def _watch(self) -> None:
+    def _record_parameters(self) -> None:
         """When the parameters are those that training will have: from here on the model must keep them."""
-        self._watched = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
-        self._held, self._names = _held(self.model), _names(self.model)
+        self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
+        self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
 
     def start(self, *, last: bool) -> None:
         """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
@@ -42,30 +42,32 @@ class MicroBatches(ABC):
             raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
         if not self._accumulating:
             self._check_parameters()
-        for name, parameter, required, _ in self._watched:
+        for name, parameter, required, _ in self._recorded:
             if parameter.requires_grad != required:
-                raise ValueError(f"{name}.requires_grad is {not required} now: {self._cure}")
-        self._announce(first=not self._accumulating, last=last)
+                raise ValueError(f"{name}.requires_grad is {not required} now: {self._advice}")
+        self._begin_micro_batch(first=not self._accumulating, last=last)
         self._accumulating, self._last, self._summed, self._begun = True, last, False, True
 
     def _check_parameters(self) -> None:
         """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
-        held = _held(self.model)
-        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
-            taken, now = self._names, _names(self.model)
+        parameters = _module_parameters(self.model)
+        if len(parameters) != len(self._module_parameters) or any(
+            a is not b for a, b in zip(parameters, self._module_parameters, strict=True)
+        ):
+            taken, now = self._named_parameters, _named_parameters(self.model)
             for name in {**taken, **now}:
                 if taken.get(name) is now.get(name):
                     continue
-                what = "is not in the model any more" if name not in now else "is new in the model"
+                change = "is not in the model any more" if name not in now else "is new in the model"
                 if name in now and name in taken:
-                    what = "was replaced by another tensor, as load_state_dict(assign=True) does"
-                raise ValueError(f"{name} {what}: {self._cure}")
-        for name, parameter, _, place in self._watched:
-            if location(parameter) != place:
-                raise ValueError(f"{name} was converted or moved, as model.to() does: {self._cure}")
+                    change = "was replaced by another tensor, as load_state_dict(assign=True) does"
+                raise ValueError(f"{name} {change}: {self._advice}")
+        for name, parameter, _, recorded in self._recorded:
+            if location(parameter) != recorded:
+                raise ValueError(f"{name} was converted or moved, as model.to() does: {self._advice}")
 
     @abstractmethod
-    def _announce(self, *, first: bool, last: bool) -> None:
+    def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
         """What a micro-batch needs: the first of a step, the last, or both."""
 
     def defer(self) -> None:
@@ -75,7 +77,7 @@ class MicroBatches(ABC):
         """
         if not self._last or self._reducing():
             raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
-        self._announce(first=False, last=False)
+        self._begin_micro_batch(first=False, last=False)
         self._last = False
 
     @abstractmethod
@@ -147,11 +149,11 @@ class MicroBatches(ABC):
         self._summed = self._begun = False
 
 
-def _held(model: nn.Module) -> list[Parameter | None]:
+def _module_parameters(model: nn.Module) -> list[Parameter | None]:
     """What the modules hold, in one order; without names, whose making takes longer than all else."""
     return [parameter for module in model.modules() for parameter in module._parameters.values()]
 
 
-def _names(model: nn.Module) -> dict[str, Parameter]:
+def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
     """The model's parameters by all their names: tied ones have several."""
     return dict(model.named_parameters(remove_duplicate=False))
