@@ -17,7 +17,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint, manifest, safetensors_file
 from tpfuse.train.checkpoint import CheckpointError, CheckpointMismatch, Shard
-from tpfuse.zero.rectangles import pieces_of, rectangles
+from tpfuse.zero.rectangles import rectangles, state_rectangles
 
 SHAPES = {
     "scalar": ((), torch.float64),
@@ -353,8 +353,8 @@ def cut_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
             cuts = [0, *sorted(choose.randint(0, size) for _ in range(world - 1)), size]
             owned = range(cuts[rank], cuts[rank + 1])
             flat = whole[tuple(slice(*each) for each in place)].flatten()[owned.start : owned.stop]
-            for piece in pieces_of(name, tuple(whole.shape), place, owned, {"model": flat}, True):
-                shards.setdefault(name, []).append(Shard(piece.shape, piece.slices, piece.tensor, piece.writer))
+            for piece in state_rectangles(name, tuple(whole.shape), place, owned, {"model": flat}, True):
+                shards.setdefault(name, []).append(Shard(piece.shape, piece.slices, piece.tensor, piece.is_owner))
     return shards
 
 

@@ -44,7 +44,7 @@ SPARED = 2 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else BATCH
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-1}
 
 
-class Piece(nn.Module):
+class ToyBlock(nn.Module):
     """Odd sizes; `spare` is used in even steps only, and there for the rows of one rank."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Toy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(13, 5)
-        self.pieces = nn.ModuleList(Piece() for _ in range(3))
+        self.blocks = nn.ModuleList(ToyBlock() for _ in range(3))
         self.head = nn.Linear(5, 13)
         self.head.weight = self.embed.weight
         self.frozen = nn.Parameter(torch.randn(3, 5), requires_grad=False)
@@ -77,8 +77,8 @@ class Toy(nn.Module):
         x = self.embed(ids) + self.mixing.sin().sum(0) * self.frozen.mean(0)
         if step % 3 == 2:
             x = x + self.seldom
-        for piece in self.pieces:
-            x = piece(x, rows, step)
+        for block in self.blocks:
+            x = block(x, rows, step)
         return functional.cross_entropy(self.head(x).flatten(0, 1), ids.roll(-1, 1).flatten(), reduction="sum")
 
 
@@ -98,7 +98,7 @@ def ids_of(vocabulary: int) -> Tensor:
 def toy(dtype: torch.dtype = torch.float64, **_: Any) -> Case:
     torch.manual_seed(3)
     model, ids = Toy().to(dtype), ids_of(13)
-    return Case(model, list(model.pieces), lambda rows, step: model(ids[rows], rows, step) / ids.numel())
+    return Case(model, list(model.blocks), lambda rows, step: model(ids[rows], rows, step) / ids.numel())
 
 
 def gpt(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
@@ -406,8 +406,10 @@ def load_and_go_on(folder: str, layout: Layout) -> dict[str, Tensor]:
 
 def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Shard]]:
     return {
-        f"{piece.kind}.{piece.name}": [Shard(piece.shape, piece.slices, piece.tensor, piece.writer)]
-        for piece in optimizer.pieces()
+        f"{rectangle.kind}.{rectangle.name}": [
+            Shard(rectangle.shape, rectangle.slices, rectangle.tensor, rectangle.is_owner)
+        ]
+        for rectangle in optimizer.rectangles()
     }
 
 
@@ -453,30 +455,30 @@ def refusals() -> None:
         model = Toy()
         change(model)
         with pytest.raises(ValueError) as caught:
-            FullySharded(model, mesh=mesh, units=model.pieces, **options)
+            FullySharded(model, mesh=mesh, units=model.blocks, **options)
         assert "\n" not in str(caught.value) and type(model) is Toy, "nothing has been done"
         return str(caught.value)
 
     def scalar(model: Toy) -> None:
-        model.pieces[1].register_parameter("gain", nn.Parameter(torch.ones(())))
+        model.blocks[1].register_parameter("gain", nn.Parameter(torch.ones(())))
 
     def transposed(model: Toy) -> None:
         model.mixing = nn.Parameter(torch.randn(5, 3).T)
 
     def tie(model: Toy) -> None:
-        model.pieces[2].up.weight = model.pieces[0].up.weight
+        model.blocks[2].up.weight = model.blocks[0].up.weight
 
     def taken(model: Toy) -> None:
-        model.pieces[0].sum_gradients = True
+        model.blocks[0].sum_gradients = True
         GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD)
 
     assert message(taken).startswith(
-        "GradientBuckets sum the gradients of pieces.0 over tensor-parallel ranks: shard a"
+        "GradientBuckets sum the gradients of blocks.0 over tensor-parallel ranks: shard a"
     )
-    assert message(scalar).startswith("pieces.1.gain is a scalar")
+    assert message(scalar).startswith("blocks.1.gain is a scalar")
     assert message(transposed).startswith("mixing is not contiguous")
-    assert message(tie).startswith("pieces.0.up.weight and pieces.2.up.weight are one parameter in two units")
-    assert message(lambda model: model.pieces[0].half()).startswith("frozen is torch.float32, pieces.0.up.weight is")
+    assert message(tie).startswith("blocks.0.up.weight and blocks.2.up.weight are one parameter in two units")
+    assert message(lambda model: model.blocks[0].half()).startswith("frozen is torch.float32, blocks.0.up.weight is")
     assert "no parameter that requires" in message(lambda model: model.requires_grad_(False))
     assert message(lambda model: None, replicas=3).startswith("replicas 3: expected a number that divides the 2")
 

@@ -8,7 +8,7 @@ import torch
 
 from tpfuse.comm.layout import Slices
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.zero.rectangles import KEPT, pieces_of, rectangles
+from tpfuse.zero.rectangles import STATE_KINDS, rectangles, state_rectangles
 
 SHAPES = [
     (),
@@ -54,8 +54,8 @@ def test_every_range_of_small_shapes(shape: tuple[int, ...]) -> None:
             for slices, part in found:
                 assert part.start == at and len(part) and len(slices) == len(shape)
                 at = part.stop
-                piece = flat[part.start : part.stop].view([b - a for a, b in slices])
-                assert torch.equal(piece, whole[tuple(slice(*each) for each in slices)])
+                rectangle = flat[part.start : part.stop].view([b - a for a, b in slices])
+                assert torch.equal(rectangle, whole[tuple(slice(*each) for each in slices)])
             assert at == stop
 
 
@@ -67,20 +67,20 @@ def test_ranges_that_are_not_inside() -> None:
 
 def test_pieces_are_views_at_their_place_in_the_global_tensor() -> None:
     whole = torch.arange(6 * 10).view(6, 10)
-    place = (2, 5), (1, 9)
+    local_slices = (2, 5), (1, 9)
     flat = whole[2:5, 1:9].flatten()
     owned = range(3, 21)
-    tensors = {kind: flat[3:21].clone() for kind in KEPT}
-    pieces = list(pieces_of("w", (6, 10), place, owned, tensors, True))
-    assert [(p.kind, p.slices) for p in pieces if p.kind == "model"] == [
+    tensors = {kind: flat[3:21].clone() for kind in STATE_KINDS}
+    owned_rectangles = list(state_rectangles("w", (6, 10), local_slices, owned, tensors, True))
+    assert [(p.kind, p.slices) for p in owned_rectangles if p.kind == "model"] == [
         ("model", ((2, 3), (4, 9))),
         ("model", ((3, 4), (1, 9))),
         ("model", ((4, 5), (1, 6))),
     ]
-    for piece in pieces:
-        assert piece.name == "w" and piece.shape == (6, 10) and piece.writer
-        assert torch.equal(piece.tensor, whole[tuple(slice(*each) for each in piece.slices)])
-        piece.tensor.zero_()
-    assert not any(tensor.any() for tensor in tensors.values()) and len(pieces) == 9
+    for rectangle in owned_rectangles:
+        assert rectangle.name == "w" and rectangle.shape == (6, 10) and rectangle.is_owner
+        assert torch.equal(rectangle.tensor, whole[tuple(slice(*each) for each in rectangle.slices)])
+        rectangle.tensor.zero_()
+    assert not any(tensor.any() for tensor in tensors.values()) and len(owned_rectangles) == 9
     with pytest.raises(ValueError, match=r"exp_avg of w: a tensor \(17,\), expected \(18,\)"):
-        list(pieces_of("w", (6, 10), place, owned, {"exp_avg": flat[:17]}, True))
+        list(state_rectangles("w", (6, 10), local_slices, owned, {"exp_avg": flat[:17]}, True))

@@ -276,8 +276,8 @@ class Trainer:
         """What this rank holds for checkpoints: masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME,
         and under `powersgd.` RANK what PowerSGD has kept back."""
         shards: dict[str, list[Shard]] = {}
-        for piece in self.optimizer.pieces():
-            shard = Shard(piece.shape, piece.slices, piece.tensor, piece.writer)
+        for piece in self.optimizer.rectangles():
+            shard = Shard(piece.shape, piece.slices, piece.tensor, piece.is_owner)
             shards.setdefault(f"{piece.kind}.{piece.name}", []).append(shard)
         remainders = {} if self.compression is None else self.compression.state_dict()
         for matrix, tensors in remainders.items():

@@ -10,12 +10,12 @@ from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket import Bucket
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import DeviceStore, Staging, StateStore
-from tpfuse.zero.rectangles import Kept, Piece, pieces_of
+from tpfuse.zero.rectangles import StateKind, StateRectangle, state_rectangles
 from tpfuse.zero.reducer.base import GradientReducer
 from tpfuse.zero.reducer.shard_update import Rates, ShardUpdate
 from tpfuse.zero.taken_parameters import count_write
 
-MOMENTS: tuple[Kept, ...] = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
@@ -69,9 +69,9 @@ class FlatAdamW:
                     master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
         self._store.release()
 
-    def _made(self, bucket: Bucket) -> dict[Kept, Tensor]:
+    def _made(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         layout, size = bucket.layout, len(bucket.shard)
-        kept: tuple[Kept, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
+        kept: tuple[StateKind, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
         return {name: self._store.tensor(name, size, layout.state_dtype) for name in kept}
 
     def step(self, lr: float, factor: float = 1.0) -> None:
@@ -104,7 +104,7 @@ class FlatAdamW:
         count_write(list(self._buckets.trained.values()))
         self._versions = self._current_versions()
 
-    def state(self, bucket: Bucket) -> dict[Kept, Tensor]:
+    def state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
         shard of a bucket, flat."""
         return {"model": bucket.own, **self._state[bucket]}
@@ -120,14 +120,14 @@ class FlatAdamW:
         self._versions = self._current_versions()
         self._store.release()
 
-    def pieces(self) -> Iterator[Piece]:
+    def rectangles(self) -> Iterator[StateRectangle]:
         """What this rank holds of masters and moments, for checkpoints; which of several equal ranks is to write it."""
         for bucket in self._buckets.buckets:
             state = self.state(bucket)
             for number, (segment, part) in enumerate(bucket.layout.inside(bucket.shard)):
                 parameter = self._buckets.model.get_parameter(segment.name)
                 inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
-                yield from pieces_of(
+                yield from state_rectangles(
                     segment.name,
                     tuple(parameter.shape),
                     local_slices(parameter),

@@ -59,7 +59,7 @@ class Member:
     sharded: Parameter
     decay: bool
     counted: bool
-    writer: bool
+    is_owner: bool
 
     @property
     def gradient(self) -> Tensor:

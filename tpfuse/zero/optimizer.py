@@ -145,11 +145,14 @@ class ZeroOptimizer(Optimizer):
     def _shards(self) -> dict[str, Tensor]:
         """This rank's moments and float32 masters, by what they are and where they lie in the whole tensor."""
         found = {}
-        for piece in self._adamw.pieces():
-            if piece.kind == "model" and piece.tensor.dtype == self.engine.model.get_parameter(piece.name).dtype:
+        for rectangle in self._adamw.rectangles():
+            if (
+                rectangle.kind == "model"
+                and rectangle.tensor.dtype == self.engine.model.get_parameter(rectangle.name).dtype
+            ):
                 continue  # the parameter itself, which is in the model's state_dict
-            ranges = ", ".join(f"{start}:{stop}" for start, stop in piece.slices)
-            found[f"{piece.kind}.{piece.name}[{ranges}]"] = piece.tensor
+            ranges = ", ".join(f"{start}:{stop}" for start, stop in rectangle.slices)
+            found[f"{rectangle.kind}.{rectangle.name}[{ranges}]"] = rectangle.tensor
         return found
 
     def state_dict(self) -> dict[str, Any]:

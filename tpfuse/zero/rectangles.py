@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tpfuse.comm.layout import Slices
 
-Kept = Literal["model", "exp_avg", "exp_avg_sq"]
-KEPT: tuple[Kept, ...] = get_args(Kept)
+StateKind = Literal["model", "exp_avg", "exp_avg_sq"]
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 @dataclass(frozen=True)
-class Piece:
+class StateRectangle:
     """A rectangle of a parameter (kind "model": its master, where it has one) or of one of its moments.
 
     shape: of the global tensor. slices: [start, stop) of the piece in every dimension of it. tensor: the piece itself,
@@ -29,11 +29,11 @@ class Piece:
     """
 
     name: str
-    kind: Kept
+    kind: StateKind
     shape: tuple[int, ...]
     slices: Slices
     tensor: Tensor
-    writer: bool
+    is_owner: bool
 
 
 def rectangles(shape: tuple[int, ...], owned: range) -> list[tuple[Slices, range]]:
@@ -71,26 +71,26 @@ def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
         yield ((index, index + 1), *slices), range(part.start + before, part.stop + before)
 
 
-def pieces_of(
+def state_rectangles(
     name: str,
     shape: tuple[int, ...],
-    place: Slices,
+    local_slices: Slices,
     owned: range,
-    tensors: Mapping[Kept, Tensor],
-    writer: bool,
-) -> Iterator[Piece]:
+    tensors: Mapping[StateKind, Tensor],
+    is_owner: bool,
+) -> Iterator[StateRectangle]:
     """The pieces of a rank that owns a range of the flat elements of a parameter's local part.
 
     shape: of the global parameter. place: where its local part lies in it (`tpfuse.comm.layout.local_slices`). owned:
     of the local part's flat elements. tensors: by kind, [len(owned)] contiguous, those elements. Raises ValueError for
     a range that is not inside the local part, or tensors of another size.
     """
-    local = tuple(stop - start for start, stop in place)
+    local = tuple(stop - start for start, stop in local_slices)
     for inside, part in rectangles(local, owned):
-        slices = tuple((low + start, low + stop) for (low, _), (start, stop) in zip(place, inside, strict=True))
+        slices = tuple((low + start, low + stop) for (low, _), (start, stop) in zip(local_slices, inside, strict=True))
         extent = [stop - start for start, stop in inside]
         for kind, flat in tensors.items():
             if flat.shape != (len(owned),):
                 raise ValueError(f"{kind} of {name}: a tensor {tuple(flat.shape)}, expected ({len(owned)},)")
             tensor = flat[part.start - owned.start : part.stop - owned.start].view(extent)
-            yield Piece(name, kind, tuple(shape), slices, tensor, writer)
+            yield StateRectangle(name, kind, tuple(shape), slices, tensor, is_owner)

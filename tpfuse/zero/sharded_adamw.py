@@ -8,7 +8,7 @@ from torch import Tensor
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
 from tpfuse.zero.fully_sharded import FullySharded, Member
-from tpfuse.zero.rectangles import Piece
+from tpfuse.zero.rectangles import StateRectangle
 
 
 class ShardedAdamW:
@@ -67,14 +67,16 @@ class ShardedAdamW:
         """After a checkpoint has changed the shards: they are what will be gathered."""
         self._engine.forget()
 
-    def pieces(self) -> Iterator[Piece]:
+    def rectangles(self) -> Iterator[StateRectangle]:
         """What this rank holds of parameters and moments, for checkpoints; which of equal ranks is to write it."""
         for member in self._engine.members:
             shape, slices = tuple(member.sharded.shape), local_slices(member.sharded)
             shard: Tensor = local_tensor(member.sharded)
-            yield Piece(member.name, "model", shape, slices, shard, member.writer)
-            yield Piece(member.name, "exp_avg", shape, slices, self._exp_avg[member.name], member.writer)
-            yield Piece(member.name, "exp_avg_sq", shape, slices, self._exp_avg_sq[member.name], member.writer)
+            yield StateRectangle(member.name, "model", shape, slices, shard, member.is_owner)
+            yield StateRectangle(member.name, "exp_avg", shape, slices, self._exp_avg[member.name], member.is_owner)
+            yield StateRectangle(
+                member.name, "exp_avg_sq", shape, slices, self._exp_avg_sq[member.name], member.is_owner
+            )
 
     def release(self) -> None:
         """After a checkpoint has read the state: all of it stays where it is."""
