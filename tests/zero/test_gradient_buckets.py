@@ -238,8 +238,11 @@ def test_what_decays_stands_before_what_does_not() -> None:
         flat = torch.zeros(layout.size)
         for segment in layout.segments:
             layout.view(flat, segment).fill_(1.0 if segment.decay else 2.0)
-        assert set(flat[: layout.border].tolist()) <= {0.0, 1.0} and set(flat[layout.border :].tolist()) <= {0.0, 2.0}
-        decayed += int(flat[: layout.border].sum())
+        assert set(flat[: layout.decay_end].tolist()) <= {0.0, 1.0} and set(flat[layout.decay_end :].tolist()) <= {
+            0.0,
+            2.0,
+        }
+        decayed += int(flat[: layout.decay_end].sum())
     assert decayed == sum(model.get_parameter(name).numel() for name in names)
 
 
@@ -259,7 +262,7 @@ def _each_is_named() -> int:
     buckets = GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD, stage=1)
     _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
     for bucket in buckets.buckets:
-        for segment, part in bucket.layout.inside(bucket.shard):
+        for segment, part in bucket.layout.segments_in(bucket.shard):
             for element in (part.start, part.stop - 1):
                 before = bucket.reduced_shard[element - bucket.shard.start].item()
                 bucket.reduced_shard[element - bucket.shard.start] = torch.nan

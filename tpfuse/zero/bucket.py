@@ -38,7 +38,7 @@ class Bucket:
         return self.reducer.shard(self.index)
 
     @property
-    def own(self) -> Tensor:
+    def shard_values(self) -> Tensor:
         """The parameters of the shard."""
         return self.values[self.shard.start : self.shard.stop]
 

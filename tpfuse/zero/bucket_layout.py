@@ -41,13 +41,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket of `size` elements, those before `border` decayed, cut into equal shards for `world` ranks."""
+    """A bucket of `size` elements, those before `decay_end` decayed, cut into equal shards for `world` ranks."""
 
     kind: Kind
     dtype: torch.dtype
     segments: tuple[Segment, ...]
     size: int
-    border: int
+    decay_end: int
     world: int
 
     def shard(self, rank: int) -> range:
@@ -64,12 +64,12 @@ class BucketLayout:
         """The segment of a flat buffer [size] in its parameter's (local) shape."""
         return flat[segment.start : segment.stop].view(segment.shape)
 
-    def inside(self, part: range) -> Iterator[tuple[Segment, range]]:
+    def segments_in(self, part: range) -> Iterator[tuple[Segment, range]]:
         """The segments that lie in `part` of the bucket, and which of its elements are theirs."""
         for segment in self.segments:
-            both = range(max(part.start, segment.start), min(part.stop, segment.stop))
-            if len(both):
-                yield segment, both
+            overlap = range(max(part.start, segment.start), min(part.stop, segment.stop))
+            if len(overlap):
+                yield segment, overlap
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -94,25 +94,25 @@ def plan_buckets(
     pending: dict[tuple[Kind, torch.dtype], list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters:
         kind = kind_of(name, parameter, names)
-        waiting = pending.setdefault((kind, parameter.dtype), [])
-        waiting.append((name, parameter))
-        if sum(local_tensor(p).numel() for _, p in waiting) * 4 >= bucket_bytes:
-            layouts.append(_layout(kind, parameter.dtype, waiting, worlds[kind]))
+        members = pending.setdefault((kind, parameter.dtype), [])
+        members.append((name, parameter))
+        if sum(local_tensor(p).numel() for _, p in members) * 4 >= bucket_bytes:
+            layouts.append(_layout(kind, parameter.dtype, members, worlds[kind]))
             del pending[kind, parameter.dtype]
-    for (kind, dtype), waiting in pending.items():
-        layouts.append(_layout(kind, dtype, waiting, worlds[kind]))
+    for (kind, dtype), members in pending.items():
+        layouts.append(_layout(kind, dtype, members, worlds[kind]))
     return layouts
 
 
 def _layout(kind: Kind, dtype: torch.dtype, members: list[tuple[str, Tensor]], world: int) -> BucketLayout:
     segments: list[Segment] = []
-    border = end = 0
+    decay_end = end = 0
     for name, parameter in sorted(members, key=lambda member: not decays(*member)):
         shape, decay = local_tensor(parameter).shape, decays(name, parameter)
         segments.append(Segment(name, shape, end, end + shape.numel(), decay))
         end = _rounded_up(end + shape.numel(), ALIGNMENT)
-        border = end if decay else border
-    return BucketLayout(kind, dtype, tuple(segments), _rounded_up(end, world * ALIGNMENT), border, world)
+        decay_end = end if decay else decay_end
+    return BucketLayout(kind, dtype, tuple(segments), _rounded_up(end, world * ALIGNMENT), decay_end, world)
 
 
 def _rounded_up(count: int, unit: int) -> int:

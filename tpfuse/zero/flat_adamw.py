@@ -41,14 +41,14 @@ class FlatAdamW:
         self._buckets, self.betas, self.eps, self.weight_decay = buckets, betas, eps, weight_decay
         device = buckets.buckets[0].values.device
         self._store = DeviceStore(device) if store is None else store
-        self._state = {bucket: self._made(bucket) for bucket in buckets.buckets}
+        self._state = {bucket: self._new_state(bucket) for bucket in buckets.buckets}
         state_device = self._state[buckets.buckets[0]]["exp_avg"].device
         self._staging = None if state_device == device else Staging()
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
         for bucket, state in self._state.items():
             if "model" in state:
                 for part in self._store.walk([state["model"]]):
-                    state["model"][part].copy_(bucket.own[part])
+                    state["model"][part].copy_(bucket.shard_values[part])
         self._versions = self._current_versions()
 
     def _current_versions(self) -> dict[str, int]:
@@ -61,18 +61,18 @@ class FlatAdamW:
         if versions == self._versions:
             return
         for bucket, state in self._state.items():
-            for segment, part in bucket.layout.inside(bucket.shard):
+            for segment, part in bucket.layout.segments_in(bucket.shard):
                 if "model" in state and versions[segment.name] != self._versions[segment.name]:
-                    inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
-                    master = state["model"][inside]
-                    own = bucket.own[inside].to(master.device)
+                    local = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                    master = state["model"][local]
+                    own = bucket.shard_values[local].to(master.device)
                     master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
         self._store.release()
 
-    def _made(self, bucket: Bucket) -> dict[StateKind, Tensor]:
+    def _new_state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         layout, size = bucket.layout, len(bucket.shard)
-        kept: tuple[StateKind, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
-        return {name: self._store.tensor(name, size, layout.state_dtype) for name in kept}
+        kinds: tuple[StateKind, ...] = ("model", *MOMENTS) if layout.dtype in HALF else MOMENTS
+        return {name: self._store.tensor(name, size, layout.state_dtype) for name in kinds}
 
     def step(self, lr: float, factor: float = 1.0) -> None:
         """One update with the buckets' gradients times `factor`; afterwards every rank has all new parameters.
@@ -91,7 +91,7 @@ class FlatAdamW:
                 state["exp_avg"],
                 state["exp_avg_sq"],
                 state.get("model"),
-                bucket.layout.border - bucket.shard.start,
+                bucket.layout.decay_end - bucket.shard.start,
                 rates,
                 self._store,
                 self._staging,
@@ -107,14 +107,14 @@ class FlatAdamW:
     def state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
         """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
         shard of a bucket, flat."""
-        return {"model": bucket.own, **self._state[bucket]}
+        return {"model": bucket.shard_values, **self._state[bucket]}
 
     def publish(self) -> None:
         """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
         for bucket, state in self._state.items():
             if "model" in state:
                 for part in self._store.walk([state["model"]]):
-                    bucket.own[part].copy_(state["model"][part])
+                    bucket.shard_values[part].copy_(state["model"][part])
         for reducer in self._buckets.reducers:
             reducer.publish()
         self._versions = self._current_versions()
@@ -124,16 +124,16 @@ class FlatAdamW:
         """What this rank holds of masters and moments, for checkpoints; which of several equal ranks is to write it."""
         for bucket in self._buckets.buckets:
             state = self.state(bucket)
-            for number, (segment, part) in enumerate(bucket.layout.inside(bucket.shard)):
+            for index, (segment, part) in enumerate(bucket.layout.segments_in(bucket.shard)):
                 parameter = self._buckets.model.get_parameter(segment.name)
-                inside = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
+                local = slice(part.start - bucket.shard.start, part.stop - bucket.shard.start)
                 yield from state_rectangles(
                     segment.name,
                     tuple(parameter.shape),
                     local_slices(parameter),
                     range(part.start - segment.start, part.stop - segment.start),
-                    {kind: flat[inside] for kind, flat in state.items()},
-                    self._buckets.writes(bucket, number),
+                    {kind: flat[local] for kind, flat in state.items()},
+                    self._buckets.is_owner(bucket, index),
                 )
 
     def release(self) -> None:

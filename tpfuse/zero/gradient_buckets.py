@@ -116,15 +116,19 @@ class GradientBuckets(MicroBatches):
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
         self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # plain ones say 0
-        self._unknown_world = world_group is None and any(_is_part(parameter) for parameter in trained.values())
+        self._unknown_world = world_group is None and any(
+            _is_on_several_ranks(parameter) for parameter in trained.values()
+        )
         self.trained = trained
-        self._taken = {name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()}
+        self._taken_gradients = {
+            name: taken_gradient(p, _WITHOUT_GRADIENT.format(name=name)) for name, p in trained.items()
+        }
         for bucket in self.buckets:
             self._move_parameters(bucket)
         for bucket in self.buckets:
             if bucket.reducer.keeps_gradients:
-                room, kept = bucket.reducer.gradient_buffer(bucket.index), self._dtype(bucket.layout, gradient_dtype)
-                bucket.accumulated = room if room.dtype == kept else torch.zeros_like(room, dtype=kept)
+                buffer, dtype = bucket.reducer.gradient_buffer(bucket.index), self._dtype(bucket.layout, gradient_dtype)
+                bucket.accumulated = buffer if buffer.dtype == dtype else torch.zeros_like(buffer, dtype=dtype)
         self._record_parameters()
 
     def _open(
@@ -139,15 +143,15 @@ class GradientBuckets(MicroBatches):
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
             families.setdefault((groups[layout.kind], sent), []).append(layout)
-        places: dict[int, tuple[GradientReducer, int]] = {}
+        reducer_of: dict[int, tuple[GradientReducer, int]] = {}
         self.reducers: list[GradientReducer] = []
         for (group, sent), family in families.items():
             specs = [_spec(layout, sent) for layout in family]
             reducer, reason = make_reducer(specs, self.stage, group, device, compression=compression)
             self.reducers.append(reducer)
             self.reasons.append(reason)
-            places |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
-        return [Bucket(layout, *places[id(layout)]) for layout in layouts]
+            reducer_of |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
+        return [Bucket(layout, *reducer_of[id(layout)]) for layout in layouts]
 
     @staticmethod
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
@@ -155,38 +159,38 @@ class GradientBuckets(MicroBatches):
 
     def _move_parameters(self, bucket: Bucket) -> None:
         """The parameters move into the bucket, and a hook of each takes its gradients there."""
-        for number, segment in enumerate(bucket.layout.segments):
+        for index, segment in enumerate(bucket.layout.segments):
             parameter = self.trained[segment.name]
             move_(parameter, bucket.layout.view(bucket.values, segment))
             hooks = parameter._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
                 del hooks[key]  # of buckets that had the parameter before
-            taking = _Taking(self, bucket, number, parameter)
+            taking = _Taking(self, bucket, index, parameter)
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
 
-    def _take(self, bucket: Bucket, number: int, gradient: Tensor) -> None:
-        """A gradient of the bucket's segment `number` has come."""
-        segment = bucket.layout.segments[number]
+    def _take(self, bucket: Bucket, index: int, gradient: Tensor) -> None:
+        """A gradient of the bucket's segment `index` has come."""
+        segment = bucket.layout.segments[index]
         if gradient.layout is not torch.strided:
             raise ValueError(f"{segment.name} has a sparse gradient: expected a dense one (sparse=False)")
-        if not self._accumulating or (self._last and number not in bucket.pending):
+        if not self._accumulating or (self._last and index not in bucket.pending):
             raise ValueError(_WITHOUT_GRADIENT.format(name=segment.name))
         if bucket.accumulated is None and self._last:
-            bucket.waiting[number] = gradient
+            bucket.waiting[index] = gradient
             if bucket is self.buckets[self._next]:
                 self._copy_waiting(bucket)  # and so its memory is free for the next ones
         else:
-            place = bucket.layout.view(self._accumulation_buffer(bucket), segment)
-            if number in bucket.without_gradient:
-                place.copy_(gradient)
+            sum_so_far = bucket.layout.view(self._accumulation_buffer(bucket), segment)
+            if index in bucket.without_gradient:
+                sum_so_far.copy_(gradient)
             else:
-                place.add_(gradient)
-        bucket.without_gradient.discard(number)
-        bucket.pending.discard(number)
+                sum_so_far.add_(gradient)
+        bucket.without_gradient.discard(index)
+        bucket.pending.discard(index)
         if self._last and not bucket.pending:
-            self._send(complete=True)
+            self._start_reductions(complete=True)
 
     def _accumulation_buffer(self, bucket: Bucket) -> Tensor:
         if bucket.accumulated is None:
@@ -194,7 +198,7 @@ class GradientBuckets(MicroBatches):
             bucket.accumulated = torch.zeros(bucket.layout.size, dtype=dtype, device=bucket.values.device)
         return bucket.accumulated
 
-    def _send(self, *, complete: bool) -> None:
+    def _start_reductions(self, *, complete: bool) -> None:
         """Sends the buckets whose turn it is; all that are left, or those that are complete."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
@@ -205,19 +209,19 @@ class GradientBuckets(MicroBatches):
             self._next += 1
 
     def _fill(self, bucket: Bucket) -> None:
-        layout, kept = bucket.layout, bucket.accumulated
-        if kept is None:
-            room = self._copy_waiting(bucket)
+        layout, accumulated = bucket.layout, bucket.accumulated
+        if accumulated is None:
+            buffer = self._copy_waiting(bucket)
             ends = [0, *(segment.stop for segment in layout.segments)]
             starts = [*(segment.start for segment in layout.segments), layout.size]
             for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
-                room[start:end].zero_()
+                buffer[start:end].zero_()
         else:
-            room = bucket.reducer.gradient_buffer(bucket.index)
-        for number in bucket.without_gradient:
-            layout.view(room if kept is None else kept, layout.segments[number]).zero_()
-        if kept is not None and kept is not room:
-            room.copy_(kept)
+            buffer = bucket.reducer.gradient_buffer(bucket.index)
+        for index in bucket.without_gradient:
+            layout.view(buffer if accumulated is None else accumulated, layout.segments[index]).zero_()
+        if accumulated is not None and accumulated is not buffer:
+            buffer.copy_(accumulated)
         if not bucket.reducer.keeps_gradients:
             bucket.accumulated = bucket.reduce_buffer = None
 
@@ -225,8 +229,8 @@ class GradientBuckets(MicroBatches):
         """What the bucket holds goes to its room, which is opened by that."""
         if bucket.reduce_buffer is None:
             bucket.reduce_buffer = bucket.reducer.gradient_buffer(bucket.index)
-        for number, gradient in bucket.waiting.items():
-            bucket.layout.view(bucket.reduce_buffer, bucket.layout.segments[number]).copy_(gradient)
+        for index, gradient in bucket.waiting.items():
+            bucket.layout.view(bucket.reduce_buffer, bucket.layout.segments[index]).copy_(gradient)
         bucket.waiting.clear()
         return bucket.reduce_buffer
 
@@ -246,7 +250,7 @@ class GradientBuckets(MicroBatches):
 
     def _complete(self, *, sums: bool) -> None:
         try:
-            self._send(complete=False)
+            self._start_reductions(complete=False)
             for reducer in self.reducers:
                 reducer.end_backward()
             if sums:
@@ -257,7 +261,7 @@ class GradientBuckets(MicroBatches):
                 bucket.waiting.clear()
                 bucket.reduce_buffer = None
             for name, parameter in self.trained.items():
-                parameter.grad = self._taken[name]
+                parameter.grad = self._taken_gradients[name]
 
     def _reducing(self) -> bool:
         return any(len(bucket.pending) < len(bucket.layout.segments) for bucket in self.buckets)
@@ -308,19 +312,19 @@ class GradientBuckets(MicroBatches):
                 total += bucket.reducer.squared_norm(bucket.index)
         return total
 
-    def writes(self, bucket: Bucket, number: int) -> bool:
-        """Whether this rank saves what it holds of segment `number`: of the ranks with the same exactly one does."""
+    def is_owner(self, bucket: Bucket, index: int) -> bool:
+        """Whether this rank saves what it holds of segment `index`: of the ranks with the same exactly one does."""
         if bucket.layout.kind == "replicated" and self._model_rank > 0:
             return False
         reducer = bucket.reducer
-        return self.stage > 0 or number % reducer.world == reducer.shard_index
+        return self.stage > 0 or index % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters with a gradient that is not finite in this rank's shards, in the order of buckets."""
         return [
             segment.name
             for bucket in self.buckets
-            for segment, part in bucket.layout.inside(bucket.shard)
+            for segment, part in bucket.layout.segments_in(bucket.shard)
             if not bool(torch.isfinite(_within(bucket.reduced_shard, bucket.shard, part)).all())
         ]
 
@@ -332,19 +336,19 @@ class GradientBuckets(MicroBatches):
 
 @dataclass(eq=False)
 class _Taking:
-    """The hook that takes what arrives at a parameter, or at its leaf, to segment `number` of a bucket."""
+    """The hook that takes what arrives at a parameter, or at its leaf, to segment `index` of a bucket."""
 
     buckets: GradientBuckets
     bucket: Bucket
-    number: int
+    index: int
     parameter: Parameter
 
     def __call__(self, leaf: Tensor) -> None:
         assert leaf.grad is not None
         gradient, leaf.grad = local_tensor(leaf.grad), None
-        taken = self.buckets._taken[self.bucket.layout.segments[self.number].name]
+        taken = self.buckets._taken_gradients[self.bucket.layout.segments[self.index].name]
         self.parameter.grad = taken if self.buckets._last else None  # several backward passes may come before the last
-        self.buckets._take(self.bucket, self.number, gradient)
+        self.buckets._take(self.bucket, self.index, gradient)
 
 
 def _trained(model: nn.Module) -> dict[str, Parameter]:
@@ -378,7 +382,7 @@ def _spec(layout: BucketLayout, sent: torch.dtype) -> BucketSpec:
     return BucketSpec(layout.size, layout.dtype, sent, tuple(matrices))
 
 
-def _is_part(parameter: Tensor) -> bool:
+def _is_on_several_ranks(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1 and is_sharded(parameter)
 
 

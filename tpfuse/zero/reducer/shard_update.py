@@ -54,14 +54,14 @@ class ShardUpdate:
     """The state of one shard of n elements and what is to be done to it.
 
     master, exp_avg, exp_avg_sq: [n] of the state's dtype; master None where the parameters are of that dtype themselves
-    and so their own master. border: elements before it are decayed. store: where the state lies; staging: None where
+    and so their own master. decay_end: elements before it are decayed. store: where the state lies; staging: None where
     that is the parameters' device; then: the state of the update after this one.
     """
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
     master: Tensor | None
-    border: int
+    decay_end: int
     rates: Rates
     store: Store
     staging: Staging | None = None
@@ -98,7 +98,7 @@ class ShardUpdate:
 
     def _update(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
         rates = self.rates
-        cut = min(max(self.border, a), b)
+        cut = min(max(self.decay_end, a), b)
         for start, stop, weight_decay in ((a, cut, rates.weight_decay), (cut, b, 0.0)):
             if start == stop:
                 continue
