@@ -15,7 +15,7 @@ from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 
 # A vector, a matrix that is worth it at rank 2, a gap, one that is too small, a second one, another vector.
-PIECES = ((7, 20, 16), (340, 4, 5), (360, 12, 30))
+MATRICES = ((7, 20, 16), (340, 4, 5), (360, 12, 30))
 SIZE = 733
 
 
@@ -30,7 +30,9 @@ def _whole(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
 
 
 def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
-    return [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in (PIECES[0], PIECES[2])]
+    return [
+        x[start : start + rows * columns].view(rows, columns) for start, rows, columns in (MATRICES[0], MATRICES[2])
+    ]
 
 
 def _wide(rank: int, size: int) -> torch.Tensor:
@@ -60,7 +62,7 @@ def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
 
 def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
     x, traffic = _whole(dist.get_rank(), 0), Traffic()
-    PowerSGDCompression(rank).all_reduce(x, 0, PIECES, dist.group.WORLD, traffic)
+    PowerSGDCompression(rank).all_reduce(x, 0, MATRICES, dist.group.WORLD, traffic)
     return x, (traffic.sent, traffic.received)
 
 
@@ -92,7 +94,7 @@ def _low_rank(rank: int) -> torch.Tensor:
 
 def _reduced_low_rank() -> torch.Tensor:
     x = _low_rank(dist.get_rank())
-    PowerSGDCompression(rank=2, seed=3).all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+    PowerSGDCompression(rank=2, seed=3).all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
     return x
 
 
@@ -106,7 +108,7 @@ def _zeros() -> list[torch.Tensor]:
     compression, found = PowerSGDCompression(rank=2), []
     for step in range(3):
         x = _drawn(dist.get_rank(), step) * (step > 0)
-        compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
         found.append(x)
     return found
 
@@ -124,12 +126,12 @@ def _steps(count: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str
     """The results of each step, and what was kept before and after them, one step having gone before."""
     compression = PowerSGDCompression(rank=2)
     x = _drawn(dist.get_rank(), 99, dtype=dtype)
-    compression.all_reduce(x, 5, PIECES, dist.group.WORLD, Traffic())
+    compression.all_reduce(x, 5, MATRICES, dist.group.WORLD, Traffic())
     before = {name: {k: v.clone() for k, v in kept.items()} for name, kept in compression.state_dict().items()}
     results = []
     for step in range(count):
         x = _drawn(dist.get_rank(), step, dtype=dtype)
-        compression.all_reduce(x, 5, PIECES, dist.group.WORLD, Traffic())
+        compression.all_reduce(x, 5, MATRICES, dist.group.WORLD, Traffic())
         results.append(x)
     return results, before, compression.state_dict()
 
@@ -170,7 +172,7 @@ def _constant() -> tuple[torch.Tensor, float]:
     compression, total = PowerSGDCompression(rank=2), torch.zeros(SIZE, dtype=torch.float64)
     for _ in range(60):
         x = _drawn(dist.get_rank(), 0)
-        compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+        compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
         total += x
     return total / 60, float(x.norm())
 
@@ -196,7 +198,7 @@ def _overflow(bad: float) -> tuple[torch.Tensor, bool, bool]:
                     continue
                 if dist.get_rank() == 1:
                     x[10] = bad
-            compression.all_reduce(x, 0, PIECES, group, Traffic())
+            compression.all_reduce(x, 0, MATRICES, group, Traffic())
             if step == 1:
                 spoiled = x
         nexts.append(x)
@@ -220,7 +222,7 @@ def _resumed() -> tuple[bool, bool, str]:
     def steps(compression: PowerSGDCompression, *numbers: int) -> torch.Tensor:
         for step in numbers:
             x = _drawn(dist.get_rank(), step)
-            compression.all_reduce(x, 0, PIECES, group, Traffic())
+            compression.all_reduce(x, 0, MATRICES, group, Traffic())
         return x
 
     straight, first = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
@@ -251,7 +253,7 @@ def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
             if step == 2:
                 compression.scale_errors(scale)
                 x *= scale
-            compression.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
+            compression.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
         found.append(x / scale)
     return found[0], found[1]
 
@@ -268,8 +270,8 @@ def _two_groups() -> tuple[bool, str]:
     alone, both = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
     for step in range(2):
         x, y = _drawn(dist.get_rank(), step), _drawn(dist.get_rank(), step)
-        alone.all_reduce(x, 0, PIECES, dist.group.WORLD, Traffic())
-        both.all_reduce(y, 0, PIECES, dist.group.WORLD, Traffic())
+        alone.all_reduce(x, 0, MATRICES, dist.group.WORLD, Traffic())
+        both.all_reduce(y, 0, MATRICES, dist.group.WORLD, Traffic())
         both.all_reduce(_drawn(dist.get_rank(), 7), 0, ((7, 10, 32),), other, Traffic())
     try:
         both.all_reduce(y.clone(), 0, ((7, 16, 20),), other, Traffic())

@@ -38,7 +38,7 @@ def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tens
     for index, size in enumerate(SIZES):
         state = [store.tensor(f"{name} {index}", size, state_dtype) for name in ("master", "exp_avg", "exp_avg_sq")]
         assert all(not x.any() for x in state)
-        for part in store.walk(state[:1]):
+        for part in store.blocks(state[:1]):
             state[0][part] = normal(index, size, dtype=state_dtype)[part]
         shards.append((*state, torch.zeros(size, dtype=dtype) if half else None))
     staging = Staging()
@@ -47,7 +47,7 @@ def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tens
         for index, (master, exp_avg, exp_avg_sq, parameter) in enumerate(shards):
             gradient, follower = normal(100 * step + index, len(master), dtype=dtype), shards[(index + 1) % 3][:3]
             covered = 0
-            for part in store.walk((master, exp_avg, exp_avg_sq), then=follower):
+            for part in store.blocks((master, exp_avg, exp_avg_sq), following=follower):
                 assert part.start == covered
                 covered = part.stop
                 states = [master[part]], [exp_avg[part]], [exp_avg_sq[part]]
@@ -76,7 +76,7 @@ def test_state_outlasts_release_and_parts_of_a_tensor_are_walked_by_themselves(f
     store = FileStore(folder, 4 * 10000 + 8 * 10, block=512)
     whole, small = store.tensor("whole", 10000, torch.float32), store.tensor("small", 10, torch.float64)
     for number, half in enumerate((whole[:3777], whole[3777:])):
-        for part in store.walk([half, torch.empty(len(half))]):  # the second one is none of its
+        for part in store.blocks([half, torch.empty(len(half))]):  # the second one is none of its
             half[part] = torch.arange(part.start, part.stop) + 10**6 * number
     small.fill_(0.5)
     store.release()
@@ -88,9 +88,9 @@ def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
     store = FileStore(folder, 4000, block=112)
     whole = store.tensor("whole", 1000, torch.float32)
     released: list[tuple[int, int]] = []
-    store._let_go = lambda tensors, part: released.append((part.start, part.stop))  # type: ignore[method-assign]
+    store._release_pages = lambda tensors, part: released.append((part.start, part.stop))  # type: ignore[method-assign]
     with pytest.raises(KeyError):
-        for part in store.walk([whole]):
+        for part in store.blocks([whole]):
             if part.start == 224:
                 raise KeyError
     assert released == [(0, 112), (112, 224), (224, 336)]
@@ -99,7 +99,7 @@ def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
 def test_empty_shards_are_walked_in_no_part(folder: Path) -> None:
     for store in (HostStore(), FileStore(folder, 0)):
         nothing = store.tensor("nothing", 0, torch.float32)
-        assert list(store.walk([nothing], then=[nothing])) == []
+        assert list(store.blocks([nothing], following=[nothing])) == []
     with pytest.raises(ValueError, match="exp_avg of bucket 3: 8 bytes of state do not fit the 1 that were asked for"):
         FileStore(folder, 0).tensor("exp_avg of bucket 3", 2, torch.float32)
 
@@ -119,7 +119,7 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
     store = FileStore(folder, 8 * block, block=block // 4)
     state = [store.tensor(name, block, torch.float32) for name in ("master", "exp_avg")]
     for _ in range(2):
-        for part in store.walk(state, then=state):
+        for part in store.blocks(state, following=state):
             for x in state:
                 x[part] += 1.0
             assert 2 * block <= _resident(store) <= 2 * (block + around)
@@ -151,7 +151,7 @@ before = max(resident(), status("VmHWM"))
 store = offload.FileStore(folder, 12 * n)
 state = [store.tensor(name, n, torch.float32) for name in ("master", "exp_avg", "exp_avg_sq")]
 for step in (1.0, 2.0):
-    for part in store.walk(state, then=state):
+    for part in store.blocks(state, following=state):
         a, b, c = (x[part] for x in state)
         adamw_([a], [gradient[part]], [b], [c], [parameter[part]], lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8,
                weight_decay=0.0, step=torch.tensor(step))
@@ -186,7 +186,7 @@ from tpfuse.zero import offload
 offload._IN_MEMORY = ()
 store = offload.FileStore(Path(sys.argv[1]), 2**20)
 x = store.tensor("x", 2**18, torch.float32)
-for part in store.walk([x]):
+for part in store.blocks([x]):
     x[part] = 1
     print("here", flush=True)
     time.sleep(60)

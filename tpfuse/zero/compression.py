@@ -32,7 +32,7 @@ from tpfuse.comm.collectives import collective
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.traffic import Traffic
 
-Piece = tuple[int, int, int]
+MatrixSpan = tuple[int, int, int]
 """A matrix in a flat tensor: (first element, rows, columns)."""
 
 
@@ -76,13 +76,13 @@ class Bf16Compression:
     """Gradients travel in bfloat16, and are summed in float32."""
 
     def all_reduce(
-        self, x: Tensor, index: int, pieces: Sequence[Piece], group: dist.ProcessGroup, traffic: Traffic
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
         """x [m] becomes its sum over the group. Raises PeerTimeout."""
         sum_over(x, group, traffic, sent=torch.bfloat16)
 
     def reduce_scatter(
-        self, x: Tensor, index: int, pieces: Sequence[Piece], group: dist.ProcessGroup, traffic: Traffic
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
         """This rank's part of the sum, [m / world]: in half of the bytes that `all_reduce` takes, and rounded once."""
         return shard_of_sum(x, group, traffic, sent=torch.bfloat16)
@@ -100,11 +100,11 @@ class Bf16Compression:
             raise ValueError("the state is of PowerSGD, not of compression in bfloat16")
 
 
-_Place = tuple[int, int, int]  # of a matrix: group, bucket, first element
+_MatrixKey = tuple[int, int, int]  # of a matrix: group, bucket, first element
 
 
 @dataclass
-class _Matrix:
+class _MatrixState:
     """What is kept of a matrix from one step to the next. error: [rows, columns]; factor: Q, [columns, rank]."""
 
     error: Tensor
@@ -128,7 +128,7 @@ class PowerSGDCompression:
             raise ValueError(f"rank {rank}: expected at least 1")
         self.rank, self.seed = rank, seed
         self._groups: dict[str, int] = {}
-        self._kept: dict[_Place, _Matrix] = {}
+        self._states: dict[_MatrixKey, _MatrixState] = {}
 
     def gains(self, rows: int, columns: int) -> bool:
         """Whether a matrix takes at most half of its bytes as factors."""
@@ -136,83 +136,85 @@ class PowerSGDCompression:
 
     @torch.no_grad()
     def all_reduce(
-        self, x: Tensor, index: int, pieces: Sequence[Piece], group: dist.ProcessGroup, traffic: Traffic
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """x [m] becomes its sum over the group, or nearly so in `pieces`. Raises PeerTimeout.
+        """x [m] becomes its sum over the group, or nearly so in `matrices`. Raises PeerTimeout.
 
         Two sums: of what is sent plain and all P, then of all Q'.
         """
-        pieces = [piece for piece in pieces if self.gains(*piece[1:])]
-        matrices = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in pieces]
-        number = self._groups.setdefault(group.group_name, len(self._groups))
-        places = [(number, index, start) for start, _, _ in pieces]
-        kept = [self._of(place, matrix) for place, matrix in zip(places, matrices, strict=True)]
-        plain = _between(x, pieces)
-        for matrix, state in zip(matrices, kept, strict=True):
+        matrices = [span for span in matrices if self.gains(*span[1:])]
+        views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in matrices]
+        group_index = self._groups.setdefault(group.group_name, len(self._groups))
+        keys = [(group_index, index, start) for start, _, _ in matrices]
+        states = [self._state_of(key, matrix) for key, matrix in zip(keys, views, strict=True)]
+        plain = _outside(x, matrices)
+        for matrix, state in zip(views, states, strict=True):
             matrix += state.error
-        spans = [matrix @ state.factor for matrix, state in zip(matrices, kept, strict=True)]
-        _sum_all([*plain, *spans], group, traffic)
-        bases = [_orthonormal(span) for span in spans]
-        own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
-        factors = [factor.clone() for factor in own]
+        projections = [matrix @ state.factor for matrix, state in zip(views, states, strict=True)]
+        _sum_all([*plain, *projections], group, traffic)
+        bases = [_orthonormal(projection) for projection in projections]
+        local_factors = [matrix.T @ basis for matrix, basis in zip(views, bases, strict=True)]
+        factors = [factor.clone() for factor in local_factors]
         _sum_all(factors, group, traffic)
-        for matrix, state, basis, part, factor in zip(matrices, kept, bases, own, factors, strict=True):
+        for matrix, state, basis, local_factor, factor in zip(
+            views, states, bases, local_factors, factors, strict=True
+        ):
             finite = torch.isfinite(factor).all()  # the same on all ranks, without a word to the host
-            error = torch.addmm(matrix, basis, part.T, alpha=-1)
+            error = torch.addmm(matrix, basis, local_factor.T, alpha=-1)
             state.error = torch.where(finite, error, state.error)
             state.factor = torch.where(finite, factor, state.factor)
             torch.mm(basis, factor.T, out=matrix)
 
     def reduce_scatter(
-        self, x: Tensor, index: int, pieces: Sequence[Piece], group: dist.ProcessGroup, traffic: Traffic
+        self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
         """This rank's part of the sum, [m / world], a view of x, which holds all of it."""
-        self.all_reduce(x, index, pieces, group, traffic)
+        self.all_reduce(x, index, matrices, group, traffic)
         return x.view(group.size(), -1)[group.rank()]
 
-    def _of(self, place: _Place, matrix: Tensor) -> _Matrix:
-        kept = self._kept.get(place)
-        if kept is None:
-            kept = self._kept[place] = _Matrix(torch.zeros_like(matrix), self._first_factor(place, matrix))
-        if kept.error.shape != matrix.shape:
-            was, now = tuple(kept.error.shape), tuple(matrix.shape)
-            raise ValueError(f"bucket {place[1]}: the matrix at {place[2]} has shape {now}, and had {was} before")
-        return kept
+    def _state_of(self, key: _MatrixKey, matrix: Tensor) -> _MatrixState:
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _MatrixState(torch.zeros_like(matrix), self._first_factor(key, matrix))
+        if state.error.shape != matrix.shape:
+            was, now = tuple(state.error.shape), tuple(matrix.shape)
+            raise ValueError(f"bucket {key[1]}: the matrix at {key[2]} has shape {now}, and had {was} before")
+        return state
 
-    def _first_factor(self, place: _Place, matrix: Tensor) -> Tensor:
+    def _first_factor(self, key: _MatrixKey, matrix: Tensor) -> Tensor:
         """Normal, from (seed, place) alone, drawn on the CPU: equal on all ranks."""
-        digest = hashlib.blake2b(f"{self.seed} {place}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self.seed} {key}".encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
         factor = torch.empty(matrix.shape[1], self.rank, dtype=torch.float32).normal_(generator=generator)
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 
     def scale_errors(self, factor: float) -> None:
         """To be called when the scale of the gradients changes, as float16's loss scale does."""
-        for matrix in self._kept.values():
+        for matrix in self._states.values():
             matrix.error *= factor
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """This rank's errors and factors by "group.bucket.start", groups numbered as they came first."""
         return {
-            ".".join(map(str, place)): {"error": matrix.error, "factor": matrix.factor}
-            for place, matrix in self._kept.items()
+            ".".join(map(str, key)): {"error": matrix.error, "factor": matrix.factor}
+            for key, matrix in self._states.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes on from such a state. Raises ValueError where its factors have another rank."""
-        kept = {}
+        states = {}
         for name, tensors in state.items():
             group, index, start = map(int, name.split("."))
             if tensors["factor"].shape[1] != self.rank:
                 raise ValueError(f"the state is of rank {tensors['factor'].shape[1]}, not {self.rank}")
-            kept[group, index, start] = _Matrix(tensors["error"].clone(), tensors["factor"].clone())
-        self._kept = kept
+            states[group, index, start] = _MatrixState(tensors["error"].clone(), tensors["factor"].clone())
+        self._states = states
 
 
-def _between(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+def _outside(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
     """The parts of x that are in none of the pieces."""
     parts, end = [], 0
-    for start, rows, columns in sorted(pieces):
+    for start, rows, columns in sorted(matrices):
         parts.append(x[end:start])
         end = start + rows * columns
     return [part for part in (*parts, x[end:]) if part.numel()]

@@ -23,22 +23,22 @@ def broadcast_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """
     if group is None or group.size() == 1:
         return
-    held = {name: local_tensor(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
-    _compare(held, group)
-    sent = {name: x.contiguous() for name, x in held.items() if x.numel()}
+    tensors = {name: local_tensor(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+    _compare(tensors, group)
+    sent = {name: x.contiguous() for name, x in tensors.items() if x.numel()}
     collective.broadcast_([x.view(-1).view(torch.uint8) for x in sent.values()], group)
     for name, x in sent.items():
-        if x is not held[name]:
-            held[name].copy_(x)
+        if x is not tensors[name]:
+            tensors[name].copy_(x)
 
 
-def _compare(held: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+def _compare(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Raises ValueError where the tensors of ranks differ in more than their values."""
-    mine = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in held.items()]
-    everybody = collective.gather_objects(mine, group, op="comparison of parameters")
+    descriptions = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()]
+    by_rank = collective.gather_objects(descriptions, group, op="comparison of parameters")
     ranks = dist.get_process_group_ranks(group)
-    for rank, theirs in zip(ranks, everybody, strict=True):
-        for first, other in zip_longest(everybody[0], theirs, fillvalue="nothing"):
+    for rank, others in zip(ranks, by_rank, strict=True):
+        for first, other in zip_longest(by_rank[0], others, fillvalue="nothing"):
             if first != other:
                 raise ValueError(
                     f"data-parallel ranks have other parameters or buffers: rank {rank} has {other} where rank"

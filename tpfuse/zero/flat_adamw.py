@@ -47,7 +47,7 @@ class FlatAdamW:
         self._step = torch.zeros((), dtype=torch.float32, device=state_device)
         for bucket, state in self._state.items():
             if "model" in state:
-                for part in self._store.walk([state["model"]]):
+                for part in self._store.blocks([state["model"]]):
                     state["model"][part].copy_(bucket.shard_values[part])
         self._versions = self._current_versions()
 
@@ -113,7 +113,7 @@ class FlatAdamW:
         """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
         for bucket, state in self._state.items():
             if "model" in state:
-                for part in self._store.walk([state["model"]]):
+                for part in self._store.blocks([state["model"]]):
                     bucket.shard_values[part].copy_(state["model"][part])
         for reducer in self._buckets.reducers:
             reducer.publish()

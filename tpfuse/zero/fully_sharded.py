@@ -48,7 +48,7 @@ _REPLACED = (
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardedParameter:
     """A trained parameter: `sharded` is the DTensor of its shards, float32 for half types.
 
     counted: whether this rank's shard enters the norm here; writer: whether this rank saves it. Of the ranks with the
@@ -58,7 +58,7 @@ class Member:
     name: str
     sharded: Parameter
     decay: bool
-    counted: bool
+    in_norm: bool
     is_owner: bool
 
     @property
@@ -108,30 +108,32 @@ class FullySharded(MicroBatches):
         units = list(units)
         dtype = _checked(model, units)
         shards, across = data_mesh(mesh, replicas)
-        for each in (shards, across):
-            set_timeout(each.get_group())
-        self._groups = [each.get_group() for each in (shards, across) if each.size() > 1]
+        for submesh in (shards, across):
+            set_timeout(submesh.get_group())
+        self._groups = [submesh.get_group() for submesh in (shards, across) if submesh.size() > 1]
         self._across = across.get_group() if across.size() > 1 else None
         data = (name for name in mesh.mesh_dim_names or () if name != "tp")
         broadcast_model(model, flat_group(mesh, *data))
         copies, copy = across.size(), across.get_local_rank()
         self.data_ranks = copies * shards.size()
         replaced = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        spread = {name for name, p in model.named_parameters() if is_sharded(p)}
+        tensor_sharded = {name for name, p in model.named_parameters() if is_sharded(p)}
         tp_rank, tp = rank_and_size(flat_group(mesh, "tp"))
         self._shard(units, shards, dtype, dtype if reduce_dtype == "parameter" else torch.float32)
-        self.members: list[Member] = []
+        self.members: list[ShardedParameter] = []
         for index, name in enumerate(replaced):
             parameter = model.get_parameter(name)
-            same, place = (copies, copy) if name in spread else (copies * tp, copy * tp + tp_rank)
+            copy_count, copy_index = (copies, copy) if name in tensor_sharded else (copies * tp, copy * tp + tp_rank)
             decay = decays(name, parameter)
-            self.members.append(Member(name, parameter, decay, place == 0, index % same == place))
+            self.members.append(
+                ShardedParameter(name, parameter, decay, copy_index == 0, index % copy_count == copy_index)
+            )
         for name, parameter in replaced.items():  # an optimizer may hold it
             parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
         self._record_parameters()
 
     def _check_parameters(self) -> None:
-        self.forget()  # the modules hold shards then
+        self.free_gathered()  # the modules hold shards then
         super()._check_parameters()
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
@@ -178,7 +180,7 @@ class FullySharded(MicroBatches):
 
     def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
         if first:
-            self.clear()
+            self.clear_gradients()
         self._units[-1].set_requires_gradient_sync(last)
 
     def _complete(self, *, sums: bool) -> None:
@@ -205,9 +207,9 @@ class FullySharded(MicroBatches):
                     parameter.unsharded_accumulated_grad = None
                     if hasattr(parameter, "_unsharded_param"):
                         parameter._unsharded_param.grad = None
-        self.clear()
+        self.clear_gradients()
 
-    def clear(self) -> None:
+    def clear_gradients(self) -> None:
         """Lets the gradients go."""
         for member in self.members:
             member.sharded.grad = None
@@ -222,7 +224,7 @@ class FullySharded(MicroBatches):
 
         float64 []. What several ranks have counts on one of them.
         """
-        parts = [member.gradient for member in self.members if member.counted]
+        parts = [member.gradient for member in self.members if member.in_norm]
         norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
         if norms:
             return torch.stack(norms).square().sum()
@@ -232,7 +234,7 @@ class FullySharded(MicroBatches):
         """Names of the parameters with a gradient that is not finite in this rank's shards."""
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
 
-    def forget(self) -> None:
+    def free_gathered(self) -> None:
         """After the shards have been changed: lets go of parameters that are still gathered from what they were."""
         for unit in self._units:
             unit.reshard()
@@ -281,11 +283,11 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     for module in model.modules():  # from the outside in
         if any(module is unit for unit in units):
             unit_of |= dict.fromkeys(module.modules(), module)
-    seen: dict[Parameter, tuple[str, nn.Module]] = {}
+    first_use: dict[Parameter, tuple[str, nn.Module]] = {}
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = unit_of[model.get_submodule(name.rpartition(".")[0])]
-        first, its_unit = seen.setdefault(parameter, (name, unit))
+        first, its_unit = first_use.setdefault(parameter, (name, unit))
         if its_unit is not unit:
             raise ValueError(f"{first} and {name} are one parameter in two units of stage 3: put both in one unit")
         if not parameter.ndim:
@@ -297,7 +299,7 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
     if len(dtypes) > 1:
         several = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
         raise ValueError(f"{several}: stage 3 expects parameters of one dtype")
-    if not any(parameter.requires_grad for parameter in seen):
+    if not any(parameter.requires_grad for parameter in first_use):
         raise ValueError("the model has no parameter that requires a gradient")
     return next(iter(dtypes))
 

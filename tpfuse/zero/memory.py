@@ -113,22 +113,22 @@ def account(
     if stage == 3:
         raise ValueError("stage 3 has no buckets: account_sharded counts it")
     total = MemoryAccount(activations=activations)
-    slots: dict[tuple[bool, torch.dtype], list[int]] = {}  # the buckets of each exchange, in bytes
-    held = 0
+    sizes_of_reducers: dict[tuple[bool, torch.dtype], list[int]] = {}  # the buckets of each exchange, in bytes
+    unsent = 0
     for layout in layouts:
         kept = _dtype(layout.dtype, gradient_dtype)
         sent = _dtype(layout.dtype, reduce_dtype or gradient_dtype)
-        alone = layout.world == 1
-        total += _bucket(layout, min(stage, 1) if alone else stage, kept, sent)
-        if stage == 2 and not alone:
+        one_rank = layout.world == 1
+        total += _bucket(layout, min(stage, 1) if one_rank else stage, kept, sent)
+        if stage == 2 and not one_rank:
             key = layout.kind == "partial", sent
-            slots.setdefault(key, []).append(layout.size * sent.itemsize)
+            sizes_of_reducers.setdefault(key, []).append(layout.size * sent.itemsize)
             if accumulating:  # and so none is unsent but there
                 total += MemoryAccount(gradients=layout.size * kept.itemsize)
             else:
-                held = max(held, _elements(layout) * layout.dtype.itemsize)
-    rooms = [min(GRADIENT_BUFFERS, len(sizes)) * max(sizes) for sizes in slots.values()]
-    return total + MemoryAccount(gradients=held, buffers=sum(rooms))
+                unsent = max(unsent, _elements(layout) * layout.dtype.itemsize)
+    reduce_buffers = [min(GRADIENT_BUFFERS, len(sizes)) * max(sizes) for sizes in sizes_of_reducers.values()]
+    return total + MemoryAccount(gradients=unsent, buffers=sum(reduce_buffers))
 
 
 def account_sharded(

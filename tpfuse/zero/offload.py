@@ -5,7 +5,7 @@ is. The update then runs on the host: a block of the gradient goes there, and th
 ZeRO-Infinity's (arXiv:2104.07857); mapped memory takes the place of its engine for reading and writing, because the
 kernel's page cache does the same and uses all memory that nobody else wants.
 
-    for part in store.walk(tensors, then=tensors_of_the_next):
+    for part in store.blocks(tensors, following=tensors_of_the_next):
         with staging.host(gradient[part], parameter[part]) as (on_host, new):
             adamw_([master[part]], [on_host], …, [new], …)
 
@@ -42,7 +42,7 @@ class StateStore(ABC):
         """Zeros [size], which are the caller's for as long as the store lives. key: for messages."""
 
     @abstractmethod
-    def walk(self, tensors: Sequence[Tensor], then: Sequence[Tensor] = ()) -> Iterator[slice]:
+    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         """Parts that together are the whole of `tensors` [n], one after the other.
 
         tensors: of this store, or parts of those; others of the same length may be among them. A part is to be used
@@ -50,7 +50,7 @@ class StateStore(ABC):
         """
 
     def release(self) -> None:
-        """After all state was read or written other than by `walk`, for a checkpoint: lets go of what need not stay."""
+        """After all state was read or written other than by `blocks`, for a checkpoint: lets go of what need not stay."""
         return
 
 
@@ -64,7 +64,7 @@ class DeviceStore(StateStore):
         """See `StateStore`."""
         return torch.zeros(size, dtype=dtype, device=self._device)
 
-    def walk(self, tensors: Sequence[Tensor], then: Sequence[Tensor] = ()) -> Iterator[slice]:
+    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         """See `StateStore`."""
         yield slice(0, _length(tensors))
 
@@ -82,7 +82,7 @@ class HostStore(StateStore):
         """See `StateStore`."""
         return torch.zeros(size, dtype=dtype, pin_memory=self._pinned)
 
-    def walk(self, tensors: Sequence[Tensor], then: Sequence[Tensor] = ()) -> Iterator[slice]:
+    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         """See `StateStore`."""
         yield from _parts(_length(tensors), self._block)
 
@@ -119,7 +119,7 @@ class FileStore(StateStore):
         self._used = stop
         return self._bytes[start:stop].view(dtype)
 
-    def walk(self, tensors: Sequence[Tensor], then: Sequence[Tensor] = ()) -> Iterator[slice]:
+    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         """See `StateStore`."""
         parts = _parts(_length(tensors), self._block)
         for part in parts[:1]:
@@ -127,13 +127,13 @@ class FileStore(StateStore):
         for index, part in enumerate(parts, 1):
             if index < len(parts):
                 self._read_ahead(tensors, parts[index])
-            elif then:
-                self._read_ahead(then, slice(0, min(self._block, _length(then))))
-            self._bring_in(tensors, part)
+            elif following:
+                self._read_ahead(following, slice(0, min(self._block, _length(following))))
+            self._populate(tensors, part)
             try:
                 yield part
             finally:
-                self._let_go(tensors, part)
+                self._release_pages(tensors, part)
 
     def release(self) -> None:
         """See `StateStore`."""
@@ -143,7 +143,7 @@ class FileStore(StateStore):
         for start, length in self._pages(tensors, part):
             self._map.madvise(mmap.MADV_WILLNEED, start, length)
 
-    def _bring_in(self, tensors: Sequence[Tensor], part: slice) -> None:
+    def _populate(self, tensors: Sequence[Tensor], part: slice) -> None:
         """All pages of a part by one call, not one by one as they are touched; a disk that fails then raises OSError,
         where touching the page would end the process. Linux before 5.14 cannot."""
         for start, length in self._pages(tensors, part):
@@ -153,7 +153,7 @@ class FileStore(StateStore):
                 if error.errno != errno.EINVAL:
                     raise
 
-    def _let_go(self, tensors: Sequence[Tensor], part: slice) -> None:
+    def _release_pages(self, tensors: Sequence[Tensor], part: slice) -> None:
         """Loses nothing: pages of a shared mapping are the file's. A page that two blocks share just comes again."""
         for start, length in self._pages(tensors, part):
             self._map.madvise(mmap.MADV_DONTNEED, start, length)
@@ -207,7 +207,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
-    def _room(self, name: str, block: Tensor) -> Tensor:
+    def _buffer(self, name: str, block: Tensor) -> Tensor:
         """For a block, which may be larger than those before."""
         if name not in self._memory or self._memory[name].nbytes < block.nbytes:
             self._memory[name] = _pinned(block.nbytes)
@@ -224,7 +224,7 @@ class Staging:
             yield gradient, parameter
             return
         stream = torch.cuda.current_stream(gradient.device)
-        on_host, new = self._room("gradient", gradient), self._room("parameter", parameter)
+        on_host, new = self._buffer("gradient", gradient), self._buffer("parameter", parameter)
         on_host.copy_(gradient, non_blocking=True)
         if read:
             new.copy_(parameter, non_blocking=True)
@@ -266,8 +266,8 @@ def check_space(folder: Path, nbytes: int) -> None:
     kind = _file_system(folder)
     if kind in _IN_MEMORY:
         raise ValueError(f"offload path {folder} is in memory ({kind}): expected a folder on a local disk")
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    space = os.statvfs(folder)
+    free = space.f_bavail * space.f_frsize
     if free < nbytes:
         raise ValueError(
             f"offload path {folder} has too little space: optimizer state needs {_size(nbytes)}, {_size(free)} are free"
@@ -277,11 +277,11 @@ def check_space(folder: Path, nbytes: int) -> None:
 def _file_system(folder: Path) -> str:
     """The kind that Linux names for a folder's device, "" where it names none."""
     device = folder.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
             mount, _, source = line.partition(" - ")
-            if mount.split()[2] == number:
+            if mount.split()[2] == device_number:
                 return source.split()[0]
     return ""
 

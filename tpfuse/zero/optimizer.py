@@ -144,7 +144,7 @@ class ZeroOptimizer(Optimizer):
 
     def _shards(self) -> dict[str, Tensor]:
         """This rank's moments and float32 masters, by what they are and where they lie in the whole tensor."""
-        found = {}
+        shards = {}
         for rectangle in self._adamw.rectangles():
             if (
                 rectangle.kind == "model"
@@ -152,8 +152,8 @@ class ZeroOptimizer(Optimizer):
             ):
                 continue  # the parameter itself, which is in the model's state_dict
             ranges = ", ".join(f"{start}:{stop}" for start, stop in rectangle.slices)
-            found[f"{rectangle.kind}.{rectangle.name}[{ranges}]"] = rectangle.tensor
-        return found
+            shards[f"{rectangle.kind}.{rectangle.name}[{ranges}]"] = rectangle.tensor
+        return shards
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank holds, for `load_state_dict` on the same rank of the same layout; no communication.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tpfuse.comm.layout import local_slices, local_tensor
 from tpfuse.ops.adamw import adamw_
-from tpfuse.zero.fully_sharded import FullySharded, Member
+from tpfuse.zero.fully_sharded import FullySharded, ShardedParameter
 from tpfuse.zero.rectangles import StateRectangle
 
 
@@ -43,10 +43,10 @@ class ShardedAdamW:
             members = [m for m in self._engine.members if m.decay == decay and local_tensor(m.sharded).numel()]
             if members:
                 self._update(members, lr, factor, self.weight_decay if decay else 0.0)
-        self._engine.clear()
-        self._engine.forget()
+        self._engine.clear_gradients()
+        self._engine.free_gathered()
 
-    def _update(self, members: list[Member], lr: float, factor: float, weight_decay: float) -> None:
+    def _update(self, members: list[ShardedParameter], lr: float, factor: float, weight_decay: float) -> None:
         masters = [local_tensor(member.sharded).view(-1) for member in members]
         adamw_(
             masters,
@@ -65,7 +65,7 @@ class ShardedAdamW:
 
     def publish(self) -> None:
         """After a checkpoint has changed the shards: they are what will be gathered."""
-        self._engine.forget()
+        self._engine.free_gathered()
 
     def rectangles(self) -> Iterator[StateRectangle]:
         """What this rank holds of parameters and moments, for checkpoints; which of equal ranks is to write it."""

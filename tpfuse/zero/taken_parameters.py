@@ -60,7 +60,7 @@ def count_write(parameters: list[Parameter]) -> None:
     torch.autograd.graph.increment_version([_local(parameter) for parameter in parameters])
 
 
-_HARMLESS = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch.ops.aten.clone.default)
+_PERMITTED = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 class TakenGradient(Tensor):
@@ -74,9 +74,9 @@ class TakenGradient(Tensor):
 
     @staticmethod
     def __new__(cls, message: str, size: torch.Size, dtype: torch.dtype, device: torch.device) -> "TakenGradient":
-        made: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        made.message = message
-        return made
+        gradient: TakenGradient = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        gradient.message = message
+        return gradient
 
     def __init__(self, *arguments: object) -> None:
         """Nothing is left to do after `__new__`."""
@@ -96,14 +96,14 @@ class TakenGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in _HARMLESS:
+        if func in _PERMITTED:
             return args[0]
         if func is torch.ops.aten._to_copy.default:  # model.to(): the next start() says what is wrong with that
             like = torch.empty(0, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
             return TakenGradient(args[0].message, args[0].shape, like.dtype, like.device)
         flat = [*args, *(kwargs or {}).values()]
-        found = [x for each in flat for x in (each if isinstance(each, (list, tuple)) else [each])]
-        raise ValueError(next(x.message for x in found if isinstance(x, cls)))
+        arguments = [x for each in flat for x in (each if isinstance(each, (list, tuple)) else [each])]
+        raise ValueError(next(x.message for x in arguments if isinstance(x, cls)))
 
 
 def taken_gradient(parameter: Tensor, message: str) -> Tensor:

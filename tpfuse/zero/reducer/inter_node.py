@@ -20,7 +20,7 @@ class Compression(Protocol):
         self,
         x: Tensor,
         index: int,
-        pieces: tuple[tuple[int, int, int], ...],
+        matrices: tuple[tuple[int, int, int], ...],
         group: dist.ProcessGroup,
         traffic: Traffic,
     ) -> None:
@@ -31,7 +31,7 @@ class Compression(Protocol):
         self,
         x: Tensor,
         index: int,
-        pieces: tuple[tuple[int, int, int], ...],
+        matrices: tuple[tuple[int, int, int], ...],
         group: dist.ProcessGroup,
         traffic: Traffic,
     ) -> Tensor:
@@ -54,20 +54,20 @@ class InterNodeReducer:
         self.group, self.compression = group, compression
         self.node, self.nodes = group.rank(), group.size()
 
-    def all_reduce(self, x: Tensor, index: int, pieces: tuple[tuple[int, int, int], ...], traffic: Traffic) -> None:
+    def all_reduce(self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic) -> None:
         """x [n] becomes its sum over the nodes, node 0 first."""
         if self.compression is not None:
-            self.compression.all_reduce(x, index, pieces, self.group, traffic)
+            self.compression.all_reduce(x, index, matrices, self.group, traffic)
             return
-        part = self.reduce_scatter(x, index, pieces, traffic)
+        part = self.reduce_scatter(x, index, matrices, traffic)
         self.all_gather(part, x, traffic)
 
     def reduce_scatter(
-        self, x: Tensor, index: int, pieces: tuple[tuple[int, int, int], ...], traffic: Traffic
+        self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic
     ) -> Tensor:
         """This node's part of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
-            return self.compression.reduce_scatter(x, index, pieces, self.group, traffic)
+            return self.compression.reduce_scatter(x, index, matrices, self.group, traffic)
         rows = x.view(self.nodes, -1)
         out = rows[0].new_empty(rows.shape[1])
         collective.start_reduce_scatter(rows, out, self.group).wait()

@@ -36,7 +36,7 @@ class Rates:
 class Store(Protocol):
     """Where the state of shards lies (`tpfuse.zero.offload`)."""
 
-    def walk(self, tensors: Sequence[Tensor], then: Sequence[Tensor] = ()) -> Iterator[slice]:
+    def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
         """Parts that together are the whole of `tensors` [n], to be used one after the other; then: what comes next."""
 
 
@@ -65,7 +65,7 @@ class ShardUpdate:
     rates: Rates
     store: Store
     staging: Staging | None = None
-    then: tuple[Tensor, ...] = ()
+    following: tuple[Tensor, ...] = ()
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class ShardUpdate:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """[a, b) of one block after the other; on CPUs at most CPU_BLOCK elements."""
-        for part in self.store.walk(self.state, self.then):
+        for part in self.store.blocks(self.state, self.following):
             block = CPU_BLOCK if self.staging is None and self.exp_avg.device.type == "cpu" else part.stop
             for a in range(part.start, part.stop, max(block, 1)):
                 yield a, min(a + block, part.stop)
