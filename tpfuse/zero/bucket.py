@@ -1,4 +1,4 @@
-"""One bucket of parameters and gradients, as a rank has it: its layout, its exchange, and which gradients have come."""
+"""A bucket of parameters and gradients on one rank: its layout, its reducer, and which gradients have arrived."""
 
 from dataclasses import dataclass, field
 
@@ -29,20 +29,20 @@ class Bucket:
 
     @property
     def values(self) -> Tensor:
-        """The parameters, [size], of their dtype."""
+        """Return the parameters of the bucket, [size], in their dtype."""
         return self.reducer.values(self.index)
 
     @property
     def shard(self) -> range:
-        """The elements that this rank updates."""
+        """Return the range of elements that this rank updates."""
         return self.reducer.shard(self.index)
 
     @property
     def shard_values(self) -> Tensor:
-        """The parameters of the shard."""
+        """Return the parameters of this rank's shard, a view of `values`."""
         return self.values[self.shard.start : self.shard.stop]
 
     @property
     def reduced_shard(self) -> Tensor:
-        """Σ over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
+        """Return the sum over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
         return self.reducer.reduced_shard(self.index)

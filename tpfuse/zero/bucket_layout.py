@@ -1,15 +1,16 @@
-"""Which parameters share a flat bucket, where they lie in it, and which part of it is whose shard: arithmetic alone.
+"""The plan of the flat buckets: which parameters share one, at which offsets, and each rank's shard. Arithmetic only.
 
 Three kinds of parameters must not share a bucket:
 
 | kind       | example                     | gradients summed over | in the norm            |
 |------------|-----------------------------|-----------------------|------------------------|
-| sharded    | linear weights, embeddings  | dp                    | each rank's part       |
+| sharded    | linear weights, embeddings  | dp                    | each rank's shard      |
 | replicated | row-parallel biases         | dp                    | once                   |
 | partial    | norms, positions on shards  | dp and tp             | once                   |
 
-Buckets hold one dtype each. What is decayed stands before what is not, and a bucket is padded until its ranks have
-equal shards; so nothing here needs memory, and `tpfuse memory` counts with the same numbers as training.
+A bucket holds parameters of one dtype. Parameters with weight decay come before those without, and a bucket is padded
+until all ranks have equal shards. This module allocates no memory, so `tpfuse memory` counts with the same numbers as
+training.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,13 +25,13 @@ from tpfuse.comm.rank_order import summed_dtype
 
 Kind = Literal["sharded", "replicated", "partial"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-BUCKET_BYTES = 25 * 2**20  # of float32 gradients, where nothing else is said: torch DDP's default
-ALIGNMENT = 16  # elements: every parameter and every shard starts on a cache line
+BUCKET_BYTES = 25 * 2**20  # the default size of a bucket's float32 gradients, as in torch's DDP
+ALIGNMENT = 16  # elements; every parameter and every shard starts on a cache line
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place in its bucket; shape: of this rank's part of it."""
+    """A parameter in its bucket: elements [start, stop). shape: the shape of this rank's shard of the parameter."""
 
     name: str
     shape: torch.Size
@@ -41,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket of `size` elements, those before `decay_end` decayed, cut into equal shards for `world` ranks."""
+    """A bucket of `size` elements in equal shards for `world` ranks. Elements before `decay_end` have weight decay."""
 
     kind: Kind
     dtype: torch.dtype
@@ -51,21 +52,21 @@ class BucketLayout:
     world: int
 
     def shard(self, rank: int) -> range:
-        """The elements that rank `rank` of the bucket's group owns where the bucket is sharded."""
+        """Return the elements that rank `rank` of the bucket's group owns if the bucket is sharded."""
         part = self.size // self.world
         return range(rank * part, (rank + 1) * part)
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of master and moments: float32 for the half types."""
+        """Return the dtype of the master and the moments: float32 for parameters of a half type."""
         return summed_dtype(self.dtype)
 
     def view(self, flat: Tensor, segment: Segment) -> Tensor:
-        """The segment of a flat buffer [size] in its parameter's (local) shape."""
+        """Return the segment of the flat buffer [size] as a view in its parameter's local shape."""
         return flat[segment.start : segment.stop].view(segment.shape)
 
     def segments_in(self, part: range) -> Iterator[tuple[Segment, range]]:
-        """The segments that lie in `part` of the bucket, and which of its elements are theirs."""
+        """Yield each segment that overlaps `part` of the bucket, and the elements of the bucket that both contain."""
         for segment in self.segments:
             overlap = range(max(part.start, segment.start), min(part.stop, segment.stop))
             if len(overlap):
@@ -73,21 +74,22 @@ class BucketLayout:
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Weight decay is for matrices: not for norms, nor for biases (which may be packed in two dimensions)."""
+    """Return whether a parameter has weight decay: matrices have it; norms and biases, even packed in 2-d, do not."""
     return parameter.ndim >= 2 and not name.endswith("bias")
 
 
 def kind_of(name: str, parameter: Tensor, partial: Iterable[str]) -> Kind:
-    """partial: the names of the parameters whose gradients are partial sums over the tensor-parallel ranks."""
+    """Return the kind of a parameter. partial: names of those whose gradients are partial sums over the tp ranks."""
     return "partial" if name in partial else "sharded" if is_sharded(parameter) else "replicated"
 
 
 def plan_buckets(
     parameters: Iterable[tuple[str, Tensor]], partial: Iterable[str], worlds: Mapping[Kind, int], bucket_bytes: int
 ) -> list[BucketLayout]:
-    """The buckets of `parameters`, which come in the order of their gradients' arrival; on any device, also meta.
+    """Return the buckets of `parameters`, which are given in the order in which their gradients arrive.
 
-    worlds: ranks that share each kind. bucket_bytes: a bucket is full when its gradients in float32 take as much.
+    parameters: on any device, also meta. worlds: the number of ranks that share each kind. bucket_bytes: a bucket is
+    full when its gradients take this many bytes in float32.
     """
     names = frozenset(partial)
     layouts: list[BucketLayout] = []

@@ -1,23 +1,24 @@
-"""Gradients in fewer bytes between nodes alone (`tpfuse.zero.reducer.inter_node`): within a node nothing is lost.
+"""Compression of gradients between nodes (`tpfuse.zero.reducer.inter_node`). Sums within a node stay exact.
 
-| compression | what crosses the network of m elements                   | what is lost                              |
+| compression | data sent for m elements                                 | loss                                      |
 |-------------|----------------------------------------------------------|-------------------------------------------|
-| none        | m float32                                                | nothing                                   |
-| bf16        | m bf16                                                   | 16 bits of each, at random                |
-| powersgd    | rank (rows + columns) float32 of each matrix, the rest m | what is not in `rank` directions, until a |
-|             |                                                          | later step sends it                       |
+| none        | m float32                                                | none                                      |
+| bf16        | m bf16                                                   | the last 16 bits of each, at random       |
+| powersgd    | rank (rows + columns) float32 of each matrix, the rest m | the part outside of `rank` directions,    |
+|             |                                                          | until a later step sends it               |
 
-Sums are taken in rank order and given to all, so every rank has the same ones to the bit, as long as all have the same
-kind of processor.
+Sums are computed in rank order and sent to all ranks, so every rank has the same sums to the bit, provided that all
+ranks have the same kind of processor.
 
-PowerSGD (arXiv:1905.13727), for the sum over ranks of a matrix M of each: P = Σ M Q for a thin Q, of which all have the
-same; P's columns are made orthonormal; Q' = Σ Mᵀ P; the sum is taken to be P Q'ᵀ. Q' is the next step's Q, so that P
-comes to span where gradients are large: power iteration across steps. What this rank's M has outside of P's span,
-M - P Pᵀ M, is kept and added to the next gradient, so nothing is lost for good. (The paper subtracts P Q'ᵀ, which gives
-the same total over ranks; but what the ranks differ by would grow in it without being used.)
+PowerSGD (arXiv:1905.13727) approximates the sum over ranks of one matrix M per rank. All ranks have the same thin
+matrix Q. They compute P = Σ M Q, make P's columns orthonormal, and compute Q' = Σ Mᵀ P; the approximation of the sum is
+P Q'ᵀ. Q' is the Q of the next step: this is power iteration across steps, so the span of P converges to the directions
+in which gradients are large. The part of this rank's M outside of P's span, M - P Pᵀ M, is kept and added to the next
+gradient, so every part of a gradient is sent eventually. (The paper subtracts P Q'ᵀ instead, which gives the same total
+over ranks; but the differences between the ranks would grow in the remainders without being used.)
 
-torch's powerSGD_hook does not serve here: it takes a GradBucket, which only DDP can make, averages, waits for the
-device, and keeps a NaN for ever.
+This module does not use torch's powerSGD_hook: the hook takes a GradBucket, which only DDP can make, it averages, it
+waits for the device, and a NaN stays in its state for ever.
 """
 
 import hashlib
@@ -37,10 +38,10 @@ MatrixSpan = tuple[int, int, int]
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> None:
-    """x [m] contiguous becomes its sum over the group, taken in x's dtype; `sent` is what travels.
+    """Replace x [m], which is contiguous, by its sum over the group, added in x's dtype. sent: the dtype that is sent.
 
-    Between two ranks that is x alone. Among more each sums a part for all, and the sums travel as well, rounded again:
-    so 2 (world - 1) / world of x leave a rank, and not world - 1 of it.
+    Two ranks send each other x. Among more ranks each rank sums one shard for all, and the sums are sent too, rounded
+    once more: a rank then sends 2 (world - 1) / world of x instead of world - 1 times x.
     """
     world = group.size()
     if world == 2:
@@ -57,9 +58,9 @@ def sum_over(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: tor
 
 
 def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent: torch.dtype) -> Tensor:
-    """This rank's of the group's equal parts of the sum of x [m] over it, taken in x's dtype; `sent` is what travels.
+    """Return this rank's shard of the sum of x [m] over the group, added in x's dtype. sent: the dtype that is sent.
 
-    Where m cannot be divided, the last parts end in zeros.
+    All shards have the same size; if the world does not divide m, the last ones end in zeros.
     """
     world = group.size()
     parts = x.new_zeros(world, -(-x.numel() // world), dtype=sent)
@@ -73,54 +74,55 @@ def shard_of_sum(x: Tensor, group: dist.ProcessGroup, traffic: Traffic, *, sent:
 
 
 class Bf16Compression:
-    """Gradients travel in bfloat16, and are summed in float32."""
+    """Gradients are sent in bfloat16 and summed in float32."""
 
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """x [m] becomes its sum over the group. Raises PeerTimeout."""
+        """Replace x [m] by its sum over the group. Raises PeerTimeout."""
         sum_over(x, group, traffic, sent=torch.bfloat16)
 
     def reduce_scatter(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
-        """This rank's part of the sum, [m / world]: in half of the bytes that `all_reduce` takes, and rounded once."""
+        """Return this rank's shard of the sum, [m / world], rounded once; `all_reduce` sends twice as many bytes."""
         return shard_of_sum(x, group, traffic, sent=torch.bfloat16)
 
     def scale_errors(self, factor: float) -> None:
-        """Nothing is kept that would have to change with the scale of the gradients."""
+        """Do nothing: this compression keeps no state that depends on the scale of the gradients."""
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Empty: nothing is kept from one step to the next."""
+        """Return an empty dictionary: this compression keeps no state from one step to the next."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Raises ValueError for a state of PowerSGD."""
+        """Raise ValueError for the state of a PowerSGD compression."""
         if state:
             raise ValueError("the state is of PowerSGD, not of compression in bfloat16")
 
 
-_MatrixKey = tuple[int, int, int]  # of a matrix: group, bucket, first element
+_MatrixKey = tuple[int, int, int]  # (index of the group, index of the bucket, first element of the matrix)
 
 
 @dataclass
 class _MatrixState:
-    """What is kept of a matrix from one step to the next. error: [rows, columns]; factor: Q, [columns, rank]."""
+    """The state of one matrix between steps. error: the remainder, [rows, columns]; factor: Q, [columns, rank]."""
 
     error: Tensor
     factor: Tensor
 
 
 class PowerSGDCompression:
-    """Matrices travel as two thin factors; what these leave out is added to the next step's gradient.
+    """Matrices are sent as two thin factors; the remainder that these leave out is added to the next step's gradient.
 
-    rank: of the factors; a matrix that would not travel in half of its bytes or less is sent plain, as is what is no
-    matrix. seed: of the first factors. The pieces of a bucket must be the same at every step. Where a matrix is not
-    finite on one rank, all have NaN in it, and what is kept of it stays as it was: a step that is skipped does no harm.
+    rank: the rank of the factors. A matrix whose factors take more than half of its bytes is sent uncompressed, and so
+    are the elements that belong to no matrix. seed: the seed of the first factors. The matrices of a bucket must be the
+    same at every step. If a matrix is not finite on one rank, all ranks get NaN in it, and its state does not change,
+    so a step that is skipped does no harm.
 
-    What is kept is the rank's own and takes as much memory as the matrices. Checkpoints hold it for the same layout
-    (`state_dict`). A run that resumes in another layout starts with new factors and without the remainder of its last
-    step: once, as much of a gradient is lost as is late in every step.
+    The state belongs to one rank and takes as much memory as the matrices. Checkpoints hold it for the same layout
+    (`state_dict`). A run that resumes in another layout starts with new factors and without the remainders of its last
+    step: it loses, once, as much of a gradient as every step defers to the next.
     """
 
     def __init__(self, rank: int = 4, seed: int = 0) -> None:
@@ -131,16 +133,16 @@ class PowerSGDCompression:
         self._states: dict[_MatrixKey, _MatrixState] = {}
 
     def gains(self, rows: int, columns: int) -> bool:
-        """Whether a matrix takes at most half of its bytes as factors."""
+        """Return whether the factors of a matrix take at most half of its bytes."""
         return 2 * self.rank * (rows + columns) <= rows * columns
 
     @torch.no_grad()
     def all_reduce(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> None:
-        """x [m] becomes its sum over the group, or nearly so in `matrices`. Raises PeerTimeout.
+        """Replace x [m] by its sum over the group, approximated in `matrices`. Raises PeerTimeout.
 
-        Two sums: of what is sent plain and all P, then of all Q'.
+        Two sums are communicated: that of the uncompressed elements and all P, then that of all Q'.
         """
         matrices = [span for span in matrices if self.gains(*span[1:])]
         views = [x[start : start + rows * columns].view(rows, columns) for start, rows, columns in matrices]
@@ -159,7 +161,7 @@ class PowerSGDCompression:
         for matrix, state, basis, local_factor, factor in zip(
             views, states, bases, local_factors, factors, strict=True
         ):
-            finite = torch.isfinite(factor).all()  # the same on all ranks, without a word to the host
+            finite = torch.isfinite(factor).all()  # the same on all ranks; the host does not wait for it
             error = torch.addmm(matrix, basis, local_factor.T, alpha=-1)
             state.error = torch.where(finite, error, state.error)
             state.factor = torch.where(finite, factor, state.factor)
@@ -168,7 +170,7 @@ class PowerSGDCompression:
     def reduce_scatter(
         self, x: Tensor, index: int, matrices: Sequence[MatrixSpan], group: dist.ProcessGroup, traffic: Traffic
     ) -> Tensor:
-        """This rank's part of the sum, [m / world], a view of x, which holds all of it."""
+        """Return this rank's shard of the sum, [m / world], a view of x, which holds the whole sum."""
         self.all_reduce(x, index, matrices, group, traffic)
         return x.view(group.size(), -1)[group.rank()]
 
@@ -182,26 +184,26 @@ class PowerSGDCompression:
         return state
 
     def _first_factor(self, key: _MatrixKey, matrix: Tensor) -> Tensor:
-        """Normal, from (seed, place) alone, drawn on the CPU: equal on all ranks."""
+        """Return normal numbers that depend on (seed, key) only, drawn on the CPU so that all ranks get the same."""
         digest = hashlib.blake2b(f"{self.seed} {key}".encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
         factor = torch.empty(matrix.shape[1], self.rank, dtype=torch.float32).normal_(generator=generator)
         return factor.to(device=matrix.device, dtype=matrix.dtype)
 
     def scale_errors(self, factor: float) -> None:
-        """To be called when the scale of the gradients changes, as float16's loss scale does."""
+        """Multiply the remainders by `factor`, for a change of the gradients' scale such as float16's loss scale."""
         for matrix in self._states.values():
             matrix.error *= factor
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's errors and factors by "group.bucket.start", groups numbered as they came first."""
+        """Return this rank's errors and factors by "group.bucket.start", with groups numbered in order of first use."""
         return {
             ".".join(map(str, key)): {"error": matrix.error, "factor": matrix.factor}
             for key, matrix in self._states.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes on from such a state. Raises ValueError where its factors have another rank."""
+        """Continue from the result of `state_dict`. Raises ValueError if its factors have another rank."""
         states = {}
         for name, tensors in state.items():
             group, index, start = map(int, name.split("."))
@@ -212,7 +214,7 @@ class PowerSGDCompression:
 
 
 def _outside(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
-    """The parts of x that are in none of the pieces."""
+    """Return the parts of x that are in none of the matrices."""
     parts, end = [], 0
     for start, rows, columns in sorted(matrices):
         parts.append(x[end:start])
@@ -221,7 +223,7 @@ def _outside(x: Tensor, matrices: Sequence[MatrixSpan]) -> list[Tensor]:
 
 
 def _sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traffic) -> None:
-    """Replaces each by its sum over the group, all at once."""
+    """Replace each tensor by its sum over the group, with one communication for all."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -231,13 +233,13 @@ def _sum_all(tensors: Sequence[Tensor], group: dist.ProcessGroup, traffic: Traff
 
 
 def _orthonormal(span: Tensor) -> Tensor:
-    """Orthonormal columns that span those of `span` [rows, rank], also where these are zero or not independent."""
+    """Return orthonormal columns whose span contains those of `span` [rows, rank], also if these are dependent."""
     basis: Tensor = torch.linalg.qr(span).Q
     return basis
 
 
 def compression_of(name: str, *, rank: int = 4, seed: int = 0) -> Bf16Compression | PowerSGDCompression | None:
-    """What the option says: "none", "bf16" or "powersgd". Raises ValueError."""
+    """Return the compression of this name: "none", "bf16" or "powersgd". Raises ValueError for another name."""
     if name == "none":
         return None
     if name == "bf16":

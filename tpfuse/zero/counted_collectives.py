@@ -1,7 +1,7 @@
-"""The collectives of `fully_shard` on our own ones, and counted: it takes them by hooks of its own.
+"""Collectives for `fully_shard`, which takes custom ones through its hooks. They count the bytes that ranks exchange.
 
-Between CPU ranks they are `tpfuse.comm.collectives`, with sums in rank order, a deadline, and the name of a rank that
-is lost; on CUDA the streams are `fully_shard`'s to order, and NCCL's work is what it knows.
+Between CPU ranks they call `tpfuse.comm.collectives`, which sum in rank order, have a deadline, and name a rank that is
+lost. On CUDA they call NCCL and return its work objects, because `fully_shard` orders the streams itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from tpfuse.comm.traffic import Traffic
 
 
 class _Counted:
-    """What `fully_shard` wants of a collective of its own: memory, and the call (in a subclass)."""
+    """The interface that `fully_shard` expects of a collective: `allocate` here, `__call__` in the subclasses."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -25,11 +25,11 @@ class _Counted:
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def count(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Every rank sends a part to each of the others."""
+        """Count that every rank of the group sends `part` to each of the others."""
         self._traffic.exchange((group.size() - 1) * part.nbytes)
 
 
-# torch 2.13 renamed the two; older releases know only the second name.
+# torch 2.13 renamed both; older releases have only the second name.
 _all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., dist.Work | None] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -40,7 +40,7 @@ class CountedAllGather(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """On CUDA the streams are `fully_shard`'s to order, and NCCL's work is what it knows."""
+        """Gather `input_tensor` of all ranks into `output_tensor`; on CUDA return NCCL's work object."""
         self.count(input_tensor, group)
         if input_tensor.device.type != "cpu":
             return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -52,7 +52,7 @@ class CountedReduceScatter(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """`op` is the sum, which was asked for."""
+        """Write this rank's shard of the sum to `output_tensor`. `op` is the sum, as `FullySharded` requires."""
         self.count(output_tensor, group)
         if input_tensor.device.type != "cpu":
             return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -1,8 +1,8 @@
-"""Data-parallel ranks begin with one model: that of the first of them, as under PyTorch's DDP.
+"""Data-parallel ranks begin with the model of the first of them, as under PyTorch's DDP.
 
-A comparison alone would leave it to the user to seed all ranks alike, and then to seed what they draw afterwards
-differently. The broadcast of 43M float32 parameters between two CPU ranks over Gloo takes 0.22 s, once, where drawing
-them takes 1 s (2 cores, torch 2.13, 2026-11-23).
+A comparison alone would require users to seed all ranks equally for the model, and then differently for the data. The
+broadcast of 43M float32 parameters between two CPU ranks over Gloo takes 0.22 s, once; drawing the parameters takes 1 s
+(2 cores, torch 2.13, 2026-11-23).
 """
 
 from itertools import zip_longest
@@ -16,10 +16,10 @@ from tpfuse.comm.layout import local_tensor
 
 
 def broadcast_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gives all ranks of `group` the parameters and buffers of its first rank; of DTensors each rank's own part.
+    """Copy the parameters and buffers of the group's first rank to all its ranks; for DTensors, the local shards.
 
-    Collective. Raises ValueError, on every rank alike, where ranks have other names, shapes or dtypes; PeerTimeout
-    where one does not come.
+    Collective. Raises ValueError on every rank if their names, shapes or dtypes differ, and PeerTimeout if a rank does
+    not take part.
     """
     if group is None or group.size() == 1:
         return
@@ -33,7 +33,7 @@ def broadcast_model(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def _compare(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Raises ValueError where the tensors of ranks differ in more than their values."""
+    """Raise ValueError if the ranks' tensors differ in more than their values."""
     descriptions = [f"{name} {str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for name, x in tensors.items()]
     by_rank = collective.gather_objects(descriptions, group, op="comparison of parameters")
     ranks = dist.get_process_group_ranks(group)

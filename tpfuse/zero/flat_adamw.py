@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards of the gradient buckets (`tpfuse.zero.reducer.base` has the order of work)."""
+"""AdamW on this rank's shards of the gradient buckets (`tpfuse.zero.reducer.base` describes the order of work)."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 
 
 class FlatAdamW:
-    """AdamW whose state is that of this rank's shards: all of the buckets at stage 0.
+    """AdamW that keeps the state of this rank's shards only. At stage 0 a rank's shards are the whole buckets.
 
-    betas, eps, weight_decay: as torch.optim.AdamW has them, and may be set anew between updates; biases and norms are
-    not decayed (`tpfuse.zero.bucket_layout.decays`). store: where moments and float32 masters live, by default on
-    the device of the parameters (`tpfuse.zero.offload`).
+    betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
+    weight decay (`tpfuse.zero.bucket_layout.decays`). store: the memory of the moments and float32 masters, by default
+    on the device of the parameters (`tpfuse.zero.offload`).
 
-    What is written into parameters of a half type between two updates (by load_state_dict, say) becomes their masters,
-    where it is not what these round to.
+    Values that are written into parameters of a half type between two updates (for example by load_state_dict) replace
+    the masters, except those equal to the rounded master.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class FlatAdamW:
         self._versions = self._current_versions()
 
     def _current_versions(self) -> dict[str, int]:
-        """How often each parameter was written; writes into the bucket do not count."""
+        """Return how often each parameter was written; writes into the bucket do not count."""
         return {name: parameter._version for name, parameter in self._buckets.trained.items()}
 
     def _take_written(self) -> None:
-        """Parameters that somebody has written since the last update are the masters from now on."""
+        """Copy parameters that other code has written since the last update into their masters."""
         versions = self._current_versions()
         if versions == self._versions:
             return
@@ -75,10 +75,10 @@ class FlatAdamW:
         return {name: self._store.tensor(name, size, layout.state_dtype) for name in kinds}
 
     def step(self, lr: float, factor: float = 1.0) -> None:
-        """One update with the buckets' gradients times `factor`; afterwards every rank has all new parameters.
+        """Update the parameters with the buckets' gradients times `factor`. Then every rank has all new parameters.
 
-        Raises ValueError without a `finish()` of the buckets since the last update. Raises PeerTimeout; some parameters
-        may then be new and others old: go on from a checkpoint.
+        Raises ValueError if the buckets were not finished (`finish()`) since the last update. Raises PeerTimeout; some
+        parameters may then be new and others old, so continue from a checkpoint.
         """
         self._buckets.take_sums()
         self._take_written()
@@ -105,12 +105,14 @@ class FlatAdamW:
         self._versions = self._current_versions()
 
     def state(self, bucket: Bucket) -> dict[StateKind, Tensor]:
-        """ "model" (the master, or the parameters where they are their own), "exp_avg" and "exp_avg_sq" of this rank's
-        shard of a bucket, flat."""
+        """Return "model", "exp_avg" and "exp_avg_sq" of this rank's shard of a bucket, flat.
+
+        "model" is the master; parameters that are not of a half type are their own masters.
+        """
         return {"model": bucket.shard_values, **self._state[bucket]}
 
     def publish(self) -> None:
-        """After a checkpoint has changed the masters: rounds them into the parameters, on all ranks. Collective."""
+        """Round the masters, which a checkpoint has changed, into the parameters on all ranks. Collective."""
         for bucket, state in self._state.items():
             if "model" in state:
                 for part in self._store.blocks([state["model"]]):
@@ -121,7 +123,7 @@ class FlatAdamW:
         self._store.release()
 
     def rectangles(self) -> Iterator[StateRectangle]:
-        """What this rank holds of masters and moments, for checkpoints; which of several equal ranks is to write it."""
+        """Yield the masters and moments that this rank holds, as rectangles for checkpoints; one rank owns each."""
         for bucket in self._buckets.buckets:
             state = self.state(bucket)
             for index, (segment, part) in enumerate(bucket.layout.segments_in(bucket.shard)):
@@ -137,12 +139,12 @@ class FlatAdamW:
                 )
 
     def release(self) -> None:
-        """After a checkpoint has read the state: what need not stay in memory for that goes."""
+        """Release the memory that is not needed any more after a checkpoint has read the state."""
         self._store.release()
 
     @property
     def updates(self) -> int:
-        """How many updates the moments have seen."""
+        """Return the number of updates that the moments contain."""
         return int(self._step)
 
     @updates.setter

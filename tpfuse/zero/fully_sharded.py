@@ -1,18 +1,18 @@
 """ZeRO's stage 3 (arXiv:1910.02054): a rank keeps a shard of the parameters, of their gradients and of AdamW's state.
 
 PyTorch's `fully_shard` does the work: it cuts each parameter along one dimension, gathers the parameters of a unit
-(a transformer's block) shortly before they are needed, the next unit's while this one computes, frees them afterwards,
-and reduces the gradients of a unit when its backward pass is over. On top of tensor parallelism it cuts what each rank
-has.
-Here is what makes it an engine like the buckets of the other stages (`tpfuse.zero.gradient_buckets`):
+(a transformer's block) shortly before they are needed, gathers the next unit's while this one computes, frees them
+afterwards, and reduces the gradients of a unit when its backward pass is over. With tensor parallelism it shards the
+local shard of each rank once more.
+This module makes `fully_shard` an engine like the buckets of the other stages (`tpfuse.zero.gradient_buckets`):
 
 - Gradients are summed, not averaged, and accumulated over micro-batches without communication.
-- Parameters in a half type have float32 masters: the shards are float32, and what is gathered of them is rounded. So
-  initial weights, drawn in the half type and then widened, are those of the other stages.
-- Communication between CPU ranks goes through `tpfuse.comm.collectives`: sums in rank order, a deadline, the name of a
-  rank that is lost. All of it is counted.
-- Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are reduced
-  across. Neighbouring ranks form a group, so that parameters are gathered within a node.
+- Parameters in a half type have float32 masters: the shards are float32, and the gathered parameters are rounded. The
+  initial weights are drawn in the half type and then widened, so they equal those of the other stages.
+- Communication between CPU ranks goes through `tpfuse.comm.collectives`: sums are in rank order, waits have a deadline,
+  and errors name a rank that is lost. All bytes are counted.
+- Replicas: the ranks are split into groups, each of which holds the whole model in shards; sums of shards are then
+  reduced over the groups. Neighbouring ranks form a group, so that parameters are gathered within a node.
 """
 
 from collections.abc import Iterable, Sequence
@@ -51,8 +51,8 @@ _REPLACED = (
 class ShardedParameter:
     """A trained parameter: `sharded` is the DTensor of its shards, float32 for half types.
 
-    counted: whether this rank's shard enters the norm here; writer: whether this rank saves it. Of the ranks with the
-    same shard one does each.
+    in_norm: whether this rank adds its shard to the norm. is_owner: whether this rank saves its shard. Among the ranks
+    with the same shard exactly one adds it, and exactly one saves it.
     """
 
     name: str
@@ -63,32 +63,33 @@ class ShardedParameter:
 
     @property
     def gradient(self) -> Tensor:
-        """Σ of this rank's shard, in its shape; zeros where the parameter took no part."""
+        """Return the summed gradient of this rank's shard, in its shape; zeros if the parameter took no part."""
         if self.sharded.grad is None:
             return torch.zeros_like(local_tensor(self.sharded))
         return local_tensor(self.sharded.grad)
 
 
 class FullySharded(MicroBatches):
-    """Takes over the parameters of `model`: shards them, and sums their gradients into `members`.
+    """An engine that takes over the parameters of `model`: it shards them and sums their gradients into `members`.
 
-    model: parameters plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel ranks get
-    the parameters and buffers of the first of them, as under DDP. mesh: `tpfuse.comm.mesh.build_mesh`'s, of which all
-    dimensions but "tp" are data-parallel (one rank alone has no mesh, and nothing to shard: `GradientBuckets` serve
-    it). units: modules of the model, in the order of its forward pass, whose parameters are gathered together and for
-    as long as the module computes; the model is the unit of all others. replicas: how many copies of the model there
-    are; 1: its shards are on all data-parallel ranks. reduce_dtype: in which gradients travel, and are accumulated
-    before: float32 (float64 for float64) or the parameters' own.
+    model: its parameters are plain or DTensors on one tensor-parallel mesh, all of one floating dtype; data-parallel
+    ranks get the parameters and buffers of the first of them, as under DDP. mesh: a mesh of
+    `tpfuse.comm.mesh.build_mesh`; all its dimensions except "tp" are data-parallel. (A single rank has no mesh and
+    nothing to shard; use `GradientBuckets` there.) units: modules of the model, in the order of its forward pass; the
+    parameters of a unit are gathered together, for as long as the module computes. All other parameters belong to the
+    model, which is a unit too. replicas: the number of copies of the model; with 1 the shards are on all data-parallel
+    ranks. reduce_dtype: the dtype in which gradients are accumulated and sent: float32 (float64 for float64) or the
+    parameters' own.
 
-    Use: hand it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for an optimizer of your own, call for each
-    micro-batch `start(last=…)`, forward and backward; then `finish()`. Every rank runs the same units; a
-    parameter that took no part on some rank, or on any, has gradient zero there (before torch 2.13: on all ranks or on
-    none). A micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks forward and backward
+    Use: pass it to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)`, forward and
+    backward for each micro-batch, then `finish()`. Every rank must run the same units. A parameter that took no part on
+    some rank, or on any rank, has gradient zero there (before torch 2.13 it must take part on all ranks or on none). A
+    micro-batch that is not the last leaves its gradients unsharded. Between CPU ranks, forward and backward passes
     raise PeerTimeout.
 
-    Collective. Raises ValueError, which names the parameter, for one that cannot be sharded, where nothing requires a
-    gradient, where the replicas do not divide the ranks, and where these have parameters of other names, shapes or
-    dtypes.
+    Collective. Raises ValueError, which names the parameter, for one that cannot be sharded; also if no parameter
+    requires a gradient, if `replicas` does not divide the number of ranks, and if ranks have parameters of other names,
+    shapes or dtypes.
     """
 
     _advice = "shard a new model after such changes"
@@ -128,16 +129,16 @@ class FullySharded(MicroBatches):
             self.members.append(
                 ShardedParameter(name, parameter, decay, copy_index == 0, index % copy_count == copy_index)
             )
-        for name, parameter in replaced.items():  # an optimizer may hold it
+        for name, parameter in replaced.items():  # an optimizer may still hold the replaced parameter
             parameter.grad = taken_gradient(parameter, _REPLACED.format(name=name))
         self._record_parameters()
 
     def _check_parameters(self) -> None:
-        self.free_gathered()  # the modules hold shards then
+        self.free_gathered()  # afterwards the modules hold shards
         super()._check_parameters()
 
     def _shard(self, units: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduced: torch.dtype) -> None:
-        """Units first, the model last, which is left what they have not taken."""
+        """Shard the units, then the model, which has the parameters that no unit has taken."""
         half = dtype in HALF
         policy = MixedPrecisionPolicy(
             param_dtype=dtype if half else None, reduce_dtype=reduced if half else None, cast_forward_inputs=False
@@ -146,7 +147,8 @@ class FullySharded(MicroBatches):
         self._units: list[FSDPModule] = []
         for unit in (*units, self.model):
             _widen(unit)
-            # Backward begins with the model and its last unit: what they free would be gathered again at once.
+            # The backward pass begins with the model and its last unit: if they freed their parameters after the forward
+            # pass, they would have to gather them again at once.
             frees = all(unit is not later for later in (*units[-1:], self.model))
             wrapped = fully_shard(
                 unit,
@@ -156,7 +158,7 @@ class FullySharded(MicroBatches):
                 shard_placement_fn=lambda p: Shard(shard_dim(local_tensor(p).shape, mesh.size())),
             )
             wrapped.set_gradient_divide_factor(1.0)
-            wrapped.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+            wrapped.set_force_sum_reduction_for_comms(True)  # Gloo has no other reduction
             wrapped.set_custom_all_gather(cast(Any, gather))
             wrapped.set_custom_reduce_scatter(cast(Any, reduce))
             if self._across is not None:
@@ -171,7 +173,7 @@ class FullySharded(MicroBatches):
             first.set_modules_to_backward_prefetch([second])
 
     def _sum_across(self, sums: Tensor) -> None:
-        """Of a unit's shards, over the replicas."""
+        """Sum a unit's shards over the replicas, in place."""
         assert self._across is not None
         world = self._across.size()
         nbytes = 2 * (world - 1) * sums.nbytes // world
@@ -184,7 +186,7 @@ class FullySharded(MicroBatches):
         self._units[-1].set_requires_gradient_sync(last)
 
     def _complete(self, *, sums: bool) -> None:
-        """They are there, whether they are asked for or not."""
+        """Do nothing: the backward pass has already reduced the gradients."""
 
     def _abandon(self, *, begun: bool) -> None:
         root = self._units[-1]
@@ -201,7 +203,7 @@ class FullySharded(MicroBatches):
         return any(member.sharded.grad is not None for member in self.members)
 
     def _drop(self) -> None:
-        for unit in self._units:  # gradients of micro-batches that were not the last, which it leaves
+        for unit in self._units:  # fully_shard keeps unsharded gradients of earlier micro-batches
             for parameters in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in parameters.fsdp_params:
                     parameter.unsharded_accumulated_grad = None
@@ -210,7 +212,7 @@ class FullySharded(MicroBatches):
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
-        """Lets the gradients go."""
+        """Free the gradients."""
         for member in self.members:
             member.sharded.grad = None
 
@@ -220,9 +222,9 @@ class FullySharded(MicroBatches):
         return flat_group(self._mesh, *(self._mesh.mesh_dim_names or ()))
 
     def squared_norm(self) -> Tensor:
-        """This rank's contribution to the squared norm of the whole gradient: the sum over all ranks is it.
+        """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
 
-        float64 []. What several ranks have counts on one of them.
+        The sum over all ranks is the squared norm: a shard that several ranks have is counted on one of them.
         """
         parts = [member.gradient for member in self.members if member.in_norm]
         norms = [torch.linalg.vector_norm(part).double() for part in parts if part.numel()]
@@ -231,25 +233,25 @@ class FullySharded(MicroBatches):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters with a gradient that is not finite in this rank's shards."""
+        """Return the names of the parameters with a gradient that is not finite in this rank's shards."""
         return [member.name for member in self.members if not bool(torch.isfinite(member.gradient).all())]
 
     def free_gathered(self) -> None:
-        """After the shards have been changed: lets go of parameters that are still gathered from what they were."""
+        """Free gathered parameters, which do not have the new values after the shards have been changed."""
         for unit in self._units:
             unit.reshard()
 
     @property
     def device(self) -> torch.device:
-        """Of the shards."""
+        """Return the device of the shards."""
         return local_tensor(self.members[0].sharded).device
 
 
 def shard_dim(shape: Sequence[int], world: int) -> int:
-    """The dimension in which stage 3 cuts a parameter of this (local) shape.
+    """Return the dimension in which stage 3 cuts a parameter of this local shape.
 
-    The first; but where ranks would have an eighth more by that than equal parts, as of GPT-2's packed [3, C, C], the
-    first one that can be cut evenly, if there is one.
+    This is the first dimension, unless cutting it would give a rank more than an eighth more than an equal share, as
+    for GPT-2's packed [3, C, C]: then it is the first dimension that can be cut evenly, if there is one.
     """
     if -(-shape[0] // world) * world * 8 <= shape[0] * 9:
         return 0
@@ -257,10 +259,10 @@ def shard_dim(shape: Sequence[int], world: int) -> int:
 
 
 def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """One-dimensional meshes: of the ranks that share a copy of the model, and of those with the same shard of it.
+    """Return two one-dimensional meshes: the ranks that share a copy of the model, and those with the same shard of it.
 
-    mesh: all its dimensions but "tp" are data-parallel; together they are `replicas` × shards. Collective: all ranks of
-    the mesh call it. Raises ValueError where the replicas do not divide the data-parallel ranks.
+    mesh: all its dimensions except "tp" are data-parallel; together they are `replicas` × shards. Collective: all ranks
+    of the mesh must call it. Raises ValueError if `replicas` does not divide the number of data-parallel ranks.
     """
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     wide = tuple(name for name in names if mesh[name].size() > 1) or names[:1]
@@ -272,7 +274,7 @@ def data_mesh(mesh: DeviceMesh, replicas: int) -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
-    """The dtype of the parameters. Raises ValueError where they cannot be sharded."""
+    """Return the dtype of the parameters. Raises ValueError if they cannot be sharded."""
     unit_of = dict.fromkeys(model.modules(), model)
     for name, module in model.named_modules():
         if isinstance(getattr(module, "sum_gradients", None), Borrowed):
@@ -305,7 +307,7 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
 
 
 def _widen(unit: nn.Module) -> None:
-    """Makes the parameters of a half type that the unit itself is left with float32; those that are tied stay so."""
+    """Convert the unit's own parameters of a half type to float32; tied parameters stay tied."""
     widened: dict[Parameter, Parameter] = {}
     for module in unit.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""What the engines of all stages have in common: the micro-batches of a step, and a model that is not to change."""
+"""The base class of the engines of all stages: the micro-batches of a step, and the check that a model is unchanged."""
 
 from abc import ABC, abstractmethod
 
@@ -11,32 +11,32 @@ from tpfuse.zero.taken_parameters import location
 
 
 class MicroBatches(ABC):
-    """An engine that takes over the parameters of `model`: `tpfuse.zero.gradient_buckets`, `fully_sharded`.
+    """An engine that takes over the parameters of `model` (`tpfuse.zero.gradient_buckets`, `fully_sharded`).
 
-    Between the first micro-batch of a step and `finish()` it is accumulating, `_last` from the last one on; from
-    `finish()` to the update `_summed`. `_begun` lasts from the first micro-batch to the update, also after an error.
-    data_ranks: how many ranks have other tokens, over which gradients are summed. compression: of what passes between
-    nodes.
+    `_accumulating` is true between the first micro-batch of a step and `finish()`, `_last` between the last one and
+    `finish()`, and `_summed` from `finish()` to the update. `_begun` is true from the first micro-batch to the update,
+    also after an error. data_ranks: the number of ranks with different tokens, over which gradients are summed.
+    compression: the compression of the gradients that are sent between nodes.
     """
 
     data_ranks: int
     compression: Compression | None = None
-    _advice = ""  # for a model that was changed: what to do
+    _advice = ""  # what the user should do after a change of the model; the end of an error message
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._last = self._accumulating = self._summed = self._begun = False
 
     def _record_parameters(self) -> None:
-        """When the parameters are those that training will have: from here on the model must keep them."""
+        """Record the parameters, once they are those that training will use: the model must keep them from now on."""
         self._recorded = [(name, p, p.requires_grad, location(p)) for name, p in self.model.named_parameters()]
         self._module_parameters, self._named_parameters = _module_parameters(self.model), _named_parameters(self.model)
 
     def start(self, *, last: bool) -> None:
-        """Before each micro-batch; `last`: the one in whose backward gradients are reduced.
+        """Begin a micro-batch. last: whether its backward pass reduces the gradients.
 
-        Raises ValueError after a last one that was not followed by `finish()`, whose sums would be summed again, and
-        where a parameter was frozen, released, converted or replaced since the engine was made. Raises PeerTimeout.
+        Raises ValueError if no `finish()` followed the last micro-batch, because its sums would be summed again, and if
+        a parameter was frozen, unfrozen, converted or replaced since the engine was made. Raises PeerTimeout.
         """
         if self._last:
             raise ValueError("start() after the last micro-batch: call finish() first, or after an error abandon()")
@@ -49,7 +49,7 @@ class MicroBatches(ABC):
         self._accumulating, self._last, self._summed, self._begun = True, last, False, True
 
     def _check_parameters(self) -> None:
-        """Raises ValueError unless the model holds the parameters that the engine has taken, where it put them."""
+        """Raise ValueError unless the model has the parameters that the engine has taken, in the engine's memory."""
         parameters = _module_parameters(self.model)
         if len(parameters) != len(self._module_parameters) or any(
             a is not b for a, b in zip(parameters, self._module_parameters, strict=True)
@@ -68,12 +68,12 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
-        """What a micro-batch needs: the first of a step, the last, or both."""
+        """Prepare the engine for a micro-batch. first, last: whether it is the first and the last of its step."""
 
     def defer(self) -> None:
-        """After `start(last=True)`: the micro-batch is not the last one after all, and gradients are kept.
+        """Make the micro-batch that `start(last=True)` began one that is not the last: its gradients are accumulated.
 
-        Raises ValueError where no micro-batch was announced as the last one, or gradients of it have come.
+        Raises ValueError if the current micro-batch did not begin as the last one, or if its gradients have arrived.
         """
         if not self._last or self._reducing():
             raise ValueError("no_sync() is for the backward passes between zero_grad() and the last one of a step")
@@ -82,13 +82,13 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def _reducing(self) -> bool:
-        """Whether gradients of the last micro-batch have come on this rank."""
+        """Return whether gradients of the last micro-batch have arrived on this rank."""
 
     def finish(self, *, sums: bool = True) -> None:
-        """After the last micro-batch: waits until this rank's sums are there. Raises PeerTimeout.
+        """Wait until this rank has its summed gradients, after the last micro-batch. Raises PeerTimeout.
 
-        sums: False where nobody asks for them, or for their norm, before the update; it then takes them on its way
-        where it can, and memory is passed over once less. Raises ValueError where no micro-batch was the last.
+        sums: pass False if the caller needs neither the sums nor their norm before the update. The update then computes
+        them itself where it can, which saves one pass over memory. Raises ValueError if no micro-batch was the last.
         """
         if not self._last:
             raise ValueError("finish() without a last micro-batch: start(last=True) and its backward pass come first")
@@ -100,13 +100,13 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def _complete(self, *, sums: bool) -> None:
-        """What is left to be done when backward is over."""
+        """Finish the reduction of the gradients after the backward pass. sums: as in `finish`."""
 
     def discard(self) -> None:
-        """Gives up the gradients since the last update, where nothing failed; the next `start()` begins a step.
+        """Discard the gradients since the last update, in a step that did not fail; the next `start()` begins a step.
 
-        Every rank calls it after the same micro-batches: gradients of the last one are reduced first, since other ranks
-        may wait for them. Raises PeerTimeout.
+        Every rank must call it after the same micro-batches: gradients of the last one are reduced first, since other
+        ranks may wait for them. Raises PeerTimeout.
         """
         if self._last and self._reducing():
             self.finish()
@@ -115,45 +115,47 @@ class MicroBatches(ABC):
 
     @abstractmethod
     def _drop(self) -> None:
-        """Lets go of the gradients of micro-batches that were not reduced."""
+        """Free the gradients of micro-batches that were not reduced."""
 
     def abandon(self) -> None:
-        """Gives up the gradients of a step, after an error on some rank or all; the next `start()` begins a step anew.
+        """Discard the gradients of a step, after an error on some or all ranks; the next `start()` begins a new step.
 
-        Collective: every rank calls it, wherever its own step has ended; ranks that still wait for others in this
-        engine then raise PeerTimeout, and are to call it too. Memory in which tensor-parallel operators failed has a
-        `reset()` of its own. After an error in an update some parameters may be new: go on from a checkpoint. Raises
-        PeerTimeout where a rank does not come.
+        Collective: every rank must call it, wherever its own step has ended. Ranks that still wait for others in this
+        engine then raise PeerTimeout and must call it too. Memory in which tensor-parallel operators failed has its own
+        `reset()`. After an error in an update some parameters may be new, so continue from a checkpoint. Raises
+        PeerTimeout if a rank does not call it.
         """
         self._abandon(begun=self._begun)
         self._last = self._accumulating = self._summed = self._begun = False
 
     @abstractmethod
     def _abandon(self, *, begun: bool) -> None:
-        """begun: whether this rank has begun the step, which others may have."""
+        """Discard the gradients of a step. begun: whether this rank has begun the step, as other ranks may have."""
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
-        """After `finish()`: this rank's contribution to the squared norm of the whole gradient, float64 []."""
+        """Return this rank's contribution to the squared norm of the whole gradient, float64 [], after `finish()`."""
 
     @property
     @abstractmethod
     def world_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the sum of `squared_norm()` is the squared norm: data × tensor parallelism; None for one
-        rank. Collective when first asked for. Raises ValueError where the engine was not told."""
+        """Return the ranks of data × tensor parallelism, over which `squared_norm()` must be summed; None for one rank.
+
+        Collective on the first call. Raises ValueError if the engine was made without this group.
+        """
 
     def take_sums(self) -> None:
-        """Before an update: it uses up what `finish()` has brought. Raises ValueError where that is not there."""
+        """Mark the sums of `finish()` as used, before an update. Raises ValueError if there are no new sums."""
         if not self._summed:
             raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
         self._summed = self._begun = False
 
 
 def _module_parameters(model: nn.Module) -> list[Parameter | None]:
-    """What the modules hold, in one order; without names, whose making takes longer than all else."""
+    """Return the modules' parameters in a fixed order, without names: building the names takes most of the time."""
     return [parameter for module in model.modules() for parameter in module._parameters.values()]
 
 
 def _named_parameters(model: nn.Module) -> dict[str, Parameter]:
-    """The model's parameters by all their names: tied ones have several."""
+    """Return the model's parameters by name; tied parameters have several names."""
     return dict(model.named_parameters(remove_duplicate=False))

@@ -12,10 +12,10 @@ from tpfuse.zero.rectangles import StateRectangle
 
 
 class ShardedAdamW:
-    """AdamW whose state is that of this rank's shards, which are the masters too.
+    """AdamW that keeps the moments of this rank's shards. The shards are the master weights.
 
-    betas, eps, weight_decay: as torch.optim.AdamW has them, and may be set anew between updates; biases and norms are
-    not decayed (`tpfuse.zero.bucket_layout.decays`).
+    betas, eps, weight_decay: as in torch.optim.AdamW; they may be changed between updates. Biases and norms have no
+    weight decay (`tpfuse.zero.bucket_layout.decays`).
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class ShardedAdamW:
         self._exp_avg_sq = {name: torch.zeros_like(shard) for name, shard in shards.items()}
 
     def step(self, lr: float, factor: float = 1.0) -> None:
-        """One update with the gradients times `factor`, which are used up.
+        """Update the shards with the gradients times `factor`, then free the gradients.
 
-        Raises ValueError without a `finish()` of the engine since the last update.
+        Raises ValueError if the engine was not finished (`finish()`) since the last update.
         """
         self._engine.take_sums()
         self._step += 1
@@ -64,11 +64,11 @@ class ShardedAdamW:
         )
 
     def publish(self) -> None:
-        """After a checkpoint has changed the shards: they are what will be gathered."""
+        """Free gathered parameters after a checkpoint has changed the shards, so that the new values are gathered."""
         self._engine.free_gathered()
 
     def rectangles(self) -> Iterator[StateRectangle]:
-        """What this rank holds of parameters and moments, for checkpoints; which of equal ranks is to write it."""
+        """Yield the parameters and moments that this rank holds, as rectangles for checkpoints; one rank owns each."""
         for member in self._engine.members:
             shape, slices = tuple(member.sharded.shape), local_slices(member.sharded)
             shard: Tensor = local_tensor(member.sharded)
@@ -79,11 +79,11 @@ class ShardedAdamW:
             )
 
     def release(self) -> None:
-        """After a checkpoint has read the state: all of it stays where it is."""
+        """Do nothing after a checkpoint has read the state: all of the state stays in memory."""
 
     @property
     def updates(self) -> int:
-        """How many updates the moments have seen."""
+        """Return the number of updates that the moments contain."""
         return int(self._step)
 
     @updates.setter
