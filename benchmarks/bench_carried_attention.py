@@ -61,9 +61,9 @@ class _Rank:
         self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
         runs = SequenceLayout(world * n, world, "contiguous").runs
         self.call = RingCall(runs, world - 1, shape.causal, None, shape.D**-0.5)
-        self.seen, _ = self.call.sights(world - 1, stage.device)
+        self.seen, _ = self.call.visible_ranges(world - 1, stage.device)
         self.sources = tuple(range(world))
-        self.seen_by = [self.call.sights(source, stage.device)[1] for source in self.sources]
+        self.seen_by = [self.call.visible_ranges(source, stage.device)[1] for source in self.sources]
         self.options = {"causal": shape.causal, "q_offset": (world - 1) * n}
 
     def forward(self) -> tuple[Tensor, Tensor]:

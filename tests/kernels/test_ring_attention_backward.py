@@ -17,7 +17,7 @@ from tpfuse.kernels.ring_attention_backward import (
 )
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
-from tpfuse.ops.ring_attention.visibility import Sight, sights
+from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 from tpfuse.testing.compare import Expected, check_error
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
@@ -49,9 +49,9 @@ class Ring:
     def layout(self) -> SequenceLayout:
         return SequenceLayout(self.length, self.world, self.balance)
 
-    def sights(self, rank: int) -> tuple[Sight, Sight]:
+    def visible_ranges(self, rank: int) -> tuple[VisibleRange, VisibleRange]:
         cu_seqlens = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        return sights(self.layout.positions(rank), self.length, self.causal, self.window, cu_seqlens)
+        return visible_ranges(self.layout.positions(rank), self.length, self.causal, self.window, cu_seqlens)
 
     def hidden(self) -> Tensor:
         """[T, T]: the definition, pair by pair."""
@@ -131,7 +131,7 @@ def here(ring: Ring) -> list[Gradients]:
     found = []
     for rank in ranks:
         order = [(rank - step) % ring.world for step in ranks]
-        seen, seen_by = ring.sights(rank)
+        seen, seen_by = ring.visible_ranges(rank)
         options = ring.dropout()
         counters = ring.counters() if ring.dropout_p else [None] * ring.world
         dq = ring_attention_dq(
@@ -219,7 +219,7 @@ def brought(rings: list[Ring], way: bool) -> list[list[Gradients]]:
         exchange, rank = connect(memory, way), memory.rank
         for call, ring in enumerate(rings):
             own = {name: parts[rank] for name, parts in given[call].items()}
-            seen, seen_by = ring.sights(rank)
+            seen, seen_by = ring.visible_ranges(rank)
             found[call][rank] = ring_attention_backward(
                 **own, runs=ring.layout.runs, rank=rank, seen=seen, seen_by=seen_by, exchange=exchange,
                 counters_of_all=ring.counters() if ring.dropout_p else None, **ring.dropout(),
@@ -280,7 +280,7 @@ def test_parts_of_sources_add_up() -> None:
     blocks = torch.stack([torch.stack([given["k"][rank], given["v"][rank]]) for rank in range(3)])
     sums = ring_attention_delta(given["grad_out"][1], given["out"][1], given["lse"][1])
     of = partial(ring_attention_dq, given["q"][1], given["grad_out"][1], *sums)
-    seen = ring.sights(1)[0]
+    seen = ring.visible_ranges(1)[0]
     whole = of(blocks, runs, 1, seen, (0, 1, 2))
     parts = sum(of(blocks[source : source + 1], runs, 1, seen, (source,)) for source in range(3))
     torch.testing.assert_close(parts, whole)
@@ -298,7 +298,7 @@ def test_empty(batch: int) -> None:
 def test_bad_input_is_refused() -> None:
     ring = Ring(world=1, length=20)
     given = {name: parts[0] for name, parts in ring.given().items()}
-    seen, seen_by = ring.sights(0)
+    seen, seen_by = ring.visible_ranges(0)
     words, table = torch.zeros(64, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     end = Endpoint(0, 1, table, 1 << 16, table, 64, words[:2], words[:1], programs=4)
     exchange = BlockExchange(end, words[:8], True)

@@ -18,7 +18,7 @@ from tpfuse.kernels import (
 )
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
@@ -79,7 +79,7 @@ class Group:
         layout, causal, tensors, _ = whole(call, self.world)
         own = {name: layout.shard(x, self.rank, 2) for name, x in tensors.items() if name != "lse"}
         lse = layout.shard(tensors["lse"], self.rank, 2, -torch.inf)
-        seen, seen_by = sights(layout.positions(self.rank), layout.length, causal, None, None)
+        seen, seen_by = visible_ranges(layout.positions(self.rank), layout.length, causal, None, None)
         gradients: tuple[Tensor, Tensor, Tensor] = current(ring_attention_backward).ring_attention_backward(
             **own, lse=lse, runs=layout.runs, rank=self.rank, seen=seen, seen_by=seen_by, exchange=self.exchange
         )

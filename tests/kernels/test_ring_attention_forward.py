@@ -14,7 +14,7 @@ from tpfuse.kernels.configurations import TABLE, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
 from tpfuse.testing.inputs import normal
@@ -87,7 +87,7 @@ class Whole:
     def arguments(self, rank: int) -> dict[str, Any]:
         """Of a rank's launch, but for blocks."""
         layout, mask = self.layout, self.mask
-        seen, _ = sights(layout.positions(rank), layout.length, mask.causal, mask.window, mask.cu_seqlens)
+        seen, _ = visible_ranges(layout.positions(rank), layout.length, mask.causal, mask.window, mask.cu_seqlens)
         return {"q": layout.shard(self.q, rank, 2), "runs": layout.runs, "rank": rank, "seen": seen}
 
     def check(self, results: list[tuple[Tensor, Tensor]], kept: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import block_exchange, endpoint, ring_attention_forward, signals
 from tpfuse.ops.ring_attention.layout import SequenceLayout
-from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
@@ -63,7 +63,7 @@ class Group:
         layout, q, kv, out = sequence(self.end.world, epoch)
         q, kv, out = (layout.shard(x, self.rank, x.ndim - 2) for x in (q, kv, out))
         positions = layout.positions(self.rank)
-        seen, _ = sights(positions, layout.length, causal=True, window=None, cu_seqlens=None)
+        seen, _ = visible_ranges(positions, layout.length, causal=True, window=None, cu_seqlens=None)
         got, _ = current(ring_attention_forward).ring_attention_forward(
             q, kv, layout.runs, self.rank, seen, exchange=self.exchange
         )

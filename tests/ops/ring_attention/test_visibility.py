@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.ops.ring_attention.layout import BALANCES, SequenceLayout
-from tpfuse.ops.ring_attention.visibility import Sight, sights
+from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 
 LENGTH = 23
 DOCUMENTS: tuple[list[int] | None, ...] = (
@@ -24,19 +24,19 @@ DOCUMENTS: tuple[list[int] | None, ...] = (
 WINDOWS = (None, 1, 2, 6, LENGTH, 1000)
 
 
-def _seen(causal: bool, window: int | None, documents: list[int] | None, padded: int) -> Tensor:
+def _visible(causal: bool, window: int | None, documents: list[int] | None, padded: int) -> Tensor:
     """[padded, padded] bool: whether the query (row) sees the key (column), by the definition."""
     bounds = [0, LENGTH] if documents is None else documents
-    seen = torch.zeros(padded, padded, dtype=torch.bool)
+    visible = torch.zeros(padded, padded, dtype=torch.bool)
     for begin, end in itertools.pairwise(bounds):
         for q, k in itertools.product(range(begin, end), repeat=2):
-            seen[q, k] = (not causal or k <= q) and (window is None or abs(q - k) < window)
-    return seen
+            visible[q, k] = (not causal or k <= q) and (window is None or abs(q - k) < window)
+    return visible
 
 
-def _mask(sight: Sight, positions: Tensor) -> Tensor:
+def _mask(visible: VisibleRange, positions: Tensor) -> Tensor:
     """[T, len(positions)] bool: which of the positions are in each token's interval."""
-    return (sight.first.unsqueeze(1) <= positions) & (positions <= sight.last.unsqueeze(1))
+    return (visible.first.unsqueeze(1) <= positions) & (positions <= visible.last.unsqueeze(1))
 
 
 def _cases() -> Iterator[tuple[bool, int | None, list[int] | None]]:
@@ -48,47 +48,47 @@ def test_both_sides_are_the_mask_that_is_written_out(padded: int) -> None:
     positions = torch.arange(padded)
     for causal, window, documents in _cases():
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-        seen, seen_by = sights(positions, LENGTH, causal, window, cu_seqlens)
-        expected = _seen(causal, window, documents, padded)
-        assert torch.equal(_mask(seen, positions), expected), (causal, window, documents)
-        assert torch.equal(_mask(seen_by, positions), expected.t()), (causal, window, documents)
-        for sight in (seen, seen_by):
-            _check_form(sight, expected.any(1 if sight is seen else 0))
+        visible_keys, visible_queries = visible_ranges(positions, LENGTH, causal, window, cu_seqlens)
+        expected = _visible(causal, window, documents, padded)
+        assert torch.equal(_mask(visible_keys, positions), expected), (causal, window, documents)
+        assert torch.equal(_mask(visible_queries, positions), expected.t()), (causal, window, documents)
+        for visible in (visible_keys, visible_queries):
+            _check_form(visible, expected.any(1 if visible is visible_keys else 0))
 
 
-def _check_form(sight: Sight, sees: Tensor) -> None:
-    """int32; no end goes back; first > last exactly where nothing is seen, so that no such interval is a whole one."""
-    assert sight.first.dtype == sight.last.dtype == torch.int32
-    assert torch.equal(sight.first <= sight.last, sees)
-    assert bool((sight.first.diff() >= 0).all()) and bool((sight.last.diff() >= 0).all())
-    assert bool((sight.first >= 0).all()) and bool((sight.last < LENGTH).all())
+def _check_form(visible: VisibleRange, sees: Tensor) -> None:
+    """int32; no end goes back; first > last exactly where nothing is visible, so that no such interval is a whole one."""
+    assert visible.first.dtype == visible.last.dtype == torch.int32
+    assert torch.equal(visible.first <= visible.last, sees)
+    assert bool((visible.first.diff() >= 0).all()) and bool((visible.last.diff() >= 0).all())
+    assert bool((visible.first >= 0).all()) and bool((visible.last < LENGTH).all())
 
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_it_is_the_same_wherever_a_token_is(balance: str) -> None:
-    """A rank's tokens see what they see in the whole sequence: sights of its positions are a part of the whole's."""
+    """A rank's tokens see what they see in the whole sequence: the ranges of its positions are among those of the whole."""
     for world, documents in itertools.product((1, 3, 4, 8), DOCUMENTS):
         layout = SequenceLayout(LENGTH, world, balance)
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
         options = LENGTH, True, 6, cu_seqlens
-        whole = sights(torch.arange(layout.padded_length), *options)
+        whole = visible_ranges(torch.arange(layout.padded_length), *options)
         for rank in range(world):
             positions = layout.positions(rank)
-            for part, all_of_them in zip(sights(positions, *options), whole, strict=True):
+            for part, all_of_them in zip(visible_ranges(positions, *options), whole, strict=True):
                 assert torch.equal(part.first, all_of_them.first[positions])
                 assert torch.equal(part.last, all_of_them.last[positions])
 
 
 def test_a_tile_follows_from_its_first_and_last_token() -> None:
-    """What kernels rely on: keys between are seen by all if by both, and by none if they are outside of both."""
+    """What kernels rely on: all tokens of a tile see a key that the first and the last see, and none sees a key outside of both."""
     for causal, window, documents in _cases():
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-        seen, _ = sights(torch.arange(LENGTH), LENGTH, causal, window, cu_seqlens)
-        mask = _seen(causal, window, documents, LENGTH)
+        visible_keys, _ = visible_ranges(torch.arange(LENGTH), LENGTH, causal, window, cu_seqlens)
+        mask = _visible(causal, window, documents, LENGTH)
         for start in range(0, LENGTH - 4, 3):
             tile, end = mask[start : start + 4], start + 3
             keys = torch.arange(LENGTH)
-            some = (keys >= seen.first[start]) & (keys <= seen.last[end])
-            everyone = (keys >= seen.first[end]) & (keys <= seen.last[start])
+            some = (keys >= visible_keys.first[start]) & (keys <= visible_keys.last[end])
+            everyone = (keys >= visible_keys.first[end]) & (keys <= visible_keys.last[start])
             assert bool((tile.any(0) <= some).all()), (causal, window, documents, start)
             assert torch.equal(tile.all(0), everyone), (causal, window, documents, start)

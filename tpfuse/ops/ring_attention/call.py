@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.ring_attention.pieces import Piece, pieces
-from tpfuse.ops.ring_attention.visibility import Sight, sights
+from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,20 @@ class RingCall:
             return 0, 0
         return min(piece.first_key for piece in found), max(piece.stop_key for piece in found)
 
-    def sights(self, rank: int, device: torch.device) -> tuple[Sight, Sight]:
+    def visible_ranges(self, rank: int, device: torch.device) -> tuple[VisibleRange, VisibleRange]:
         """(the keys that a rank's queries see, the queries that see its keys)."""
         if self.cu_seqlens is None:
-            return _sights(self.runs, rank, self.causal, self.window, device)
+            return _visible_ranges(self.runs, rank, self.causal, self.window, device)
         positions = self.runs.positions(rank, device)
-        return sights(positions, self.runs.length, self.causal, self.window, self.cu_seqlens)
+        return visible_ranges(positions, self.runs.length, self.causal, self.window, self.cu_seqlens)
 
 
 @functools.lru_cache(maxsize=64)
-def _sights(
+def _visible_ranges(
     runs: SequenceRuns, rank: int, causal: bool, window: int | None, device: torch.device
-) -> tuple[Sight, Sight]:
+) -> tuple[VisibleRange, VisibleRange]:
     with torch.inference_mode(False):  # what is kept serves calls that need gradients too
-        return sights(runs.positions(rank, device), runs.length, causal, window, None)
+        return visible_ranges(runs.positions(rank, device), runs.length, causal, window, None)
 
 
 def computed(dtype: torch.dtype) -> torch.dtype:

@@ -34,13 +34,13 @@ class FusedRing:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         op, parts = call.described("ring_attention", k), []
-        seen, _ = call.sights(call.rank, q.device)
+        visible_keys, _ = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
                 mine = call.heads(q_heads)
                 parts.append(
                     ring_attention_forward(
-                        q[:, q_heads], torch.stack((k[:, heads], v[:, heads])), call.runs, call.rank, seen,
+                        q[:, q_heads], torch.stack((k[:, heads], v[:, heads])), call.runs, call.rank, visible_keys,
                         exchange=exchange, scale=call.scale, dropout_p=call.dropout_p, counters=mine.own_counters,
                         dropout_key=call.key,
                     )
@@ -53,7 +53,7 @@ class FusedRing:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv)."""
         op, parts = call.described("ring_attention backward", k), []
-        seen, seen_by = call.sights(call.rank, q.device)
+        visible_keys, visible_queries = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._pieces(q, k, call, backward=True):
             mine = call.heads(q_heads)
             found = [mine.counters(rank) for rank in range(call.runs.world)]
@@ -62,7 +62,7 @@ class FusedRing:
                 parts.append(
                     ring_attention_backward(
                         grad_out[:, q_heads], q[:, q_heads], k[:, heads], v[:, heads], out[:, q_heads], lse[:, q_heads],
-                        call.runs, call.rank, seen, seen_by, exchange=exchange, scale=call.scale,
+                        call.runs, call.rank, visible_keys, visible_queries, exchange=exchange, scale=call.scale,
                         dropout_p=call.dropout_p, counters_of_all=counters, dropout_key=call.key,
                     )
                 )  # fmt: skip

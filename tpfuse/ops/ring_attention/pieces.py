@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpfuse.kernels.sequence_runs import SequenceRuns
-from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.ops.ring_attention.visibility import visible_ranges
 
 _TILE = 256  # rows of a masked tile
 _LEAST = 64  # rows or keys worth a piece of their own
@@ -62,10 +62,10 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """What the queries of `q_rank` see of the keys of `k_rank`; documents: cumulative lengths."""
     cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    sight, _ = sights(runs.positions(q_rank), runs.length, causal, window, cu_seqlens)
+    visible, _ = visible_ranges(runs.positions(q_rank), runs.length, causal, window, cu_seqlens)
     keys = runs.positions(k_rank).numpy()
-    first: Ints = np.searchsorted(keys, sight.first.numpy(), "left")
-    stop: Ints = np.searchsorted(keys, sight.last.numpy(), "right")
+    first: Ints = np.searchsorted(keys, visible.first.numpy(), "left")
+    stop: Ints = np.searchsorted(keys, visible.last.numpy(), "right")
     return tuple(_cut(first, np.maximum(first, stop)))
 
 

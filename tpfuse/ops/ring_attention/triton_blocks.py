@@ -19,9 +19,9 @@ class KernelForward:
     def add(self, source: int, k: Tensor, v: Tensor) -> None:
         """The keys and values [B, Hk, n, D] of rank `source`."""
         call = self._call
-        seen, _ = call.sights(call.rank, self._q.device)
+        visible_keys, _ = call.visible_ranges(call.rank, self._q.device)
         out, lse = ring_attention_forward(
-            self._q, torch.stack((k, v))[None], call.runs, call.rank, seen, sources=(source,), scale=call.scale,
+            self._q, torch.stack((k, v))[None], call.runs, call.rank, visible_keys, sources=(source,), scale=call.scale,
             dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key, out_dtype=torch.float32,
         )  # fmt: skip
         self._state = (out, lse) if self._state is None else attention_merge(*self._state, out, lse, in_place=True)
@@ -44,16 +44,16 @@ class KernelBackward:
     def add(self, source: int, k: Tensor, v: Tensor, parts: Tensor) -> None:
         """k, v: of rank `source`; parts: [2, B, Hk, n, D] float32: their gradients' parts, written."""
         call, block = self._call, torch.stack((k, v))
-        seen, _ = call.sights(call.rank, k.device)
-        _, seen_by = call.sights(source, k.device)
+        visible_keys, _ = call.visible_ranges(call.rank, k.device)
+        _, visible_queries = call.visible_ranges(source, k.device)
         dq = ring_attention_dq(
-            *self._queries, block[None], call.runs, call.rank, seen, (source,), scale=call.scale,
+            *self._queries, block[None], call.runs, call.rank, visible_keys, (source,), scale=call.scale,
             dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key,
         )  # fmt: skip
         self._dq = dq if self._dq is None else self._dq.add_(dq)
         parts.copy_(
             ring_attention_dkdv(
-                block, *self._queries, call.runs, call.rank, source, seen_by, scale=call.scale,
+                block, *self._queries, call.runs, call.rank, source, visible_queries, scale=call.scale,
                 dropout_p=call.dropout_p, counters=call.own_counters, dropout_key=call.key,
             )
         )  # fmt: skip

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 
-class Sight(NamedTuple):
+class VisibleRange(NamedTuple):
     """[T] int32 each: the positions of the first and the last token that is seen, first > last where none is."""
 
     first: Tensor
     last: Tensor
 
 
-def sights(
+def visible_ranges(
     positions: Tensor, length: int, causal: bool, window: int | None, cu_seqlens: Tensor | None
-) -> tuple[Sight, Sight]:
+) -> tuple[VisibleRange, VisibleRange]:
     """(the keys that queries at these positions see, the queries that see keys at them).
 
     positions: [T] int64, growing; from `length` on, and behind the last document, tokens see nothing and are not seen.
@@ -39,9 +39,9 @@ def sights(
     ahead = 0 if causal else far
     hidden = positions >= stop
 
-    def interval(before: int, behind: int) -> Sight:
+    def interval(before: int, behind: int) -> VisibleRange:
         first = torch.maximum(positions - before, begin).masked_fill(hidden, stop)
         last = torch.minimum(positions + behind, end - 1).masked_fill(hidden, stop - 1)
-        return Sight(first.to(torch.int32), last.to(torch.int32))
+        return VisibleRange(first.to(torch.int32), last.to(torch.int32))
 
     return interval(far, ahead), interval(ahead, far)

@@ -19,7 +19,7 @@ from tpfuse.kernels.ring_attention_backward import (
 )
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.autograd import apply
-from tpfuse.ops.ring_attention.visibility import sights
+from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.inputs import normal
 from tpfuse.tools.case import Case
 
@@ -36,10 +36,12 @@ def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (8, 2, 1, 8))
     addresses = [torch.tensor([memory.data_ptr()], device=q.device) for memory in (slots, flags)]
     end = Endpoint(0, 1, addresses[0], _SLOT_BYTES, addresses[1], len(flags), state, abort, programs=4)
-    seen, seen_by = sights(runs.positions(0, q.device), runs.length, True, None, None)
+    visible_keys, visible_queries = visible_ranges(runs.positions(0, q.device), runs.length, True, None, None)
     exchange = BlockExchange(end, ready, ring=True)
     for _ in range(_EPOCHS):
-        found = ring_attention_backward(grad_out, q, k, v, out, lse, runs, 0, seen, seen_by, exchange=exchange)
+        found = ring_attention_backward(
+            grad_out, q, k, v, out, lse, runs, 0, visible_keys, visible_queries, exchange=exchange
+        )
     return found
 
 
@@ -48,15 +50,15 @@ def _here(
 ) -> tuple[Tensor, ...]:
     """Every rank's launches, one after another, for the blocks of all of them."""
     own = [runs.positions(rank, q.device) for rank in range(runs.world)]
-    sight = [sights(tokens, runs.length, True, None, None) for tokens in own]
+    visible = [visible_ranges(tokens, runs.length, True, None, None) for tokens in own]
     blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
     dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
     for rank, tokens in enumerate(own):
         sums = ring_attention_delta(grad_out[:, :, tokens], out[:, :, tokens], lse[:, :, tokens])
         queries = (q[:, :, tokens], grad_out[:, :, tokens], *sums)
-        dq[:, :, tokens] = ring_attention_dq(*queries, blocks, runs, rank, sight[rank][0], range(runs.world))
+        dq[:, :, tokens] = ring_attention_dq(*queries, blocks, runs, rank, visible[rank][0], range(runs.world))
         for source, keys in enumerate(own):
-            parts = ring_attention_dkdv(blocks[source], *queries, runs, rank, source, sight[source][1])
+            parts = ring_attention_dkdv(blocks[source], *queries, runs, rank, source, visible[source][1])
             dk[:, :, keys] += parts[0]
             dv[:, :, keys] += parts[1]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -125,12 +127,12 @@ def _runs(world: int) -> SequenceRuns:
 def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropout_p: float = 0.0) -> None:
     """The last rank's of 2048 tokens, under 16 heads and 4 of keys and values, in zigzag."""
     q, k = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 4, 2048, size, dtype=dtype)
-    sight = (_empty(2048, dtype=torch.int32),) * 2
+    visible = (_empty(2048, dtype=torch.int32),) * 2
     addresses, words = _empty(world, dtype=torch.int64), _empty(16 * world, dtype=torch.int32)
     flag_count = 16 * world * max(world - 1, 1)
     end = Endpoint(world - 1, world, addresses, 1 << 30, addresses, flag_count, words[:2], words[:1], programs=108)
     ring_attention_backward(
-        q, q, k, k, q, _empty(1, 16, 2048, dtype=torch.float32), _runs(world), world - 1, sight, sight,
+        q, q, k, k, q, _empty(1, 16, 2048, dtype=torch.float32), _runs(world), world - 1, visible, visible,
         exchange=BlockExchange(end, words, ring),
         dropout_p=dropout_p,
         counters_of_all=_empty(world, 1, 16, 2048, dtype=torch.int64) if dropout_p else None,
@@ -141,7 +143,7 @@ def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropou
 def _launch_here(dtype: torch.dtype, size: int, world: int) -> None:
     """With all blocks here, and one by one."""
     q, sums = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 16, 2048 + 128, dtype=torch.float32)
-    sight = (_empty(2048, dtype=torch.int32),) * 2
+    visible = (_empty(2048, dtype=torch.int32),) * 2
     blocks = _empty(world, 2, 1, 4, 2048, size, dtype=dtype)
-    ring_attention_dq(q, q, sums, sums, blocks, _runs(world), 0, sight, range(world))
-    ring_attention_dkdv(blocks[0], q, q, sums, sums, _runs(world), 0, 1, sight)
+    ring_attention_dq(q, q, sums, sums, blocks, _runs(world), 0, visible, range(world))
+    ring_attention_dkdv(blocks[0], q, q, sums, sums, _runs(world), 0, 1, visible)
