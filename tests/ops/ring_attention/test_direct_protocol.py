@@ -83,8 +83,8 @@ class TestDirectRing(ProtocolSuite):
             "sums of one rank alone",
             replace(
                 BACKWARD,
-                "_sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
-                by="_sum(parts[:1], [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+                "_sum(parts, [call.visible_keys(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
+                by="_sum(parts[:1], [call.visible_keys(own, 0)], gradients[:, :, heads])",
             ),
         ),
         Fault("sums of another's block", replace(BACKWARD, "part[own]", by="part[rank]")),

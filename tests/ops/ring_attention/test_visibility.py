@@ -1,4 +1,4 @@
-"""Intervals of positions say the same as a mask that is written out, wherever tokens are."""
+"""The visible ranges say the same as a mask that is written out, whatever the positions of the tokens are."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ DOCUMENTS: tuple[list[int] | None, ...] = (
     [0, LENGTH],
     [0, 5, 6, 14, LENGTH],
     [0, 0, 5, 5, 5, LENGTH],  # some are empty
-    [0, 7, 16],  # and behind them are tokens of no document
+    [0, 7, 16],  # the tokens after them are of no document
     [0, 9, 9, 9],
     [0, 0],
     [0],
@@ -25,7 +25,7 @@ WINDOWS = (None, 1, 2, 6, LENGTH, 1000)
 
 
 def _visible(causal: bool, window: int | None, documents: list[int] | None, padded: int) -> Tensor:
-    """[padded, padded] bool: whether the query (row) sees the key (column), by the definition."""
+    """Return [padded, padded] bool: whether the query (row) sees the key (column), by the definition."""
     bounds = [0, LENGTH] if documents is None else documents
     visible = torch.zeros(padded, padded, dtype=torch.bool)
     for begin, end in itertools.pairwise(bounds):
@@ -35,7 +35,7 @@ def _visible(causal: bool, window: int | None, documents: list[int] | None, padd
 
 
 def _mask(visible: VisibleRange, positions: Tensor) -> Tensor:
-    """[T, len(positions)] bool: which of the positions are in each token's interval."""
+    """Return [T, len(positions)] bool: which of the positions are in each token's range."""
     return (visible.first.unsqueeze(1) <= positions) & (positions <= visible.last.unsqueeze(1))
 
 
@@ -44,7 +44,7 @@ def _cases() -> Iterator[tuple[bool, int | None, list[int] | None]]:
 
 
 @pytest.mark.parametrize("padded", [LENGTH, LENGTH + 9])
-def test_both_sides_are_the_mask_that_is_written_out(padded: int) -> None:
+def test_ranges_of_queries_and_of_keys_match_the_mask(padded: int) -> None:
     positions = torch.arange(padded)
     for causal, window, documents in _cases():
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
@@ -57,7 +57,7 @@ def test_both_sides_are_the_mask_that_is_written_out(padded: int) -> None:
 
 
 def _check_form(visible: VisibleRange, sees: Tensor) -> None:
-    """int32; no end goes back; first > last exactly where nothing is visible, so that no such interval is a whole one."""
+    """Check that ends are int32, that neither decreases, and that first > last exactly where nothing is visible."""
     assert visible.first.dtype == visible.last.dtype == torch.int32
     assert torch.equal(visible.first <= visible.last, sees)
     assert bool((visible.first.diff() >= 0).all()) and bool((visible.last.diff() >= 0).all())
@@ -65,8 +65,8 @@ def _check_form(visible: VisibleRange, sees: Tensor) -> None:
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_it_is_the_same_wherever_a_token_is(balance: str) -> None:
-    """A rank's tokens see what they see in the whole sequence: the ranges of its positions are among those of the whole."""
+def test_a_tokens_range_does_not_depend_on_its_rank(balance: str) -> None:
+    """The ranges of a rank's positions are those that the same positions have in the whole sequence."""
     for world, documents in itertools.product((1, 3, 4, 8), DOCUMENTS):
         layout = SequenceLayout(LENGTH, world, balance)
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
@@ -74,13 +74,13 @@ def test_it_is_the_same_wherever_a_token_is(balance: str) -> None:
         whole = visible_ranges(torch.arange(layout.padded_length), *options)
         for rank in range(world):
             positions = layout.positions(rank)
-            for part, all_of_them in zip(visible_ranges(positions, *options), whole, strict=True):
-                assert torch.equal(part.first, all_of_them.first[positions])
-                assert torch.equal(part.last, all_of_them.last[positions])
+            for of_rank, of_all in zip(visible_ranges(positions, *options), whole, strict=True):
+                assert torch.equal(of_rank.first, of_all.first[positions])
+                assert torch.equal(of_rank.last, of_all.last[positions])
 
 
-def test_a_tile_follows_from_its_first_and_last_token() -> None:
-    """What kernels rely on: all tokens of a tile see a key that the first and the last see, and none sees a key outside of both."""
+def test_a_tiles_range_follows_from_its_first_and_last_token() -> None:
+    """Kernels rely on this: all tokens of a tile see the keys in both ranges, and none sees a key outside of both."""
     for causal, window, documents in _cases():
         cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
         visible_keys, _ = visible_ranges(torch.arange(LENGTH), LENGTH, causal, window, cu_seqlens)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels.sequence_runs import SequenceRuns
-from tpfuse.ops.ring_attention.pieces import Piece, pieces
+from tpfuse.ops.ring_attention.rectangles import Rectangle, visible_rectangles
 from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 
 
@@ -71,17 +71,17 @@ class RingCall:
     def _documents(self) -> tuple[int, ...] | None:
         return None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
 
-    def pieces(self, source: int, rank: int | None = None) -> tuple[Piece, ...]:
+    def rectangles(self, source: int, rank: int | None = None) -> tuple[Rectangle, ...]:
         """What a rank's queries see of the keys of `source`; default: this rank's."""
         rank = self.rank if rank is None else rank
-        return pieces(self.runs, rank, source, self.causal, self.window, self._documents)
+        return visible_rectangles(self.runs, rank, source, self.causal, self.window, self._documents)
 
-    def span(self, source: int, rank: int) -> tuple[int, int]:
+    def visible_keys(self, source: int, rank: int) -> tuple[int, int]:
         """The keys [first, stop) of `source` among which all are that queries of `rank` see."""
-        found = self.pieces(source, rank)
-        if not found:
+        rectangles = self.rectangles(source, rank)
+        if not rectangles:
             return 0, 0
-        return min(piece.first_key for piece in found), max(piece.stop_key for piece in found)
+        return min(each.first_key for each in rectangles), max(each.stop_key for each in rectangles)
 
     def visible_ranges(self, rank: int, device: torch.device) -> tuple[VisibleRange, VisibleRange]:
         """(the keys that a rank's queries see, the queries that see its keys)."""

@@ -74,7 +74,7 @@ class DirectRing:
                 for source in channel.others:
                     channel.wait_for(source, epoch, op)
                 parts = [mine if rank == own else part[own] for rank, part in enumerate(sums)]
-                _sum(parts, [call.span(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
+                _sum(parts, [call.visible_keys(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
                 dqs.append(block.dq())
         return _joined(dqs), gradients[0], gradients[1]
 

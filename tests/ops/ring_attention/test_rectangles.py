@@ -1,18 +1,18 @@
-"""Pieces cover what is seen, once, and are few where masks are simple."""
+"""Rectangles cover every visible pair of query and key once, and are few where masks are simple."""
 
 import pytest
 import torch
 
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
-from tpfuse.ops.ring_attention.pieces import Piece, pieces
+from tpfuse.ops.ring_attention.rectangles import Rectangle, visible_rectangles
 
 
-def _covered(found: tuple[Piece, ...], queries: int, keys: int) -> torch.Tensor:
-    """How often each (query, key) is in a piece."""
+def _covered(found: tuple[Rectangle, ...], queries: int, keys: int) -> torch.Tensor:
+    """Return in how many rectangles each (query, key) is."""
     count = torch.zeros(queries, keys, dtype=torch.int64)
-    for piece in found:
-        mask = piece.mask()
-        count[piece.rows, piece.keys] += 1 if mask is None else mask.to(torch.int64)
+    for rectangle in found:
+        mask = rectangle.mask()
+        count[rectangle.rows, rectangle.keys] += 1 if mask is None else mask.to(torch.int64)
     return count
 
 
@@ -20,7 +20,7 @@ def _covered(found: tuple[Piece, ...], queries: int, keys: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 1, 37, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("documents", [None, (0, 3, 3, 300, 811)])
-def test_what_is_seen_is_covered_once(
+def test_every_visible_pair_is_covered_once(
     balance: Balance, window: int | None, causal: bool, documents: tuple[int, ...] | None
 ) -> None:
     length, world = 900, 3
@@ -37,7 +37,7 @@ def test_what_is_seen_is_covered_once(
                 bounds = torch.tensor(documents)
                 own, other = (torch.searchsorted(bounds, x, right=True) for x in (i, j))
                 seen &= (own == other) & (i < documents[-1]) & (j < documents[-1])
-            found = pieces(runs, rank, source, causal, window, documents)
+            found = visible_rectangles(runs, rank, source, causal, window, documents)
             assert torch.equal(_covered(found, *seen.shape), seen.to(torch.int64))
 
 
@@ -45,28 +45,32 @@ def test_causal_zigzag_is_one_square_and_rectangles() -> None:
     runs, half = SequenceLayout(4096, 4).runs, 512
     for rank in range(4):
         for source in range(4):
-            (piece,) = pieces(runs, rank, source, True, None, None)
+            (rectangle,) = visible_rectangles(runs, rank, source, True, None, None)
             if source == rank:
-                assert piece == Piece(0, 2 * half, 0, 2 * half, causal=True)
+                assert rectangle == Rectangle(0, 2 * half, 0, 2 * half, causal=True)
             elif source < rank:
-                assert piece == Piece(0, 2 * half, 0, half)
+                assert rectangle == Rectangle(0, 2 * half, 0, half)
             else:
-                assert piece == Piece(half, 2 * half, 0, 2 * half)
+                assert rectangle == Rectangle(half, 2 * half, 0, 2 * half)
 
 
 @pytest.mark.parametrize("balance", ["contiguous", "striped"])
-def test_what_nobody_sees_is_not_computed(balance: Balance) -> None:
+def test_hidden_pairs_are_not_computed(balance: Balance) -> None:
     runs = SequenceLayout(4096, 4, balance).runs
-    found = {(rank, source): pieces(runs, rank, source, True, None, None) for rank in range(4) for source in range(4)}
-    pairs = sum((piece.stop_row - piece.first_row) * (piece.stop_key - piece.first_key) / (1 + piece.causal)
-                for each in found.values() for piece in each)  # fmt: skip
+    found = {
+        (rank, source): visible_rectangles(runs, rank, source, True, None, None)
+        for rank in range(4)
+        for source in range(4)
+    }
+    pairs = sum((r.stop_row - r.first_row) * (r.stop_key - r.first_key) / (1 + r.causal)
+                for each in found.values() for r in each)  # fmt: skip
     assert max(map(len, found.values())) == 1
     assert pairs < 1.01 * 4096 * 4097 / 2
 
 
-def test_masks_are_small_at_the_borders_of_a_window() -> None:
+def test_masks_are_small_at_the_ends_of_a_window() -> None:
     runs = SequenceLayout(8192, 2, "contiguous").runs
-    found = pieces(runs, 1, 1, True, 1024, None)
-    areas = {p: (p.stop_row - p.first_row) * (p.stop_key - p.first_key) for p in found}
-    masked = sum(area for piece, area in areas.items() if piece.seen is not None)
-    assert 0 < masked < 0.45 * sum(areas.values())  # tiles of 256 rows: 255 keys at the front and 256 behind of 1279
+    found = visible_rectangles(runs, 1, 1, True, 1024, None)
+    areas = {r: (r.stop_row - r.first_row) * (r.stop_key - r.first_key) for r in found}
+    masked = sum(area for rectangle, area in areas.items() if rectangle.visible is not None)
+    assert 0 < masked < 0.45 * sum(areas.values())  # 256 rows see 1279 keys: the first 255 and the last 256 are masked
