@@ -215,7 +215,7 @@ def test_iterations_of_ranks_that_are_late(name: Implementation, world: int, ite
     assert pool(world).run(_late, name, iterations) == [iterations] * world
 
 
-def _in_pieces() -> None:
+def _in_rounds() -> None:
     """Pieces of one row in the backward of an all-gather, and of two or three rows elsewhere."""
     group = dist.group.WORLD
     small = DirectLinear(connect(group, torch.device("cpu")), (1 + group.size()) * K * 8)
@@ -232,8 +232,8 @@ def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_shards_longer_than_a_piece(world: int) -> None:
-    pool(world).run(_in_pieces)
+def test_shards_that_take_several_rounds(world: int) -> None:
+    pool(world).run(_in_rounds)
 
 
 def _by_copy_engines() -> None:

@@ -91,7 +91,7 @@ class TestDirectLinear(ProtocolSuite):
         Fault(
             "sums in the half that others read",
             replace(
-                direct_linear._sum_by_parts,
+                direct_linear._sum_by_row_slices,
                 "channel.next_slots(out.dtype, most, out.shape[1])",
                 by="[slot[:most] for slot in slots]",
             ),

@@ -113,7 +113,7 @@ def test_no_alarm_under_the_explorer() -> None:
             ((out, _),) = products.all_gather(whole[memory.rank], [weight], [None], None, False)
             assert torch.equal(out, whole.flatten(0, 1) @ weight.t())
             with products._gathering(whole[memory.rank], keep=True, multiplied=False) as gather:
-                assert torch.equal(products._finish(gather), whole.flatten(0, 1))
+                assert torch.equal(products._gather_only(gather), whole.flatten(0, 1))
 
     explore(program, 2, resident=3)
     with pytest.MonkeyPatch.context() as patch:
@@ -128,9 +128,9 @@ def _more_than_a_slot(most: int) -> int:
     rank, world = products.memory.rank, products.memory.world
     weight, bias = integers(1, 5, 8), integers(2, 5)
     with pytest.MonkeyPatch.context() as patch:
-        real = products._piece_scattering
+        real = products._multiply_and_scatter_round
         patch.setattr(fused_linear, "MOST_BYTES", most)
-        patch.setattr(products, "_piece_scattering", lambda *args: (launched.append(1), real(*args))[1])
+        patch.setattr(products, "_multiply_and_scatter_round", lambda *args: (launched.append(1), real(*args))[1])
         for rows in (14 * world, 7 * world):
             xs, residual = integers(3, world, rows, 8), integers(4, rows // world, 5)
             expected = (xs.sum(0) @ weight.t()).view(world, -1, 5)[rank] + bias + residual

@@ -21,15 +21,15 @@ from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import activated, flat
 
-PIECE_BYTES = 2**23  # of a slot's half; a row that is longer has one of its own size
+ROUND_BYTES = 2**23  # of a slot's half; a row that is longer has one of its own size
 
 
 class DirectLinear:
     """The products of one group's ranks. Tensors are on the CPU, of any float dtype and strides."""
 
-    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
         """Collective."""
-        self.memory, self._piece_bytes = memory, piece_bytes
+        self.memory, self._round_bytes = memory, round_bytes
         self._channels: dict[int, Channel] = {}
 
     def all_gather(
@@ -56,7 +56,7 @@ class DirectLinear:
         gathers = any(needs)
         sums = [_WeightGradient(left, rows) if needed else None for left, needed in zip(lefts, needs, strict=True)]
         grad_x = rows.new_empty(rows.shape) if needs_x else None
-        rounds = self._pieces(rows.shape[0], width * x.element_size() * (1 + world)) if gathers or needs_x else ()
+        rounds = self._rounds(rows.shape[0], width * x.element_size() * (1 + world)) if gathers or needs_x else ()
         with memory.guard(f"{op} {x.dtype} {list(x.shape)} dx {needs_x} dw {gathers}"):
             for channel, part in rounds:
                 slots = channel.next_slots(x.dtype, 1 + world, part.stop - part.start, width)
@@ -89,7 +89,7 @@ class DirectLinear:
         rows = x.reshape(world, sums.shape[0], x.shape[-1])
         added = None if residual is None else flat(residual)
         with memory.guard(f"{op} {x.dtype} {[*x.shape[:-1], width]}"):
-            for channel, part in self._pieces(sums.shape[0], width * x.element_size() * world):
+            for channel, part in self._rounds(sums.shape[0], width * x.element_size() * world):
                 slots = channel.next_slots(x.dtype, world, part.stop - part.start, width)
                 for rank in channel.others:
                     torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])
@@ -134,7 +134,7 @@ class DirectLinear:
         sums, added = flat(out), None if residual is None else flat(residual)
         most = SLOT_BYTES if memory.world == 2 else ONE_SHOT_BYTES
         with memory.guard(f"{op} {x.dtype} {[*x.shape[:-1], width]}"):
-            for channel, part in self._pieces(rows.shape[0], width * x.element_size()):
+            for channel, part in self._rounds(rows.shape[0], width * x.element_size()):
                 slots = channel.next_slots(x.dtype, part.stop - part.start, width)
                 torch.mm(rows[part], weight.t(), out=slots[own])
                 epoch = channel.signal()
@@ -143,7 +143,7 @@ class DirectLinear:
                 if slots[own].nbytes <= most:
                     sum_in_rank_order(slots + _terms(part, bias, added), sums[part])
                 else:
-                    _sum_by_parts(channel, slots, bias, None if added is None else added[part], sums[part], op)
+                    _sum_by_row_slices(channel, slots, bias, None if added is None else added[part], sums[part], op)
         return out
 
     def _gathered(self, rows: Tensor, op: str) -> Iterator[tuple[int, slice, Tensor]]:
@@ -152,7 +152,7 @@ class DirectLinear:
         What it yields may be read until the next is asked for.
         """
         own = self.memory.rank
-        for channel, part in self._pieces(rows.shape[0], rows.shape[1] * rows.element_size()):
+        for channel, part in self._rounds(rows.shape[0], rows.shape[1] * rows.element_size()):
             slots = channel.next_slots(rows.dtype, part.stop - part.start, rows.shape[1])
             slots[own].copy_(rows[part])
             epoch = channel.signal()
@@ -161,9 +161,9 @@ class DirectLinear:
                 channel.wait_for(rank, epoch, op)
                 yield rank, part, slots[rank]
 
-    def _pieces(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
+    def _rounds(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
         """What each round takes of every rank's rows; there is one for no rows too."""
-        nbytes = max(self._piece_bytes, row_bytes)
+        nbytes = max(self._round_bytes, row_bytes)
         channel = self._channels.get(nbytes)
         if channel is None:
             channel = self._channels[nbytes] = Channel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
@@ -204,17 +204,17 @@ class _WeightGradient:
         return self._total
 
 
-def _sum_by_parts(
+def _sum_by_row_slices(
     channel: Channel, slots: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor, op: str
 ) -> None:
     """out = Σ slots + bias + residual: each rank computes some rows and reads the others', in an epoch of its own."""
     own, most = channel.memory.rank, -(-len(out) // len(slots))
     parts = [slice(rank * most, (rank + 1) * most) for rank in range(len(slots))]
     sums = channel.next_slots(out.dtype, most, out.shape[1])
-    mine = sums[own][: len(out[parts[own]])]
-    sum_in_rank_order([slot[parts[own]] for slot in slots] + _terms(parts[own], bias, residual), mine)
+    own_sums = sums[own][: len(out[parts[own]])]
+    sum_in_rank_order([slot[parts[own]] for slot in slots] + _terms(parts[own], bias, residual), own_sums)
     epoch = channel.signal()
-    out[parts[own]].copy_(mine)
+    out[parts[own]].copy_(own_sums)
     for rank in channel.others:
         channel.wait_for(rank, epoch, op)
         target = out[parts[rank]]

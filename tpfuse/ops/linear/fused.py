@@ -118,7 +118,7 @@ class FusedLinear:
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
         several = len(weights) > 1
         with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
-            found = [self._product(gather, weights[0], biases[0], activation, keep)]
+            found = [self._gather_and_multiply(gather, weights[0], biases[0], activation, keep)]
             for weight, bias in zip(weights[1:], biases[1:], strict=True):
                 found.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
@@ -135,7 +135,7 @@ class FusedLinear:
                 return self._input_gradient(rows, x, weights) if needs_x else None, [None] * len(weights)
             with self._gathering(flat(x), keep=True, multiplied=False) as gather:
                 grad_x = self._input_gradient(rows, x, weights) if needs_x else None
-                gathered = self._finish(gather)
+                gathered = self._gather_only(gather)
                 return grad_x, [
                     weight_gradient(left, gathered) if needed else None
                     for left, needed in zip(rows, needs, strict=True)
@@ -144,14 +144,14 @@ class FusedLinear:
     def _input_gradient(self, rows: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         several = len(rows) > 1
         left, weight = (torch.cat(tuple(rows), 1), torch.cat(tuple(weights))) if several else (rows[0], weights[0])
-        return self._product_scattering(left, weight.t()).view(x.shape)
+        return self._multiply_and_scatter(left, weight.t()).view(x.shape)
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """reduce_scatter(x Wᵀ) + bias + residual."""
         op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
         with self.memory.guard(op, kernel=True):
-            out = self._product_scattering(flat(x), weight, bias=bias, residual=added)
+            out = self._multiply_and_scatter(flat(x), weight, bias=bias, residual=added)
         return out.view(len(x) // self.memory.world, *x.shape[1:-1], len(weight))
 
     def reduce_scatter_backward(
@@ -162,8 +162,8 @@ class FusedLinear:
         op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
         keep = needs_weight or needs_bias
         with self.memory.guard(op, kernel=True), self._gathering(flat(grad), keep=keep, multiplied=needs_x) as gather:
-            grad_x = self._product(gather, weight.t())[0].view(x.shape) if needs_x else None
-            gathered = gather.gathered.flatten(0, 1) if needs_x else self._finish(gather)
+            grad_x = self._gather_and_multiply(gather, weight.t())[0].view(x.shape) if needs_x else None
+            gathered = gather.gathered.flatten(0, 1) if needs_x else self._gather_only(gather)
             grad_weight = weight_gradient(gathered, x) if needs_weight else None
             return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
 
@@ -178,7 +178,7 @@ class FusedLinear:
         added = None if residual is None else flat(residual)[own]
         op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
         with self.memory.guard(op, kernel=True):
-            sums = _with_rows(self._product_scattering(rows, weight, bias=bias, residual=added), most)
+            sums = _with_rows(self._multiply_and_scatter(rows, weight, bias=bias, residual=added), most)
             gathered = sums.new_empty(world * most, sums.shape[1])
             channel = self._channel("all_gather_linear", sums.nbytes)
             all_gather_forward(sums.view(-1), gathered.view(world, -1), channel.endpoint)
@@ -186,7 +186,7 @@ class FusedLinear:
 
     @contextlib.contextmanager
     def _gathering(self, x: Tensor, *, keep: bool, multiplied: bool) -> Iterator[_Gather]:
-        """Sends copy engines with the rows x [n, K], if they are to; `_product` (multiplied) or `_finish` must follow.
+        """Sends copy engines with the rows x [n, K], if they are to; `_gather_and_multiply` (multiplied) or `_gather_only` must follow.
 
         The end of the block, also where it raises, is behind the copies on the current stream: x may be freed there.
         """
@@ -210,7 +210,7 @@ class FusedLinear:
             self._engine = _engine_stream(self.memory.device)
         return _Copies(self._engine if on_gpu else None, self.memory.device)
 
-    def _product(
+    def _gather_and_multiply(
         self,
         gather: _Gather,
         weight: Tensor,
@@ -229,7 +229,7 @@ class FusedLinear:
             gather.copies.join()
         return found
 
-    def _finish(self, gather: _Gather) -> Tensor:
+    def _gather_only(self, gather: _Gather) -> Tensor:
         """All ranks' rows, [world * n, K], where no product is to gather them."""
         if gather.copies is not None:
             gather.copies.join()
@@ -237,35 +237,37 @@ class FusedLinear:
             all_gather_forward(gather.rows.view(-1), gather.gathered.flatten(1), gather.endpoint)
         return gather.gathered.flatten(0, 1)
 
-    def _product_scattering(
+    def _multiply_and_scatter(
         self, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in pieces."""
+        """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in rounds."""
         world, chunk = self.memory.world, -(-len(rows) // self.memory.world)
         most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
         if chunk <= most:
-            return self._piece_scattering(rows, weight, bias, residual)
+            return self._multiply_and_scatter_round(rows, weight, bias, residual)
         own = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
         whole = _with_rows(rows, world * chunk).view(world, chunk, rows.shape[1])
         added = None if residual is None else _with_rows(residual, chunk)
-        pieces = []
+        rounds = []
         for start in range(0, chunk, most):
             part = slice(start, min(start + most, chunk))
             terms = None if added is None else added[part]
-            pieces.append(self._piece_scattering(whole[:, part].flatten(0, 1), weight, bias, terms))
-        return torch.cat(pieces)[:own]
+            rounds.append(self._multiply_and_scatter_round(whole[:, part].flatten(0, 1), weight, bias, terms))
+        return torch.cat(rounds)[:own]
 
-    def _piece_scattering(self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def _multiply_and_scatter_round(
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
         world = self.memory.world
         nbytes = -(-len(rows) // world) * world * len(weight) * rows.element_size()
         if self._engines_scatter and world > 1:
-            return self._engine_scattering(nbytes, rows, weight, bias, residual)
+            return self._multiply_and_scatter_by_engines(nbytes, rows, weight, bias, residual)
         channel = self._channel("linear_reduce_scatter", nbytes)
         return gemm_reduce_scatter_forward(
             rows, weight, channel.endpoint, bias=bias, residual=residual, other_tiles=self._other_tiles
         )
 
-    def _engine_scattering(
+    def _multiply_and_scatter_by_engines(
         self, nbytes: int, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
     ) -> Tensor:
         engines, copies = self._engine_scatter(nbytes), self._copies()

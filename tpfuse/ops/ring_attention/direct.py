@@ -21,15 +21,15 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.ring_attention.call import RingCall, computed
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 
-PIECE_BYTES = 2**24  # of a slot's half; one head that needs more has one of its own size
+ROUND_BYTES = 2**24  # of a slot's half; one head that needs more has one of its own size
 
 
 class DirectRing:
     """Attention of one group's ranks. Tensors are on the CPU, of any float dtype and strides."""
 
-    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
         """Collective."""
-        self.memory, self._piece_bytes = memory, piece_bytes
+        self.memory, self._round_bytes = memory, round_bytes
         self._channels: dict[int, Channel] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ class DirectRing:
         op, own = "ring_attention", self.memory.rank
         parts = []
         with self.memory.guard(call.described(op, k)):
-            for channel, heads, q_heads in self._pieces(q, k, 2 * k.element_size()):
+            for channel, heads, q_heads in self._rounds(q, k, 2 * k.element_size()):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
                 epoch = channel.signal()
@@ -56,7 +56,7 @@ class DirectRing:
         op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
         with self.memory.guard(call.described(op, k)):
-            for channel, heads, q_heads in self._pieces(q, k, 2 * self.memory.world * wide.itemsize):
+            for channel, heads, q_heads in self._rounds(q, k, 2 * self.memory.world * wide.itemsize):
                 slots = _blocks(channel, k[:, heads], k.dtype)
                 _stage(slots[own], k[:, heads], v[:, heads])
                 epoch = channel.signal()
@@ -78,11 +78,11 @@ class DirectRing:
                 dqs.append(block.dq())
         return _joined(dqs), gradients[0], gradients[1]
 
-    def _pieces(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[Channel, slice, slice]]:
+    def _rounds(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[Channel, slice, slice]]:
         """What each round takes of the heads of k and of q; element_bytes: what a slot holds for an element of k."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         head_bytes = k[:, :1].numel() * element_bytes
-        nbytes = max(self._piece_bytes, head_bytes)
+        nbytes = max(self._round_bytes, head_bytes)
         channel = self._channels.get(nbytes)
         if channel is None:
             channel = self._channels[nbytes] = Channel(self.memory, f"direct ring, {nbytes} bytes", nbytes)

@@ -20,22 +20,22 @@ from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 
-PIECE_BYTES = 2**28  # of a slot's half; one head that needs more has one of its own size: not measured yet
+ROUND_BYTES = 2**28  # of a slot's half; one head that needs more has one of its own size: not measured yet
 _COPIERS = 8  # the most that a launch has
 
 
 class FusedRing:
     """Attention of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
 
-    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
-        self.memory, self._piece_bytes = memory, piece_bytes
+    def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
+        self.memory, self._round_bytes = memory, round_bytes
         self._exchanges: dict[tuple[int, bool], BlockExchange] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         op, parts = call.described("ring_attention", k), []
         visible_keys, _ = call.visible_ranges(call.rank, q.device)
-        for heads, q_heads, exchange in self._pieces(q, k, call, backward=False):
+        for heads, q_heads, exchange in self._rounds(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
                 mine = call.heads(q_heads)
                 parts.append(
@@ -54,7 +54,7 @@ class FusedRing:
         """(dq, dk, dv)."""
         op, parts = call.described("ring_attention backward", k), []
         visible_keys, visible_queries = call.visible_ranges(call.rank, q.device)
-        for heads, q_heads, exchange in self._pieces(q, k, call, backward=True):
+        for heads, q_heads, exchange in self._rounds(q, k, call, backward=True):
             mine = call.heads(q_heads)
             found = [mine.counters(rank) for rank in range(call.runs.world)]
             counters = torch.stack([each for each in found if each is not None]) if call.dropout_p else None
@@ -69,14 +69,14 @@ class FusedRing:
         dq, dk, dv = (_joined(each) for each in zip(*parts, strict=True))
         return dq, dk, dv
 
-    def _pieces(
+    def _rounds(
         self, q: Tensor, k: Tensor, call: RingCall, *, backward: bool
     ) -> Iterator[tuple[slice, slice, BlockExchange]]:
         """What each launch takes of the heads of k and of q, and by what blocks travel."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         words = [2 * k[:, :1].nbytes // 4] + ([queries_words(q[:, :group])] if backward else [])
         head_bytes = 4 * self.memory.world * part_starts(words)[-1]
-        most = min(max(self._piece_bytes // max(head_bytes, 1), 1), max(heads, 1))
+        most = min(max(self._round_bytes // max(head_bytes, 1), 1), max(heads, 1))
         exchange = self._exchange(most * head_bytes, call.ring)
         for start in range(0, max(heads, 1), most):
             yield slice(start, start + most), slice(start * group, (start + most) * group), exchange
