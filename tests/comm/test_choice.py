@@ -67,7 +67,7 @@ def test_every_row_of_the_table(
     reason: str,
 ) -> None:
     with implementation(wanted), kernels(kernel):
-        made = choice.choose(torch.device(device), dtype, group)
+        made = choice.choose_implementation(torch.device(device), dtype, group)
     assert (made.implementation, made.reason) == (found, reason)
     assert made.memory is (None if found == "collective" else memory)
     assert made.fallback == (wanted not in ("auto", found))
@@ -80,7 +80,7 @@ def test_ranks_that_share_no_memory(group: Any, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(choice, "connect", connect)
     with implementation(wanted):
-        made = choice.choose(torch.device("cpu"), F32, group)
+        made = choice.choose_implementation(torch.device("cpu"), F32, group)
     assert made == choice.Choice("collective", "the ranks share no memory: ranks on hosts a and b", None, fallback=True)
 
 
@@ -91,23 +91,23 @@ def test_a_process_that_does_not_interpret(
     monkeypatch.setattr(choice, "INTERPRETED", False)
     with implementation(wanted), kernels(kernel):
         with pytest.raises(ValueError, match=r"interpreted: set TRITON_INTERPRET=1 before the program starts"):
-            choice.choose(torch.device("cpu"), F32, group)
-        assert choice.choose(torch.device("cuda"), F32, group).implementation == "fused"
+            choice.choose_implementation(torch.device("cpu"), F32, group)
+        assert choice.choose_implementation(torch.device("cuda"), F32, group).implementation == "fused"
     with implementation("direct"):
-        assert choice.choose(torch.device("cpu"), F32, group).implementation == "direct"
+        assert choice.choose_implementation(torch.device("cpu"), F32, group).implementation == "direct"
 
 
 def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(choice, "connect", lambda group, device: asked.append((group, device.type)))
     cpu = torch.device("cpu")
-    first = choice.choose(cpu, F32, group)
-    assert choice.choose(cpu, F32, group) is first and asked == [(group, "cpu")]
+    first = choice.choose_implementation(cpu, F32, group)
+    assert choice.choose_implementation(cpu, F32, group) is first and asked == [(group, "cpu")]
     with implementation("fused"):
-        assert choice.choose(cpu, F32, group).implementation == "fused"
-    assert choice.choose(cpu, F32, group) is first
+        assert choice.choose_implementation(cpu, F32, group).implementation == "fused"
+    assert choice.choose_implementation(cpu, F32, group) is first
     other = Group()
-    assert choice.choose(cpu, F32, other) is not first  # type: ignore[arg-type]
+    assert choice.choose_implementation(cpu, F32, other) is not first  # type: ignore[arg-type]
     assert asked[-1] == (other, "cpu")
 
 
@@ -129,7 +129,7 @@ def _memories() -> list[str]:
     found = []
     for name in ("fused", "direct", "auto"):
         with implementation(name):  # type: ignore[arg-type]
-            found.append(choice.choose(torch.device("cpu"), F32, group))
+            found.append(choice.choose_implementation(torch.device("cpu"), F32, group))
     assert found[0].memory is found[1].memory is found[2].memory is not None
     return [made.memory.backend for made in found if made.memory is not None]
 

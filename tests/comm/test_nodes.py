@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tpfuse.comm import collectives, host
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.nodes import Nodes, ranks_by_node, split_by_node, why_not_split
@@ -193,7 +193,7 @@ def test_memory_reaches_the_ranks_of_a_network_namespace_and_no_others() -> None
 def _real_members() -> tuple[int, int, list[int], list[int], bool]:
     found = split_by_node(dist.group.WORLD)
     assert found is not None
-    choice = choose(CPU, torch.float32, dist.group.WORLD)
+    choice = choose_implementation(CPU, torch.float32, dist.group.WORLD)
     apart = choice.implementation == "collective" and choice.fallback
     return found.count, found.ranks_per_node, _members(found.within), _members(found.across), apart
 

@@ -36,7 +36,7 @@ _Key = tuple[str, torch.dtype, Implementation, Kernels]
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDictionary()
 
 
-def choose(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
+def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
     """What serves tensors of `dtype` on `device`; the same on every rank of the group.
 
     Collective when it is first asked for a device. What was chosen by `set_implementation` and cannot be is replaced.

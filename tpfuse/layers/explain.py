@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import nn
 
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.layout import local_tensor
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
@@ -42,7 +42,7 @@ class Explained(Protocol):
 def plans(model: nn.Module) -> list[LayerPlan]:
     """What each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model would compute with now.
 
-    Collective: a group finds out when it is first asked. Raises ValueError as `tpfuse.comm.choice.choose` does.
+    Collective: a group finds out when it is first asked. Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
     """
     found = []
     for name, layer in model.named_modules():
@@ -64,7 +64,7 @@ def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.Pr
     The implementation is that of the forward product that was measured first.
     """
     weight = local_tensor(layer.weight)
-    choice = choose(weight.device, weight.dtype, group)
+    choice = choose_implementation(weight.device, weight.dtype, group)
     if choice.provisional:
         shape = weight.flatten(0, -2).shape
         found = [(product, decision) for product, decision in measured_products(group).items()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.measurement import decisions
 from tpfuse.ops.attention import attention
 from tpfuse.ops.collectives import gather_last
@@ -113,11 +113,11 @@ class ContextParallel:
     def plan(self, length: int, heads: int, head_size: int, like: Tensor) -> tuple[str, str] | None:
         """(implementation, reason) of attention over sequences of `length` tokens; None for one rank.
 
-        like: of the dtype and device. Collective, as `tpfuse.comm.choice.choose` is.
+        like: of the dtype and device. Collective, as `tpfuse.comm.choice.choose_implementation` is.
         """
         if not self.groups:
             return None
-        choice = choose(like.device, like.dtype, self.groups[0])
+        choice = choose_implementation(like.device, like.dtype, self.groups[0])
         local = SequenceLayout(length, self.size, self.balance).local_length
         for case, decision in decisions(self.groups[0]).items() if choice.provisional else ():
             if case.startswith("ring_attention ") and f"x{heads}x{local}x{head_size} " in case:

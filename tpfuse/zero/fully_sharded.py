@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import Parameter
 
 from tpfuse.comm import collectives
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.collectives.collective import set_timeout
 from tpfuse.comm.layout import is_sharded, local_tensor
 from tpfuse.comm.mesh import flat_group, rank_and_size
@@ -193,7 +193,7 @@ class FullySharded(MicroBatches):
         if not hasattr(root, "reset_iter_state"):
             raise ValueError("stage 3 can abandon a step from torch 2.13 on: go on from a checkpoint in a new process")
         for group in self._groups if self.device.type == "cpu" else []:
-            memory = choose(self.device, torch.float32, group).memory
+            memory = choose_implementation(self.device, torch.float32, group).memory
             if memory is not None:
                 memory.reset()
         root.reset_iter_state()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfuse.comm.choice import Choice, choose
+from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.direct import DirectCollectives
 from tpfuse.comm.collectives.fused import LaunchedCollectives
@@ -39,13 +39,13 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] 
 
 def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
     """What serves CPU ranks of one host, fused kernels or not."""
-    choice = choose(x.device, x.dtype, group)
+    choice = choose_implementation(x.device, x.dtype, group)
     return _of(group, choice, DirectCollectives) if x.device.type == "cpu" else None
 
 
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
     """What serves the group through symmetric memory; None where nothing does."""
-    choice = choose(x.device, x.dtype, group)
+    choice = choose_implementation(x.device, x.dtype, group)
     if choice.implementation == "fused" and (not summed or x.dtype in SUMMED):
         return _of(group, choice, LaunchedCollectives)
     return _direct(x, group)

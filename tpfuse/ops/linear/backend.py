@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.backend import Implementation, implementation
-from tpfuse.comm.choice import Choice, choose
+from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.decisions import Decision
 from tpfuse.comm.measurement import decide, is_measuring
 from tpfuse.comm.symmetric_memory import SymmetricMemory
@@ -154,7 +154,7 @@ class MeasuredLinear:
         with implementation(cast(Implementation, name.partition(" ")[0])):
             products = self._made.get(name)
             if products is None:
-                products = _implementation(choose(self._device, self._dtype, self._group), self._group)
+                products = _implementation(choose_implementation(self._device, self._dtype, self._group), self._group)
                 if isinstance(products, FusedLinear):
                     products = products.variant(**FUSED[name])
                 self._made[name] = products
@@ -169,7 +169,7 @@ _warned: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
     """What serves x's device and dtype. Warns once where that is a fallback."""
-    choice = choose(x.device, x.dtype, group)
+    choice = choose_implementation(x.device, x.dtype, group)
     if choice.fallback:
         _warn(choice, group)
     if choice.provisional and (group in _measured or is_measuring()):
@@ -188,7 +188,7 @@ def _measured_linear(device: torch.device, dtype: torch.dtype, group: dist.Proce
     made = _measured.setdefault(group, {})
     found = made.get((device.type, dtype))
     if found is None:
-        usual = choose(device, dtype, group).implementation
+        usual = choose_implementation(device, dtype, group).implementation
         found = made[device.type, dtype] = MeasuredLinear(group, device, dtype, usual)
     return found
 

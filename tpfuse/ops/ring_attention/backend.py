@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.kernels.attention_scores import check_scores
 from tpfuse.ops.attention import check_tensors
 from tpfuse.ops.autograd import once_differentiable
@@ -64,7 +64,7 @@ def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
     """What serves x's device and dtype. Collective when a group is first asked."""
     if group is None:
         return LocalRing()
-    choice = choose(x.device, x.dtype, group)
+    choice = choose_implementation(x.device, x.dtype, group)
     made = _made.setdefault(group, {})
     if choice.memory is not None and choice.implementation != "collective":
         kind = DirectRing if choice.implementation == "direct" else FusedRing

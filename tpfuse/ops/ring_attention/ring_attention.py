@@ -25,7 +25,7 @@ from torch.library import custom_op
 from tpfuse.backend import Implementation, chosen_implementation, implementation
 from tpfuse.choices import Schedule as Schedule
 from tpfuse.comm import collectives
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.layout import is_traced
 from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
@@ -223,7 +223,7 @@ def choose_schedule(
     world = group.size()
     if world == 1:
         return "ring", "one rank"
-    choice = choose(device, dtype, group).implementation
+    choice = choose_implementation(device, dtype, group).implementation
     if choice == "fused":
         return "all_gather", "one launch takes the blocks from their owners"
     if _divides(world, shape[1], kv_heads) and (choice == "collective" or kv_heads % world == 0):
@@ -269,7 +269,7 @@ def _decided(
     if found is None:  # nobody has looked at such a call yet, and what is chosen may make ranks meet
         possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"
         _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
-    choice = choose(q.device, q.dtype, ring)
+    choice = choose_implementation(q.device, q.dtype, ring)
     if not choice.provisional:
         return _By(asked)
     if found is None and measure:

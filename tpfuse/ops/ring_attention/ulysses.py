@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from tpfuse.comm import collectives
 from tpfuse.comm.channel import Channel, slot_size
-from tpfuse.comm.choice import choose
+from tpfuse.comm.choice import choose_implementation
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.autograd import once_differentiable
 
@@ -85,7 +85,7 @@ def _exchanged(
     outs = [x.new_empty(x.shape[0], tokens, _heads(x, world, for_heads), x.shape[3]) for x in tensors]
     shapes = [(x.shape[0], min(x.shape[1], tokens), min(x.shape[2], out.shape[2]), x.shape[3])
               for x, out in zip(tensors, outs, strict=True)]  # fmt: skip
-    choice = choose(first.device, first.dtype, group)
+    choice = choose_implementation(first.device, first.dtype, group)
     if choice.implementation == "direct" and choice.memory is not None:
         _through_slots(choice.memory, call, tensors, outs, shapes, places, for_heads)
     else:
