@@ -10,8 +10,8 @@ halo = memory.buffer("halo", (4,), torch.float32)  # the same on every rank, zer
 flags = memory.signals("halo flags", 1)
 right = (memory.rank + 1) % memory.world
 halo.local.fill_(memory.rank)
-memory.put(flags, memory.rank, 0, 1)  # "my part is written", after everything before it
-memory.wait(flags, right, 0, 1, op="halo")  # until the right neighbour has said so
+memory.signal(flags, memory.rank, 0, 1)  # "my part is written", after everything before it
+memory.wait_signal(flags, right, 0, 1, op="halo")  # until the right neighbour has said so
 print(f"rank {memory.rank} reads {halo.peers[right].tolist()}")
 memory.barrier()
 dist.destroy_process_group()

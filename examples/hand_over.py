@@ -18,7 +18,7 @@ def hand_over(slots, flags, rank, N: tl.constexpr):  # the numbers of a rank go 
 def protocol(memory):
     slots, flags = memory.buffer("slots", (256,), torch.float32), memory.signals("flags", 1)
     hand_over[(1,)](slots.addresses, flags.addresses, memory.rank, 256)
-    memory.wait(flags, memory.rank, 0, 1, op="hand over")
+    memory.wait_signal(flags, memory.rank, 0, 1, op="hand over")
     assert slots.local.eq(11.0 - memory.rank).all()
 
 

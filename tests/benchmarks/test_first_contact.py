@@ -156,8 +156,8 @@ class Neighbours:
         left, right = (self.memory.rank - 1) % self.memory.world, (self.memory.rank + 1) % self.memory.world
         half = self.round % 2
         self.x.local[half] = 10 * variant + self.memory.rank
-        self.memory.put(self.flags, right, 0, self.round)
-        self.memory.wait(self.flags, self.memory.rank, 0, self.round, peer=left, op="neighbour")
+        self.memory.signal(self.flags, right, 0, self.round)
+        self.memory.wait_signal(self.flags, self.memory.rank, 0, self.round, peer=left, op="neighbour")
         if self.memory.rank == 1 and self.round in self.wrong:
             return {"out": torch.tensor(-1)}
         return {"out": self.x.peers[left][half].clone()}

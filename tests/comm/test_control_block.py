@@ -237,7 +237,7 @@ def _come_and_end() -> None:
         def ended(rank: int) -> bool:
             """Says at each look at rank 1's process that it has ended, but not before rank 1 has gone on."""
             look = int(looks.peers[1][0]) + 1
-            memory.put(looks, 1, 0, look)
+            memory.signal(looks, 1, 0, look)
             if look == 1:
                 wait_until(lambda: int(flags.peers[1][0]), "rank 1 has come to the wait")
             else:
@@ -248,13 +248,13 @@ def _come_and_end() -> None:
             return int(memory.board.parts[1].numbers[control_block._EPOCH])
 
         memory.board.ended = ended  # type: ignore[method-assign]
-        memory.wait(flags, 1, 0, 1, op="test")
+        memory.wait_signal(flags, 1, 0, 1, op="test")
         memory.barrier()
         assert int(looks.peers[1][0]) == 2, "both waits have looked at the process"
     else:
-        memory.wait(looks, 1, 0, 1, op="the first look")
-        memory.put(flags, 1, 0, 1)
-        memory.wait(looks, 1, 0, 2, op="the second look")
+        memory.wait_signal(looks, 1, 0, 1, op="the first look")
+        memory.signal(flags, 1, 0, 1)
+        memory.wait_signal(looks, 1, 0, 2, op="the second look")
         memory.barrier()
 
 

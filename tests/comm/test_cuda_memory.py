@@ -65,9 +65,9 @@ def _buffers() -> None:
         _ = x.local
     assert memory.buffer("x", (5,), torch.int32).local.tolist() == [0] * 5
     with pytest.raises(ValueError, match="signal 2 of rank 0"):
-        memory.put(memory.signals("flags", 2), 0, 2, 1)
+        memory.signal(memory.signals("flags", 2), 0, 2, 1)
     with pytest.raises(ValueError, match="signal 0 of rank 9"):
-        memory.wait(memory.signals("flags", 2), 9, 0, 1, op="test")
+        memory.wait_signal(memory.signals("flags", 2), 9, 0, 1, op="test")
 
 
 @pytest.mark.parametrize("world", [3, *exhaustive(2)])
@@ -82,18 +82,18 @@ def _ring(rounds: int, first: int) -> None:
     right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
     out, stamp = torch.zeros(rounds, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     for index in range(2):
-        memory.put(flags, memory.rank, index, first)
+        memory.signal(flags, memory.rank, index, first)
     memory.barrier()
     for turn in range(rounds):
         epoch = first + 1 + turn
         with memory.guard("turn"):
-            memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+            memory.wait_signal(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
             calls.do(partial(x.local.fill_, turn * 10 + memory.rank))
-            memory.put(flags, right, 0, epoch)
-            memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+            memory.signal(flags, right, 0, epoch)
+            memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="written")
             calls.do(partial(out[turn].copy_, x.peers[left]))
             calls.do(partial(stamp.fill_, wrapped(epoch)))
-            memory.put(flags, left, 1, stamp)
+            memory.signal(flags, left, 1, stamp)
     calls.synchronize()
     memory.check()
     assert out.tolist() == [[turn * 10 + left] * 4 for turn in range(rounds)]
@@ -107,7 +107,7 @@ def test_signals_order_copies_on_streams() -> None:
 
 def _never(memory: CudaMemory, flags: SymmetricBuffer) -> None:
     with memory.guard("operation"):
-        memory.wait(flags, memory.rank, 0, 1, op="its wait")
+        memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
 
 
 def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
@@ -122,7 +122,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
         if guarded:
             _never(memory, flags)
         else:
-            memory.wait(flags, memory.rank, 0, 1, peer=1, op="its wait")
+            memory.wait_signal(flags, memory.rank, 0, 1, peer=1, op="its wait")
         assert time.monotonic() - started < limit, "the host goes on, and does not wait"
         memory.check()
         calls.synchronize()  # the kernel comes back
@@ -138,7 +138,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
         with pytest.raises(PeerTimeout), memory.guard("the next one"):
             raise AssertionError("must not begin")
     with pytest.raises(PeerTimeout):
-        memory.wait(flags, memory.rank, 0, 1, op="another one")
+        memory.wait_signal(flags, memory.rank, 0, 1, op="another one")
     set_settings(flight_folder=None)
     memory.timeout = memory.board.timeout = 60.0
     memory.reset()
@@ -146,8 +146,8 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
     memory.barrier()
     memory.check()
     with memory.guard("after"):
-        memory.put(flags, 1 - memory.rank, 0, 1)
-        memory.wait(flags, memory.rank, 0, 1, op="after")
+        memory.signal(flags, 1 - memory.rank, 0, 1)
+        memory.wait_signal(flags, memory.rank, 0, 1, op="after")
     calls.synchronize()
     memory.check()
     memory.barrier()
@@ -197,8 +197,8 @@ def _behind_long_work() -> None:
 
     calls.do(work)
     with memory.guard("operation"):
-        memory.put(flags, 1 - memory.rank, 0, 1)
-        memory.wait(flags, memory.rank, 0, 1, op="its wait")
+        memory.signal(flags, 1 - memory.rank, 0, 1)
+        memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
     calls.synchronize()
     memory.check()
     memory.timeout = memory.board.timeout = 60.0
@@ -235,7 +235,7 @@ def _raises() -> None:
     if memory.rank == 0:
         memory.timeout = memory.board.timeout = 0.4
         with pytest.raises(KeyError), memory.guard("operation"):
-            memory.wait(flags, memory.rank, 0, 1, op="its wait")
+            memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
             raise KeyError
         calls.synchronize()
         with pytest.raises(PeerTimeout):
@@ -285,7 +285,7 @@ def _capture() -> None:
     calls.use("capturing")
     for _ in range(2):
         _signal_each_other(memory, flags, 2)
-    memory.wait(flags, memory.rank, 0, 1, op="test")
+    memory.wait_signal(flags, memory.rank, 0, 1, op="test")
     memory.check()
     with pytest.raises(
         RuntimeError, match="symmetric buffer 'new' is made while a graph is captured: ask for it before"
@@ -311,8 +311,8 @@ def _capture() -> None:
 
 def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
     with memory.guard("operation"):
-        memory.put(flags, 1 - memory.rank, 0, epoch)
-        memory.wait(flags, memory.rank, 0, epoch, op="operation")
+        memory.signal(flags, 1 - memory.rank, 0, epoch)
+        memory.wait_signal(flags, memory.rank, 0, epoch, op="operation")
 
 
 def test_nothing_is_recorded_while_a_graph_is_captured() -> None:

@@ -81,18 +81,18 @@ def _ring(first: int) -> None:
     out = torch.zeros(rounds, 10000, dtype=torch.int64, device=memory.device)
     stamp = torch.zeros(1, dtype=torch.int32, device=memory.device)
     for index in range(2):
-        memory.put(flags, memory.rank, index, first)
+        memory.signal(flags, memory.rank, index, first)
     memory.barrier()
     for turn in range(rounds):
         epoch = first + 1 + turn
         with memory.guard("turn"):
-            memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+            memory.wait_signal(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
             x.local.fill_(turn * 10 + memory.rank)
-            memory.put(flags, right, 0, epoch)
-            memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+            memory.signal(flags, right, 0, epoch)
+            memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="written")
             out[turn].copy_(x.peers[left])
             stamp.fill_(wrapped(epoch))
-            memory.put(flags, left, 1, stamp)
+            memory.signal(flags, left, 1, stamp)
     torch.cuda.synchronize()
     memory.check()
     expected = torch.arange(rounds, device=memory.device)[:, None] * 10 + left
@@ -113,7 +113,7 @@ def _never() -> None:
     started = time.monotonic()
     if memory.rank != last:
         with memory.guard("operation"):
-            memory.wait(flags, memory.rank, last, 1, peer=last, op="operation")
+            memory.wait_signal(flags, memory.rank, last, 1, peer=last, op="operation")
         assert time.monotonic() - started < 0.8  # the host goes on (the kernel's first compilation is in _ring)
         torch.cuda.synchronize()
         assert time.monotonic() - started < 4.0
@@ -131,9 +131,9 @@ def _never() -> None:
     for epoch in (1, 2, 3):
         with memory.guard("after"):
             for rank in range(memory.world):
-                memory.put(flags, rank, memory.rank, epoch)
+                memory.signal(flags, rank, memory.rank, epoch)
             for rank in range(memory.world):
-                memory.wait(flags, memory.rank, rank, epoch, peer=rank, op="after")
+                memory.wait_signal(flags, memory.rank, rank, epoch, peer=rank, op="after")
     torch.cuda.synchronize()
     memory.check()
     memory.barrier()
@@ -207,14 +207,14 @@ def test_connect(ranks: RankPool) -> None:
 def _killed() -> None:
     memory = _memory(timeout=60.0)
     flags = memory.signals("flags", 1)
-    memory.put(flags, memory.rank, 0, 1)
-    memory.wait(flags, memory.rank, 0, 1, op="once, to compile it")
+    memory.signal(flags, memory.rank, 0, 1)
+    memory.wait_signal(flags, memory.rank, 0, 1, op="once, to compile it")
     memory.barrier()
     if memory.rank == 1:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     with memory.guard("operation"):
-        memory.wait(flags, memory.rank, 0, 2, peer=1, op="operation")
+        memory.wait_signal(flags, memory.rank, 0, 2, peer=1, op="operation")
     torch.cuda.synchronize()
     memory.check()
 

@@ -52,9 +52,9 @@ class Sum:
             epoch = int(flags.local[0]) + 1
             self.slots.local[epoch % 2].fill_(value)
             pause()
-            memory.put(flags, memory.rank, 0, epoch)
+            memory.signal(flags, memory.rank, 0, epoch)
             for rank in range(memory.world):
-                memory.wait(flags, rank, 0, epoch, op="sum")
+                memory.wait_signal(flags, rank, 0, epoch, op="sum")
             total = torch.stack([peer[epoch % 2] for peer in self.slots.peers]).sum(0)
         assert bool((total == total[0]).all())
         return int(total[0])
@@ -94,7 +94,7 @@ def _until_somebody_dies(rank: Rank, operation: str) -> None:
                 memory.free("x")
             elif operation == "wait":
                 with memory.guard("wait"):
-                    memory.wait(never, 1, 0, 1, op="wait")
+                    memory.wait_signal(never, 1, 0, 1, op="wait")
             elif memory.rank == 1:
                 time.sleep(LIMIT)
             else:
@@ -214,7 +214,7 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
         return total(memory.rank + 1, pause if memory.rank == 1 else lambda: None)
     if memory.rank == 1:
         pause()
-        memory.put(flags, 0, 0, 1)
+        memory.signal(flags, 0, 0, 1)
         return 3
     with memory.guard("kernel", kernel=True):
         _wait_kernel[(1,)](flags.local, memory.abort, out)
@@ -331,7 +331,7 @@ def _no_disk(rank: Rank, folder: Path) -> list[str]:
     flags = memory.signals("flags", 1)
     memory.timeout = memory.board.timeout = 0.3
     with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
-        memory.wait(flags, 1 - rank.rank, 0, 1, op="test")
+        memory.wait_signal(flags, 1 - rank.rank, 0, 1, op="test")
     return caught.value.__notes__
 
 
@@ -371,7 +371,7 @@ def _interrupted(rank: Rank, operation: str) -> str:
             _wait_forever(memory)
         elif operation == "wait":
             with memory.guard("wait"):
-                memory.wait(never, memory.rank, 0, 1, op="wait")
+                memory.wait_signal(never, memory.rank, 0, 1, op="wait")
         elif rank.rank == 1:
             with memory.guard("barrier"):  # without ever coming to it
                 time.sleep(LIMIT)

@@ -94,7 +94,7 @@ def _freed() -> None:
     flags = memory.signals("flags", 2)
     buffer = memory.buffer("x", (4,), torch.float32)
     buffer.local.fill_(1.0)
-    memory.put(flags, memory.rank, 1, 7)
+    memory.signal(flags, memory.rank, 1, 7)
     memory.free("x")
     memory.free("flags")
     uses: tuple[Callable[[], object], ...] = (
@@ -111,8 +111,8 @@ def _freed() -> None:
     assert not again.local.any()
     renewed = memory.signals("flags", 2)
     assert renewed.local.tolist() == [0, 0]
-    memory.put(renewed, memory.rank, 1, 1)
-    for use in (lambda: memory.put(flags, 0, 1, 9), lambda: memory.wait(flags, 0, 1, 1, op="test")):
+    memory.signal(renewed, memory.rank, 1, 1)
+    for use in (lambda: memory.signal(flags, 0, 1, 9), lambda: memory.wait_signal(flags, 0, 1, 1, op="test")):
         with pytest.raises(ValueError, match="symmetric buffer 'flags' was freed"):
             use()
     assert renewed.local.tolist() == [0, 1]
@@ -134,7 +134,7 @@ def _many() -> None:
         memory.buffer(f"x{number}", (number, 100), torch.float32)
         if number % 10 == 0:
             memory.signals(f"flags{number}", 5)
-            memory.put(memory.signals(f"flags{number}", 5), 0, 1, 1)
+            memory.signal(memory.signals(f"flags{number}", 5), 0, 1, 1)
     descriptors, mappings = _open()
     assert (descriptors, mappings) == (before[0], before[1] + 110 * memory.world), (descriptors, mappings, before)
     for number in range(100):
@@ -155,14 +155,14 @@ def _signals() -> None:
     for owner, index in ((0, 3), (0, -1), (-1, 0), (memory.world, 0)):
         expected = rf"signal {index} of rank {owner} in 'flags': there are 3 on each of {memory.world} ranks"
         with pytest.raises(ValueError, match=expected):
-            memory.put(flags, owner, index, 1)
+            memory.signal(flags, owner, index, 1)
         with pytest.raises(ValueError, match=expected):
-            memory.wait(flags, owner, index, 1, op="test")
+            memory.wait_signal(flags, owner, index, 1, op="test")
     memory.barrier()
     right = (memory.rank + 1) % memory.world
-    memory.put(flags, right, 2, 5)
-    memory.wait(flags, memory.rank, 2, 5, peer=memory.rank - 1, op="test")
-    memory.wait(flags, memory.rank, 2, 3, op="an earlier value is enough")
+    memory.signal(flags, right, 2, 5)
+    memory.wait_signal(flags, memory.rank, 2, 5, peer=memory.rank - 1, op="test")
+    memory.wait_signal(flags, memory.rank, 2, 3, op="an earlier value is enough")
     assert flags.local.tolist() == [0, 0, 5]
     memory.barrier()
     memory.reset()
@@ -182,17 +182,17 @@ def _ring(rounds: int, first: int) -> None:
     left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world
     delays = random.Random(memory.rank)
     for index in range(2):
-        memory.put(flags, memory.rank, index, first)
+        memory.signal(flags, memory.rank, index, first)
     memory.barrier()
     for epoch in range(first + 1, first + 1 + rounds):
         if delays.random() < 0.02:
             time.sleep(delays.random() * 2e-3)
-        memory.wait(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
+        memory.wait_signal(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
         buffer.local.fill_(epoch * 10 + memory.rank)
-        memory.put(flags, right, 0, epoch)
-        memory.wait(flags, memory.rank, 0, epoch, peer=left, op="written")
+        memory.signal(flags, right, 0, epoch)
+        memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="written")
         assert buffer.peers[left].tolist() == [epoch * 10 + left] * 5
-        memory.put(flags, left, 1, epoch)
+        memory.signal(flags, left, 1, epoch)
     memory.barrier()
 
 
@@ -282,14 +282,14 @@ def _overlapping() -> None:
     for epoch in range(1, 200):
         pair_x.local.fill_(epoch * 10 + pair.rank)
         all_x.local.fill_(epoch * 100 + everyone.rank)
-        pair.put(pair_flags, pair.rank, 0, epoch)
+        pair.signal(pair_flags, pair.rank, 0, epoch)
         if delays.random() < 0.05:
             time.sleep(1e-3)
-        everyone.put(all_flags, everyone.rank, 0, epoch)
+        everyone.signal(all_flags, everyone.rank, 0, epoch)
         for rank in range(4):
-            everyone.wait(all_flags, rank, 0, epoch, op="all")
+            everyone.wait_signal(all_flags, rank, 0, epoch, op="all")
             assert all_x.peers[rank].tolist() == [epoch * 100 + rank] * 3
-        pair.wait(pair_flags, 1 - pair.rank, 0, epoch, op="pair")
+        pair.wait_signal(pair_flags, 1 - pair.rank, 0, epoch, op="pair")
         assert pair_x.peers[1 - pair.rank].tolist() == [epoch * 10 + 1 - pair.rank] * 3
         everyone.barrier()
         pair.barrier()
@@ -382,14 +382,14 @@ def _local(memory: SymmetricMemory) -> SymmetricBuffer:
     assert buffer.addresses.tolist() == [buffer.local.data_ptr()]
     flags = memory.signals("flags", 2)
     with memory.guard("test"):
-        memory.put(flags, 0, 1, 2**31 + 5)
-        memory.wait(flags, 0, 1, 2**31 + 5, op="test")
-        memory.put(flags, 0, 0, torch.tensor([7], dtype=torch.int32))
-        memory.wait(flags, 0, 0, 7, op="test")
+        memory.signal(flags, 0, 1, 2**31 + 5)
+        memory.wait_signal(flags, 0, 1, 2**31 + 5, op="test")
+        memory.signal(flags, 0, 0, torch.tensor([7], dtype=torch.int32))
+        memory.wait_signal(flags, 0, 0, 7, op="test")
     with pytest.raises(ValueError, match="signal 2 of rank 0"):
-        memory.put(flags, 0, 2, 1)
+        memory.signal(flags, 0, 2, 1)
     with pytest.raises(ValueError, match="signal 0 of rank 1"):
-        memory.wait(flags, 1, 0, 1, op="test")
+        memory.wait_signal(flags, 1, 0, 1, op="test")
     memory.barrier()
     memory.check()
     memory.reset()

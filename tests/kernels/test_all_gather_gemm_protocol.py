@@ -102,14 +102,14 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
     stream, events = Engines(memory, world), memory.signals("events", 1)
     for epoch in range(epochs):
         if copies:
-            memory.wait(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
+            memory.wait_signal(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
             stream.send(epoch)
-            memory.put(events, rank, 0, epoch + 1)
+            memory.signal(events, rank, 0, epoch + 1)
         else:
             stream.begin(epoch)
-            memory.put(events, rank + world, 0, epoch + 1)
+            memory.signal(events, rank + world, 0, epoch + 1)
             stream.product(epoch)
-            memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
+            memory.wait_signal(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
             stream.end(epoch)
 
 
@@ -241,7 +241,7 @@ class TestGathering(GatherSuite):
 
 SEND = engines.EngineGather.send
 COPY = "places[peer].copy_(x)"
-TELL = "if told:\n    memory.put(self._words, peer, rank, self._stamp)"
+TELL = "if told:\n    memory.signal(self._words, peer, rank, self._stamp)"
 
 
 class TestTwoStreams(GatherSuite):
@@ -253,10 +253,10 @@ class TestTwoStreams(GatherSuite):
     faults = (
         Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
         Fault("nobody is told", replace(SEND, TELL, by="pass")),
-        Fault("told for another rank", replace(SEND, "rank", by="peer", call="put")),
-        Fault("another rank is told", replace(SEND, "peer", by="(peer + 1) % world", call="put")),
-        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="put")),
-        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="put")),
+        Fault("told for another rank", replace(SEND, "rank", by="peer", call="signal")),
+        Fault("another rank is told", replace(SEND, "peer", by="(peer + 1) % world", call="signal")),
+        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
+        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
         Fault("copied to another place", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
         Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
         Fault("the own chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
@@ -305,8 +305,8 @@ def _without(what: str) -> Any:
             if op != what:
                 real_wait(flags, *arguments, op=op, **options)
 
-        real_wait = memory.wait
-        memory.wait = wait  # type: ignore[method-assign]
+        real_wait = memory.wait_signal
+        memory.wait_signal = wait  # type: ignore[method-assign]
         two_streams(memory)
 
     return program

@@ -65,22 +65,22 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
     stream, events = Scatter(memory, world), memory.signals("events", 1)
     for epoch in range(epochs):
         if copies:
-            memory.wait(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
+            memory.wait_signal(events, memory.rank, 0, epoch + 1, peer=rank, op="P has come here")
             stream.open()
             stream.send(epoch)
-            memory.put(events, rank, 0, epoch + 1)
+            memory.signal(events, rank, 0, epoch + 1)
         else:
-            memory.put(events, rank + world, 0, epoch + 1)
+            memory.signal(events, rank + world, 0, epoch + 1)
             stream.multiply(epoch)
             stream.check(epoch, stream.sum(epoch))
-            memory.wait(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
+            memory.wait_signal(events, rank, 0, epoch + 1, peer=rank + world, op="C has copied")
 
 
 SEND = engines.EngineScatter.send
 OPEN = "open_copies(self._endpoint, self._stamp)"
 AWAIT = "await_part(self._endpoint, self._stored, self._stamp, owner)"
 COPY = "place.copy_(part)"
-TELL = "memory.put(self._words, owner, rank, self._stamp)"
+TELL = "memory.signal(self._words, owner, rank, self._stamp)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
 TELL_COPIES = gemm_reduce_scatter._signal_copies
 STORED = "_signal_copies(stored_ptr, owner, epoch, WORLD)"
@@ -98,10 +98,10 @@ class TestEngineScatter(ProtocolSuite):
         Fault("copied before it is stored", replace(SEND, AWAIT, by="pass")),
         Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
         Fault("nobody is told", replace(SEND, TELL, by="pass")),
-        Fault("told for another rank", replace(SEND, "rank", by="owner", call="put")),
-        Fault("another rank is told", replace(SEND, "owner", by="(owner + 1) % world", call="put")),
-        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="put")),
-        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="put")),
+        Fault("told for another rank", replace(SEND, "rank", by="owner", call="signal")),
+        Fault("another rank is told", replace(SEND, "owner", by="(owner + 1) % world", call="signal")),
+        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
+        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
         Fault("one owner is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
         Fault("another owner's part", replace(SEND, "parts[owner]", by="parts[rank]")),
         Fault(
@@ -184,8 +184,8 @@ def _without(what: str) -> Any:
             if op != what:
                 real_wait(flags, *arguments, op=op, **options)
 
-        real_wait = memory.wait
-        memory.wait = wait  # type: ignore[method-assign]
+        real_wait = memory.wait_signal
+        memory.wait_signal = wait  # type: ignore[method-assign]
         two_streams(memory)
 
     return program

@@ -18,12 +18,12 @@ def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
         for epoch in (1, 2, 3):
             if memory.rank == 0:
                 x.local.fill_(epoch)
-                memory.put(flags, 1, 0, epoch)
+                memory.signal(flags, 1, 0, epoch)
             if memory.rank != skip:
                 signal_wait(flags.local, epoch, memory.abort)
             if memory.rank == 1:
                 assert x.peers[0].tolist() == [epoch] * 3
-                memory.put(flags, 0, 0, epoch)
+                memory.signal(flags, 0, 0, epoch)
 
     return program
 

@@ -156,8 +156,8 @@ def test_reuse_without_a_guard_is_a_race_between_iterations() -> None:
         flags, slots = memory.signals("flags", 1), memory.buffer("slots", (1,), torch.float32)
         for epoch in (1, 2):
             slots.peers[1 - memory.rank].fill_(1.0)
-            memory.put(flags, 1 - memory.rank, 0, epoch)
-            memory.wait(flags, memory.rank, 0, epoch, op="test")
+            memory.signal(flags, 1 - memory.rank, 0, epoch)
+            memory.wait_signal(flags, memory.rank, 0, epoch, op="test")
             assert slots.local.item() == 1.0
 
     with pytest.raises(RaceError, match="the first signals nothing after it"):
@@ -184,7 +184,7 @@ def test_a_swap_that_fails_releases_nothing() -> None:
         if memory.rank == 1:
             failed_swap_kernel[(1,)](flag.peers[0], box.peers[0])
         else:
-            memory.wait(flag, 0, 0, 1, op="test")
+            memory.wait_signal(flag, 0, 0, 1, op="test")
             box.local.item()
 
     with pytest.raises(RaceError, match="race on box"):
@@ -267,7 +267,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     def program(memory):
         flags = memory.signals("flags", 2)
         if memory.rank == 0:
-            memory.wait(flags, 1, 1, 5, op="test")
+            memory.wait_signal(flags, 1, 1, 5, op="test")
         elif memory.rank == 1:
             memory.barrier()
 
@@ -277,7 +277,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     assert lines[0] == "deadlock:"
     assert (
         lines[1].startswith("rank 0 waits at tests/testing/test_explore.py:")
-        and "memory.wait(flags, 1, 1, 5" in lines[1]
+        and "memory.wait_signal(flags, 1, 1, 5" in lines[1]
     )
     assert lines[2] == "flags[1] of rank 1 is 0"
     assert lines[3].startswith("rank 1 waits at ") and lines[3].endswith(": memory.barrier()")
@@ -328,7 +328,7 @@ def test_a_run_without_an_end_is_stopped() -> None:
     def program(memory):
         flags = memory.signals("flags", 1)
         while True:
-            memory.put(flags, 0, 0, flags.local.item() + 1)
+            memory.signal(flags, 0, 0, flags.local.item() + 1)
 
     with pytest.raises(DeadlockError, match="still running after 500 steps"):
         explore(program, 1, max_steps=500)
@@ -370,8 +370,8 @@ def check_then_act(memory):
     taken = memory.signals("taken", 1)
     here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0, None)
     if here == 0:
-        memory.put(tickets, 0, 0, 1)
-        memory.put(taken, memory.rank, 0, 1)
+        memory.signal(tickets, 0, 0, 1)
+        memory.signal(taken, memory.rank, 0, 1)
     memory.barrier()
     assert sum(int(part.item()) for part in taken.peers) == 1
 
@@ -389,7 +389,7 @@ def test_one_preemption_is_enough_for_what_no_sequence_of_ranks_shows() -> None:
 def test_every_schedule_within_the_bound_is_tried_once() -> None:
     def program(memory):
         flags = memory.signals("flags", 1)
-        memory.put(flags, memory.rank, 0, 1)
+        memory.signal(flags, memory.rank, 0, 1)
 
     none, one = (explore_bounded(program, 2, preemptions=bound) for bound in (0, 1))
     assert none.exhausted and one.exhausted
@@ -432,8 +432,8 @@ def test_every_wait_ends_and_ranks_can_go_on() -> None:
         try:
             with memory.guard("late"):
                 if memory.rank == 0:
-                    memory.put(flags, 1, 0, 1)
-                memory.wait(flags, memory.rank, 0, 1, op="late", peer=2)
+                    memory.signal(flags, 1, 0, 1)
+                memory.wait_signal(flags, memory.rank, 0, 1, op="late", peer=2)
             memory.barrier("after")
         except PeerTimeout as error:
             ended.append((memory.rank, error.op, error.peer))
@@ -477,7 +477,7 @@ def test_a_kernel_that_polls_no_abort_word_is_a_deadlock_all_the_same() -> None:
 def test_a_reset_that_a_rank_never_reaches_times_out() -> None:
     def program(memory):
         with pytest.raises(PeerTimeout):
-            memory.wait(memory.signals("flags", 1), 0, 0, 1, op="test")
+            memory.wait_signal(memory.signals("flags", 1), 0, 0, 1, op="test")
         if memory.rank:
             with pytest.raises(PeerTimeout, match=r"reset: rank 1 waited .* for rank 0"):
                 memory.reset()

@@ -74,9 +74,9 @@ def test_host_signals_order_kernels_and_torch_without_a_debug_barrier() -> None:
             fill_kernel[(1,)](box.local[0], float(epoch), 4)
             box.local[1].fill_(memory.rank)
             for peer in range(memory.world):
-                memory.put(flags, peer, memory.rank, epoch)
+                memory.signal(flags, peer, memory.rank, epoch)
             for peer in range(memory.world):
-                memory.wait(flags, memory.rank, peer, epoch, op="test", peer=peer)
+                memory.wait_signal(flags, memory.rank, peer, epoch, op="test", peer=peer)
                 assert box.peers[peer].tolist() == [[epoch] * 4, [peer] * 4]
             memory.barrier()
 
@@ -88,10 +88,10 @@ def test_signals_wrap_around() -> None:
         flags = memory.signals("flags", 1)
         if memory.rank == 0:
             for epoch in (2**31 - 1, 2**31, 2**31 + 1):
-                memory.put(flags, 1, 0, epoch)
+                memory.signal(flags, 1, 0, epoch)
         else:
             flags.local.fill_(0)
-            memory.wait(flags, 1, 0, 2**31 - 1, op="test")
+            memory.wait_signal(flags, 1, 0, 2**31 - 1, op="test")
 
     with pytest.raises(RaceError):  # the fill
         explore(program, 2)
@@ -100,10 +100,10 @@ def test_signals_wrap_around() -> None:
 def test_wait_compares_by_difference() -> None:
     def program(memory):
         flags = memory.signals("flags", 2)
-        memory.put(flags, 0, 0, -(2**31) + 1)  # two epochs after 2**31 - 1
-        memory.wait(flags, 0, 0, 2**31 - 1, op="test")
-        memory.put(flags, 0, 1, 2**31 - 1)
-        memory.wait(flags, 0, 1, -(2**31) + 1, op="test")
+        memory.signal(flags, 0, 0, -(2**31) + 1)  # two epochs after 2**31 - 1
+        memory.wait_signal(flags, 0, 0, 2**31 - 1, op="test")
+        memory.signal(flags, 0, 1, 2**31 - 1)
+        memory.wait_signal(flags, 0, 1, -(2**31) + 1, op="test")
 
     with pytest.raises(DeadlockError, match=r"flags\[1\] of rank 0 is 2147483647"):
         explore(program, 1)

@@ -68,8 +68,8 @@ def test_every_line_that_orders_has_its_mutants(modules) -> None:
         "ring:22 if wait(flags + pid, epoch):: deleted (True)",
         "ring:24 advance(state_ptr): deleted",
         "ring:37 epoch += 1  # noqa: SIM113: deleted",
-        "ring:39 memory.put(here, 0, rank, epoch): deleted",
-        'ring:42 memory.wait(here, 0, peer, epoch, op="ring", peer=peer): deleted',
+        "ring:39 memory.signal(here, 0, rank, epoch): deleted",
+        'ring:42 memory.wait_signal(here, 0, peer, epoch, op="ring", peer=peer): deleted',
         "ring:45 memory.barrier()  # before slots and sums are written again: deleted",
         *described(mutants_of(signals)),
     ]

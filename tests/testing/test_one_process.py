@@ -19,8 +19,8 @@ def test_ranks_at_once_exchange_by_signals_and_barriers() -> None:
         x.local.fill_(memory.rank)
         left, right = (memory.rank - 1) % memory.world, (memory.rank + 1) % memory.world
         with memory.guard("operation"):
-            memory.put(flags, right, 0, 2**31)
-            memory.wait(flags, memory.rank, 0, 2**31, peer=left, op="operation")
+            memory.signal(flags, right, 0, 2**31)
+            memory.wait_signal(flags, memory.rank, 0, 2**31, peer=left, op="operation")
         found = [float(x.peers[left][0])]
         memory.barrier()
         memory.free("x")
@@ -39,7 +39,7 @@ def test_a_rank_that_raises_ends_the_waits_of_the_others() -> None:
             raise KeyError("a message of its own")
         if memory.rank == 0:
             memory.barrier()
-        memory.wait(flags, memory.rank, 0, 1, op="operation")
+        memory.wait_signal(flags, memory.rank, 0, 1, op="operation")
 
     ranks, started = OneProcess(3, CPU), time.monotonic()
     with pytest.raises(KeyError, match="a message of its own") as caught:
@@ -52,7 +52,7 @@ def test_a_rank_that_raises_ends_the_waits_of_the_others() -> None:
 def test_a_rank_that_does_not_come_is_a_time_out() -> None:
     def program(memory: OneProcessMemory) -> None:
         if memory.rank == 0:
-            memory.wait(memory.signals("flags", 1), 0, 0, 1, peer=1, op="operation")
+            memory.wait_signal(memory.signals("flags", 1), 0, 0, 1, peer=1, op="operation")
 
     with pytest.raises(PeerTimeout, match="operation: rank 0 waited"):
         OneProcess(2, CPU, timeout=0.2).at_once(program)

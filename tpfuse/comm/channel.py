@@ -60,9 +60,9 @@ class Channel:
     def signal(self) -> int:
         """Begins the next epoch, whose number is returned: this rank's slot is written."""
         epoch = self.next_epoch
-        self.memory.put(self.flags, self.memory.rank, 0, epoch)
+        self.memory.signal(self.flags, self.memory.rank, 0, epoch)
         return epoch
 
     def wait_for(self, rank: int, epoch: int, op: str) -> None:
         """Until `rank` has begun `epoch`; then its slot may be read until this rank signals again."""
-        self.memory.wait(self.flags, rank, 0, epoch, op=op)
+        self.memory.wait_signal(self.flags, rank, 0, epoch, op=op)

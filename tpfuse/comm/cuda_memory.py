@@ -104,7 +104,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._calls.synchronize()
         del self._kept[buffer.key]
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """On the current stream, after everything before it there, copies included."""
         flags.check_signal(owner, index)
         if isinstance(value, Tensor):
@@ -112,7 +112,7 @@ class CudaMemory(HostCoordinatedMemory):
         else:
             self._calls.set_word(flags.peers[owner], index, value)
 
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         """On the current stream, before everything after it there; the host goes on. `check` has the PeerTimeout."""

@@ -77,10 +77,10 @@ class SharedMemory(HostCoordinatedMemory):
             word = self._words[flags, owner, index] = view, np.array([view.ctypes.data], np.uint64)
         return word
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         store_release(self._word(flags, owner, index)[1], np.array([wrapped(int(value))], np.int32))
 
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         view, address = self._word(flags, owner, index)
@@ -136,11 +136,11 @@ class LocalMemory(SymmetricMemory):
     def _release(self, buffer: SymmetricBuffer) -> None:
         pass
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         flags.check_signal(owner, index)
         flags.peers[owner][index] = value if isinstance(value, Tensor) else wrapped(value)
 
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         flags.check_signal(owner, index)

@@ -7,8 +7,8 @@ One interface, four backends: `cuda` (peer access over NVLink or PCIe), `shm` (s
     buffer = memory.buffer("halo", (1024,), torch.float32)    # the same on every rank; collective when first asked for
     flags = memory.signals("halo flags", 1)
     buffer.local.copy_(x)
-    memory.put(flags, memory.rank, 0, 1)                      # "my part is written", after everything before it
-    memory.wait(flags, right, 0, 1, op="halo")                # until the right neighbour has said so
+    memory.signal(flags, memory.rank, 0, 1)                   # "my part is written", after everything before it
+    memory.wait_signal(flags, right, 0, 1, op="halo")         # until the right neighbour has said so
     y = buffer.peers[right].clone()
 
 Kernels take `buffer.local`, `buffer.addresses` and the like as plain tensors, and signal by `tpfuse.kernels.signals`.
@@ -76,8 +76,8 @@ class SymmetricMemory(ABC):
     """The symmetric memory of one group of ranks, as one of them sees it.
 
     rank, world: of the group; device: where the tensors are; timeout: seconds that a wait may take; step: the caller's
-    step, for messages; generation: how often it was reset. All methods but `put`, `wait`, `guard` and `check` are
-    collective: every rank calls them in one order. One thread at a time may use a memory.
+    step, for messages; generation: how often it was reset. All methods but `signal`, `wait_signal`, `guard` and
+    `check` are collective: every rank calls them in one order. One thread at a time may use a memory.
     """
 
     backend: str
@@ -108,7 +108,7 @@ class SymmetricMemory(ABC):
         return found
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
-        """`count` int32 words on every rank for `put` and `wait`; `reset` makes them 0 again."""
+        """`count` int32 words on every rank for `signal` and `wait_signal`; `reset` makes them 0 again."""
         found = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return found
@@ -135,14 +135,14 @@ class SymmetricMemory(ABC):
     def _release(self, buffer: SymmetricBuffer) -> None: ...
 
     @abstractmethod
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release).
 
         A tensor, int32 [1] on the device, is read where the current stream comes to it.
         """
 
     @abstractmethod
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         """Until word `index` of `owner`'s signals is at least `value`; what was written before it is seen (acquire).

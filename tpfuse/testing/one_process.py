@@ -244,7 +244,7 @@ class OneProcessMemory(SymmetricMemory):
             self._ranks.forget(buffer.key)
         self._ranks.meet(f"free {buffer.key}", self.rank)
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """See `SymmetricMemory`. On a GPU it is done in stream order, and `value` may be an int32 word [1] there."""
         flags.check_signal(owner, index)
         if isinstance(value, Tensor):
@@ -254,7 +254,7 @@ class OneProcessMemory(SymmetricMemory):
         else:
             flags.peers[owner][index] = wrapped(value)
 
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         """See `SymmetricMemory`. On a GPU it is done in stream order, and ends early if the abort word is set."""

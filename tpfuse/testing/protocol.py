@@ -56,7 +56,7 @@ class StreamMemory:
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
         self._memory, self.rank, self.world = memory, memory.rank % world, world
-        self.device, self.put, self.resident_programs = memory.device, memory.put, memory.resident_programs
+        self.device, self.signal, self.resident_programs = memory.device, memory.signal, memory.resident_programs
 
     @property
     def abort(self) -> Tensor:

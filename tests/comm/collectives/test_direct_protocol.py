@@ -20,7 +20,7 @@ class TestDirectCollectives(ProtocolSuite):
     seeds = 50
     faults = (
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
-        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait")),
+        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
             "what is under way is not finished first",
             replace(direct.DirectCollectives._run, "self._finish_pending()", by="pass"),

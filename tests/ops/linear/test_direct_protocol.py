@@ -60,7 +60,7 @@ class TestDirectLinear(ProtocolSuite):
     seeds = 50
     faults = (
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
-        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait")),
+        Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
             "a shard that is staged behind its signal",
             replace(LINEAR._gathered, "slots[own].copy_(rows[part])", by="pass"),

@@ -172,9 +172,9 @@ def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
                 said.append(NAMES[func])
             return func(*args, **(kwargs or {}))
 
-    def put(*arguments: Any) -> None:
+    def signal(*arguments: Any) -> None:
         said.append("word")
-        real_put(*arguments)
+        real_signal(*arguments)
 
     @contextlib.contextmanager
     def guard(op: str, *, kernel: bool) -> Iterator[None]:
@@ -183,10 +183,10 @@ def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
             yield
         said.append("end")
 
-    real_put, real_guard = products.memory.put, products.memory.guard
+    real_signal, real_guard = products.memory.signal, products.memory.guard
     with pytest.MonkeyPatch.context() as patch, Copies():
         patch.setattr(products.memory, "device", SimpleNamespace(type="cuda"))
-        patch.setattr(products.memory, "put", put)
+        patch.setattr(products.memory, "signal", signal)
         patch.setattr(products.memory, "guard", guard)
         patch.setattr(fused_linear, "_engine_stream", lambda device: engine)
         patch.setattr(torch.cuda, "current_stream", lambda device: current)

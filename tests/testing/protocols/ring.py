@@ -36,10 +36,10 @@ def program(memory, programs=2):
         assert (out == 10.0 * step + (rank - 1) % world).all(), f"wrong numbers in step {step}"
         epoch += 1  # noqa: SIM113
         sums.peers[0][rank] = out.sum()
-        memory.put(here, 0, rank, epoch)
+        memory.signal(here, 0, rank, epoch)
         if rank == 0:
             for peer in range(world):
-                memory.wait(here, 0, peer, epoch, op="ring", peer=peer)
+                memory.wait_signal(here, 0, peer, epoch, op="ring", peer=peer)
             total = programs * N * (10.0 * step * world + sum(range(world)))
             assert sums.local.sum() == total, f"wrong sum in step {step}"
         memory.barrier()  # before slots and sums are written again

@@ -179,7 +179,7 @@ FAULTS = {  # and the stages that show each
     ): (2,),
     Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait_for_peers", **STALE)): (2,),
     Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait_for_peers", **STALE)): STAGES,
-    Fault("an older sum's", replace(REDUCER._sum_whole_buckets, call="wait", **STALE)): (0,),
+    Fault("an older sum's", replace(REDUCER._sum_whole_buckets, call="wait_signal", **STALE)): (0,),
     Fault("the next rank's shard", replace(REDUCER._node_shard, "self.memory.rank", by="0")): STAGES,
     Fault("one rank is left out", replace(REDUCER._wait_for_peers, "self._others", by="self._others[1:]")): STAGES,
     Fault(

@@ -60,7 +60,7 @@ class EngineGather:
             peer = (rank - step) % world
             places[peer].copy_(x)
             if told:
-                memory.put(self._words, peer, rank, self._stamp)
+                memory.signal(self._words, peer, rank, self._stamp)
         if keep:
             places[rank].copy_(x)
         if not told:

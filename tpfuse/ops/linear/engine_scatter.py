@@ -47,7 +47,7 @@ class EngineScatter:
             await_part(self._endpoint, self._stored, self._stamp, owner)
             place, part = parts[owner]
             place.copy_(part)
-            memory.put(self._words, owner, rank, self._stamp)
+            memory.signal(self._words, owner, rank, self._stamp)
 
     def sum(self, m: int, n: int, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         """This rank's rows of the sum of all ranks' products [m, n], + bias + residual; waits for all parts."""

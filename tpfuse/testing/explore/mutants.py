@@ -28,7 +28,7 @@ from tpfuse.testing.explore.fresh_modules import fresh, original_file
 
 _WEAKER = {"acq_rel": ("relaxed", "acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
 _DEFAULT_SEMANTICS = {"atomic_load": "acquire", "atomic_poll": "acquire", "atomic_store": "release"}
-_HOST = ("put", "wait", "barrier")
+_HOST = ("signal", "wait_signal", "barrier")
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,10 @@ class SimulatedMemory(SymmetricMemory):
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
 
-    def put(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
+    def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         self._run.memory.host_word("put", self._word(flags, owner, index), index, int(value))
 
-    def wait(
+    def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         region = self._word(flags, owner, index)

@@ -116,11 +116,11 @@ class DirectReducer(GradientReducer):
 
     def _set_counter(self, word: int, value: int) -> None:
         self._counters[word] = value
-        self.memory.put(self._counter_words, self.memory.rank, word, value)
+        self.memory.signal(self._counter_words, self.memory.rank, word, value)
 
     def _wait_for_peers(self, word: int, value: int, op: str) -> None:
         for rank in self._others:
-            self.memory.wait(self._counter_words, rank, word, value, op=op)
+            self.memory.wait_signal(self._counter_words, rank, word, value, op=op)
 
     @property
     def across(self) -> dist.ProcessGroup | None:
@@ -240,7 +240,7 @@ class DirectReducer(GradientReducer):
             op, gradients = f"sums of bucket {index}", self._rank_gradients(index)
             with self.memory.guard(op):
                 for rank in self._others:
-                    self.memory.wait(
+                    self.memory.wait_signal(
                         self._counter_words, rank, BUCKETS_REDUCED, self._buckets_before + index + 1, op=op
                     )
                     node_shard = self._node_shard_of(index, rank)
