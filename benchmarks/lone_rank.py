@@ -74,7 +74,7 @@ class LoneRank:
     def __init__(self, world: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        control_block.say = _said_by_all  # type: ignore[assignment]
+        control_block.exchange = _said_by_all  # type: ignore[assignment]
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
         group = dist.group.WORLD
         assert group is not None

@@ -108,7 +108,7 @@ def _until_somebody_dies(rank: Rank, operation: str) -> None:
 @pytest.mark.parametrize("operation", ["allocation", "wait", "kernel", *exhaustive("sum", "barrier")])
 def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) -> None:
     with ranks(3, tmp_path, _until_somebody_dies, operation) as running:
-        running.heard_of_all()
+        running.wait_for_all()
         time.sleep(0.1)  # most are inside of the operation by then; what is expected is the same of those that are not
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
@@ -394,7 +394,7 @@ def _wait_forever(memory: SharedMemory) -> None:
 @pytest.mark.parametrize("operation", ["wait", "barrier", "kernel"])
 def test_control_c_ends_a_wait(operation: str, tmp_path: Path) -> None:
     with ranks(2, tmp_path, _interrupted, operation) as running:
-        running.heard_of_all()
+        running.wait_for_all()
         time.sleep(0.1)  # most are waiting by then; the others begin to, and are interrupted all the same
         sent = [running.send(rank, signal.SIGINT) for rank in range(2)]
         for rank in range(2):

@@ -439,7 +439,7 @@ def until_somebody_dies(rank: Rank) -> None:
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     with ranks(3, tmp_path, until_somebody_dies) as running:
-        running.heard_of_all()
+        running.wait_for_all()
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)

@@ -27,7 +27,7 @@ from triton._C.libtriton import interpreter as atomics
 from tpfuse.comm import host
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
-from tpfuse.comm.rendezvous import say
+from tpfuse.comm.rendezvous import exchange
 
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
 _TEXT = 4096  # bytes of one exchange
@@ -162,7 +162,7 @@ class ControlBlock:
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
-        hellos = say(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
+        hellos = exchange(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
         reason = _why_not(hellos)
         if not reason and mapping is None:
             try:
@@ -170,7 +170,7 @@ class ControlBlock:
             except Unavailable as error:
                 reason = str(error)
         # Every rank has mapped it, or none uses it.
-        reasons = [text for text in say(group, reason, "symmetric memory", timeout) if text]
+        reasons = [text for text in exchange(group, reason, "symmetric memory", timeout) if text]
         if mapping is not None:
             mapping.close_descriptor()
         if reasons:

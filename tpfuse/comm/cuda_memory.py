@@ -53,12 +53,12 @@ class CudaMemory(HostCoordinatedMemory):
         """Raises Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
         reason = self._calls.why_not()
         gpu = "" if reason else self._calls.gpu()
-        said = self.said([str(self.device), gpu, reason], "symmetric memory")
+        said = self.exchange([str(self.device), gpu, reason], "symmetric memory")
         for rank, (_, _, text) in enumerate(said):
             if text:
                 raise Unavailable(f"rank {rank}: {text}")
         obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(said))
-        for text in self.said(next((text for text in obstacles if text), ""), "symmetric memory"):
+        for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
 
@@ -85,14 +85,14 @@ class CudaMemory(HostCoordinatedMemory):
             tensor = self._calls.allocate(size, self._group_name)
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             reason = f"{size} bytes of GPU memory for {key} cannot be had: {_first_line(error)}"
-        self.all_well(reason, f"buffer {key}")
+        self.collect(reason, f"buffer {key}")
         try:
             handle = self._calls.rendezvous(tensor, self._group_name)
             tensor.zero_()
             self._calls.synchronize()
         except RuntimeError as error:
             reason = f"GPU memory for {key} cannot be shared: {_first_line(error)}"
-        offsets = self.all_well(reason, f"buffer {key}", 0 if reason else handle.offset)
+        offsets = self.collect(reason, f"buffer {key}", 0 if reason else handle.offset)
         peers = [tensor if r == self.rank else _part(handle, r, size, offset) for r, offset in enumerate(offsets)]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]

@@ -117,13 +117,13 @@ class HostCoordinatedMemory(SymmetricMemory):
         """Also raises Disagreement where one of the last operations was another one on another rank."""
         self.board.compare()
 
-    def said(self, what: object, op: str) -> list[Any]:
+    def exchange(self, what: object, op: str) -> list[Any]:
         """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
         return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
 
-    def all_well(self, reason: str, op: str, value: object = None) -> list[Any]:
+    def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
         """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
-        found = self.said([reason, value], op)
+        found = self.exchange([reason, value], op)
         for rank, (text, _) in enumerate(found):
             if text:
                 raise Unavailable(f"rank {rank}: {text}")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from tpfuse.comm.connect import connect
 from tpfuse.comm.decisions import Decision, Decisions, add_decisions, default_file, machine, read_decisions
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
-from tpfuse.comm.rendezvous import say
+from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 
 MARGIN = 0.02  # by which another candidate must be faster than the usual one: less is noise
@@ -123,15 +123,15 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     return found
 
 
-def _say(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
+def _exchange(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
     """A candidate may have failed on another rank alone: then this rank has waited for it, and comes so much later."""
-    return say(group, value, f"measuring {case}", 3 * settings().timeout)
+    return exchange(group, value, f"measuring {case}", 3 * settings().timeout)
 
 
 def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
     """Raises Disagreement where ranks come with different cases, or decisions of earlier runs."""
     mine = case if known is None else f"{case} with {known.taken}"
-    said, ranks = _say(group, mine, case), dist.get_process_group_ranks(group)
+    said, ranks = _exchange(group, mine, case), dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, said, strict=True):
         if other != said[0]:
             raise Disagreement(f"{named(ranks[0])} measures {said[0]!r}, {named(rank)} {other!r}")
@@ -147,7 +147,7 @@ def _kept(
         if decision is None or decision.taken not in candidates:
             decision = Decision(usual) if current.spent >= current.seconds else None
         told = None if decision is None else [decision.taken, dict(decision.milliseconds)]
-    told = _say(group, told, case)[0]
+    told = _exchange(group, told, case)[0]
     return None if told is None else Decision(told[0], told[1])
 
 
@@ -156,7 +156,7 @@ def _timed(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     able = {}
     for name, run in candidates.items():
         error = _failure(run, device)  # which also compiles what is to be compiled
-        said = _say(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
+        said = _exchange(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
         failures = sorted((waited, text) for waited, text in said if text)  # first what others then waited for
         if not failures:
             able[name] = run
@@ -171,7 +171,7 @@ def _timed(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     for _ in range(ROUNDS):
         for name, run in able.items():
             samples[name].append(_milliseconds(run, device))
-    said = _say(group, {name: median(times) for name, times in samples.items()}, case)
+    said = _exchange(group, {name: median(times) for name, times in samples.items()}, case)
     slowest = {name: max(times[name] for times in said) for name in able}
     best = min(slowest, key=lambda name: slowest[name])
     return Decision(best if slowest[best] < (1 - MARGIN) * slowest[usual] else usual, slowest)
@@ -210,5 +210,5 @@ def _first_of_job(group: dist.ProcessGroup, case: str, found: Decision) -> Decis
         store = dist.distributed_c10d._get_default_store()
         mine = json.dumps([found.taken, dict(found.milliseconds)])
         told = json.loads(store.compare_set(f"tpfuse decision: {case}", "", mine))
-    taken, milliseconds = _say(group, told, case)[0]
+    taken, milliseconds = _exchange(group, told, case)[0]
     return Decision(taken, milliseconds)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from tpfuse.comm import host
-from tpfuse.comm.rendezvous import say
+from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 
 
@@ -67,7 +67,7 @@ def _split(group: dist.ProcessGroup) -> Nodes | str:
 
 
 def _make(group: dist.ProcessGroup) -> Nodes | str:
-    said = say(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
+    said = exchange(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
     ranks = dist.get_process_group_ranks(group)
     nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, said, strict=True)})
     reason = _why_not(nodes)

@@ -15,7 +15,7 @@ from tpfuse.comm.errors import PeerTimeout
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def say(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
+def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
     """What every rank says, in rank order: anything that JSON can hold. Collective.
 
     Raises PeerTimeout that names the first rank that does not come in `timeout` seconds.

@@ -49,7 +49,7 @@ class SharedMemory(HostCoordinatedMemory):
             reason = str(error)
         try:
             place = None if own is None else (self.board.pids[self.rank], own.descriptor)
-            places, maps = self.all_well(reason, f"buffer {key}", place), []
+            places, maps = self.collect(reason, f"buffer {key}", place), []
             try:
                 for rank, (pid, descriptor) in enumerate(places):
                     maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
@@ -58,7 +58,7 @@ class SharedMemory(HostCoordinatedMemory):
                 if self.board.ended(rank, within=1.0):
                     raise self.board.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
-            self.all_well(reason, f"buffer {key}")
+            self.collect(reason, f"buffer {key}")
         finally:
             if own is not None:
                 own.close_descriptor()

@@ -90,7 +90,7 @@ class Ranks:
             assert deadline.left(), f"rank {rank} says nothing"
         return self.connections[rank].recv()
 
-    def heard_of_all(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until every rank has sent "here"."""
         for rank in range(len(self.processes)):
             assert self.hear(rank) == "here"

@@ -147,7 +147,7 @@ def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
 )
 def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:
     with ranks(3, tmp_path, _until_somebody_dies, name, step) as running:
-        running.heard_of_all()
+        running.wait_for_all()
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)
