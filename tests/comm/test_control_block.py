@@ -23,7 +23,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
 
-def _board(timeout: float = 60.0) -> ControlBlock:
+def _control_block(timeout: float = 60.0) -> ControlBlock:
     group = dist.group.WORLD
     assert group is not None
     return ControlBlock(group, timeout)
@@ -36,8 +36,8 @@ def _open() -> tuple[int, int]:
 
 
 def _exchange(texts: list[str]) -> list[list[str]]:
-    board = _board()
-    return [board.exchange(f"{text}{board.rank}" if len(text) < 4000 else text, "test") for text in texts]
+    control = _control_block()
+    return [control.exchange(f"{text}{control.rank}" if len(text) < 4000 else text, "test") for text in texts]
 
 
 @pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
@@ -49,10 +49,10 @@ def test_every_rank_hears_what_every_rank_says(world: int) -> None:
 
 
 def _many_exchanges() -> None:
-    board = _board()
+    control = _control_block()
     for turn in range(500):
-        texts = board.exchange(f"{turn} {board.rank}" + "." * (turn * 37 % 300), "test")
-        assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(board.world)]
+        texts = control.exchange(f"{turn} {control.rank}" + "." * (turn * 37 % 300), "test")
+        assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(control.world)]
 
 
 def test_a_text_is_not_overwritten_before_it_is_read() -> None:
@@ -61,42 +61,42 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 def _compare() -> list[str]:
     """Ranks begin the same operations, other ones, and more of them, in turn; returns what this rank hears of each."""
-    board, heard = _board(), []
+    control, heard = _control_block(), []
 
     def begin(*ops: str) -> None:
         for op in ops:
-            board.begin(op)
+            control.begin(op)
         dist.barrier()
         try:
-            board.compare()
+            control.compare()
             heard.append("")
         except Disagreement as error:
             heard.append(str(error))
         dist.barrier()
-        assert board.disagreed is bool(heard[-1]) and not board.aborted
-        if board.disagreed:
-            board.reset(lambda: None)
+        assert control.disagreed is bool(heard[-1]) and not control.aborted
+        if control.disagreed:
+            control.reset(lambda: None)
 
     begin("all_gather [4]", "all_gather [5]")
-    begin("all_gather [4]", f"all_gather [{4 + board.rank}]", f"all_gather [{6 + board.rank}]")
+    begin("all_gather [4]", f"all_gather [{4 + control.rank}]", f"all_gather [{6 + control.rank}]")
     begin("all_gather [4]")
     begin(*["all_reduce [4]"] * (control_block.RECORDS - 1))
-    begin(*[f"only rank {board.rank}"] * board.rank)
-    begin(*["all_reduce [4]"] * (board.world - 1 - board.rank))
+    begin(*[f"only rank {control.rank}"] * control.rank)
+    begin(*["all_reduce [4]"] * (control.world - 1 - control.rank))
     begin(*["all_reduce [4]"] * 2 * control_block.RECORDS)
-    begin("long " * 50 + str(board.rank))
+    begin("long " * 50 + str(control.rank))
     return heard
 
 
 def _overtaken() -> None:
     """What a watchdog compares while this rank, which is far ahead, begins one operation more."""
-    board = _board()
-    for _ in range(1 if board.rank else control_block.RECORDS):
-        board.begin("turn")
+    control = _control_block()
+    for _ in range(1 if control.rank else control_block.RECORDS):
+        control.begin("turn")
     dist.barrier()
-    if board.rank == 0:
-        board._digests[1] = (control_block.RECORDS + 1) << 32  # as `begin` has it, which has not said so yet
-        board.compare()
+    if control.rank == 0:
+        control._digests[1] = (control_block.RECORDS + 1) << 32  # as `begin` has it, which has not said so yet
+        control.compare()
     dist.barrier()
 
 
@@ -114,19 +114,19 @@ def test_operations_that_differ_are_named_without_waiting() -> None:
 
 def _meet_in_vain() -> tuple[str, str]:
     """Rank 0 waits for what the others, in another operation, never come to; what it says, and what follows."""
-    board = _board()
-    board.begin(f"operation of {min(board.rank, 1)}")
+    control = _control_block()
+    control.begin(f"operation of {min(control.rank, 1)}")
     try:
-        if board.rank == 0:
-            board.exchange("", "test")
+        if control.rank == 0:
+            control.exchange("", "test")
         else:
-            wait_until(lambda: board.parts[0].begun, "rank 0 has begun")
-            board.stop_if_others_differ()
-            assert board.aborted
-            raise board.fail("test", None, 0.0)
+            wait_until(lambda: control.parts[0].begun, "rank 0 has begun")
+            control.stop_if_others_differ()
+            assert control.aborted
+            raise control.fail("test", None, 0.0)
     except Disagreement as error:
-        board.reset(lambda: None)
-        return str(error), "".join(board.exchange(str(board.rank), "after"))
+        control.reset(lambda: None)
+        return str(error), "".join(control.exchange(str(control.rank), "after"))
     return "", ""
 
 
@@ -140,12 +140,12 @@ def test_ranks_that_wait_for_others_in_another_operation_are_told() -> None:
 
 
 def _agree() -> str:
-    board = _board()
-    board.agree("the same", "test")
+    control = _control_block()
+    control.agree("the same", "test")
     with pytest.raises(Disagreement) as caught:
-        board.agree("a" if board.rank < 2 else "b", "test")
-    board.reset(lambda: None)
-    board.agree("the same again", "test")
+        control.agree("a" if control.rank < 2 else "b", "test")
+    control.reset(lambda: None)
+    control.agree("the same again", "test")
     return str(caught.value)
 
 
@@ -156,29 +156,29 @@ def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
 
 
 def _record() -> None:
-    board = _board()
-    assert board.mine.operations() == [] and board.mine.last_operation() == ""
+    control = _control_block()
+    assert control.mine.operations() == [] and control.mine.last_operation() == ""
     for number in range(1, control_block.RECORDS + 11):
-        begun = board.begin(f"operation {number} " + "n" * 300)
+        begun = control.begin(f"operation {number} " + "n" * 300)
         if number % 2:
-            board.end(begun)
-    operations = board.mine.operations()
+            control.end(begun)
+    operations = control.mine.operations()
     assert [entry["number"] for entry in operations] == list(range(11, control_block.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {control_block.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
-    board.begin("x" + "ü" * 300)  # which is cut within a letter
-    assert board.mine.last_operation().startswith("x" + "ü" * 70)
-    board.begin("short")
-    assert board.mine.last_operation() == "short"
-    board.exchange("", "test")
-    for part in board.parts:
+    control.begin("x" + "ü" * 300)  # which is cut within a letter
+    assert control.mine.last_operation().startswith("x" + "ü" * 70)
+    control.begin("short")
+    assert control.mine.last_operation() == "short"
+    control.exchange("", "test")
+    for part in control.parts:
         assert part.operations()[-1]["operation"] == "short"
-    assert board.behind() is None
-    board.exchange("", "test")
-    if board.rank != 1:
-        board.begin("one more")
-    board.exchange("", "test")
-    assert board.behind() == (None if board.rank == 1 else 1)
+    assert control.behind() is None
+    control.exchange("", "test")
+    if control.rank != 1:
+        control.begin("one more")
+    control.exchange("", "test")
+    assert control.behind() == (None if control.rank == 1 else 1)
 
 
 def test_the_flight_record_holds_the_last_operations() -> None:
@@ -186,20 +186,20 @@ def test_the_flight_record_holds_the_last_operations() -> None:
 
 
 def _abort() -> tuple[str, int | None]:
-    board = _board()
-    board.step = 5
-    if board.rank == 0:
-        board.abort(1, 2)
-        board.abort(1, 0)  # too late: the first one to tell is heard
+    control = _control_block()
+    control.step = 5
+    if control.rank == 0:
+        control.abort(1, 2)
+        control.abort(1, 0)  # too late: the first one to tell is heard
     try:
-        board.exchange("", "second")
-        board.exchange("", "third")
+        control.exchange("", "second")
+        control.exchange("", "third")
     except PeerTimeout as error:
-        assert (error.op, error.rank, error.step) in (("second", board.rank, 5), ("third", board.rank, 5))
+        assert (error.op, error.rank, error.step) in (("second", control.rank, 5), ("third", control.rank, 5))
         found = error.peer
-    board.reset(lambda: None)
-    assert not board.aborted
-    return "".join(board.exchange(str(board.rank), "after")), found
+    control.reset(lambda: None)
+    assert not control.aborted
+    return "".join(control.exchange(str(control.rank), "after")), found
 
 
 def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
@@ -207,18 +207,18 @@ def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
 
 
 def _reset_late() -> None:
-    board = _board()
-    if board.rank == 0:
-        board.timeout = 0.3
+    control = _control_block()
+    if control.rank == 0:
+        control.timeout = 0.3
         with pytest.raises(PeerTimeout) as caught:
-            board.reset(lambda: None)
+            control.reset(lambda: None)
         assert caught.value.peer == 1 and caught.value.op == "reset"
-        board.timeout = 60.0
+        control.timeout = 60.0
     dist.barrier()
     cleared: list[int] = []
     for turn in range(3):
-        board.reset(lambda: cleared.append(1))
-        assert board.exchange(str(turn), "after") == [str(turn)] * board.world
+        control.reset(lambda: cleared.append(1))
+        assert control.exchange(str(turn), "after") == [str(turn)] * control.world
     assert len(cleared) == 3
 
 
@@ -241,13 +241,13 @@ def _come_and_end() -> None:
             if look == 1:
                 wait_until(lambda: int(flags.peers[1][0]), "rank 1 has come to the wait")
             else:
-                wait_until(lambda: epoch() == memory.board._epoch, "rank 1 has come to the barrier")
+                wait_until(lambda: epoch() == memory.control._epoch, "rank 1 has come to the barrier")
             return True
 
         def epoch() -> int:
-            return int(memory.board.parts[1].numbers[control_block._EPOCH])
+            return int(memory.control.parts[1].numbers[control_block._EPOCH])
 
-        memory.board.ended = ended  # type: ignore[method-assign]
+        memory.control.ended = ended  # type: ignore[method-assign]
         memory.wait_signal(flags, 1, 0, 1, op="test")
         memory.barrier()
         assert int(looks.peers[1][0]) == 2, "both waits have looked at the process"
@@ -263,23 +263,23 @@ def test_a_rank_that_has_come_may_end() -> None:
 
 
 def _is_through() -> list[int | None]:
-    board, found = _board(), []
+    control, found = _control_block(), []
 
     def gone() -> int | None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(board, "ended", lambda rank: rank == 1)
-            return board.gone()
+            patch.setattr(control, "ended", lambda rank: rank == 1)
+            return control.gone()
 
     for number in range(3):
-        begun = board.begin(f"operation {number}")
-        board.exchange("begun", "test")
+        begun = control.begin(f"operation {number}")
+        control.exchange("begun", "test")
         found.append(gone())
-        board.exchange("seen", "test")
-        if board.rank == 1:
-            board.end(begun)
-        board.exchange("ended", "test")
+        control.exchange("seen", "test")
+        if control.rank == 1:
+            control.end(begun)
+        control.exchange("ended", "test")
         found.append(gone())
-        board.end(begun)
+        control.end(begun)
     return found
 
 
@@ -292,7 +292,7 @@ def _elsewhere() -> str:
     if dist.get_rank() == 1:
         real, host.node_identity = host.node_identity, lambda: "boot pid:[1] net:[1] elsewhere"
     try:
-        _board()
+        _control_block()
     except Unavailable as error:
         return str(error)
     finally:
@@ -321,7 +321,7 @@ def _poor(rank: int, function: str) -> tuple[str, bool]:
         real = getattr(owner, function)
         setattr(owner, function, fails)
     try:
-        _board()
+        _control_block()
         message = "made"
     except Unavailable as error:
         message = str(error)
@@ -335,16 +335,16 @@ def test_what_fails_on_one_rank_is_said_on_all() -> None:
     for rank, function, verb in ((0, "memfd_create", "made"), (0, "posix_fallocate", "made"), (2, "_map", "opened")):
         found = pool(3).run(_poor, rank, function)
         assert len({message for message, _ in found}) == 1, found
-        assert f"bytes of shared memory for board cannot be {verb}" in found[0][0]
+        assert f"bytes of shared memory for control block cannot be {verb}" in found[0][0]
         assert "Too many open files in system" in found[0][0]
         assert all(clean for _, clean in found)
 
 
 def _come_and_go() -> None:
-    _board()
+    _control_block()
     before = _open()
     for _ in range(20):
-        _board()
+        _control_block()
     assert _open() == before
 
 
@@ -379,11 +379,11 @@ def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
 def _many_files_are_open() -> None:
     memory = connect(dist.group.WORLD, torch.device("cpu"))
     assert isinstance(memory, SharedMemory)
-    part = memory.board.parts[1 - memory.rank]
+    part = memory.control.parts[1 - memory.rank]
     assert part.pidfd is not None
     before, part.pidfd = part.pidfd, fcntl.fcntl(part.pidfd, fcntl.F_DUPFD, 2000)
     try:
-        assert not memory.board.ended(1 - memory.rank)
+        assert not memory.control.ended(1 - memory.rank)
     finally:
         os.close(part.pidfd)
         part.pidfd = before

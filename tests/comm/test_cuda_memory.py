@@ -115,7 +115,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
     memory, calls = _memory()
     memory.step = 3
     flags = memory.signals("flags", 1)
-    memory.timeout = memory.board.timeout = limit = patient(0.5)
+    memory.timeout = memory.control.timeout = limit = patient(0.5)
     started = time.monotonic()
     found: tuple[str, str, int | None] = "", "", None
     if memory.rank == 0:
@@ -133,14 +133,14 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
         record = json.loads((folder / "flight_record_rank0.json").read_text())
         assert record["op"] == caught.value.op and record["missing"] == caught.value.peer
     else:
-        wait_until(lambda: memory.board.aborted, "rank 0 tells this rank to stop waiting")
+        wait_until(lambda: memory.control.aborted, "rank 0 tells this rank to stop waiting")
     for _ in range(2):
         with pytest.raises(PeerTimeout), memory.guard("the next one"):
             raise AssertionError("must not begin")
     with pytest.raises(PeerTimeout):
         memory.wait_signal(flags, memory.rank, 0, 1, op="another one")
     set_settings(flight_folder=None)
-    memory.timeout = memory.board.timeout = 60.0
+    memory.timeout = memory.control.timeout = 60.0
     memory.reset()
     assert int(memory.abort) == 0 and flags.local.tolist() == [0]
     memory.barrier()
@@ -169,13 +169,13 @@ def _told() -> None:
         _never(memory, flags)
     dist.barrier()
     if memory.rank == 0:
-        memory.timeout = memory.board.timeout = 0.4
+        memory.timeout = memory.control.timeout = 0.4
         _never(memory, flags)
     calls.synchronize()
     with pytest.raises(PeerTimeout) as caught:
         memory.check()
     assert caught.value.rank == memory.rank and caught.value.op == "operation"
-    memory.timeout = memory.board.timeout = 60.0
+    memory.timeout = memory.control.timeout = 60.0
     memory.reset()
     memory.barrier()
 
@@ -188,7 +188,7 @@ def _behind_long_work() -> None:
     """What the stream does before an operation does not count. Both ranks' streams begin the operation together."""
     memory, calls = _memory()
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
-    memory.timeout = memory.board.timeout = limit = patient(0.5)
+    memory.timeout = memory.control.timeout = limit = patient(0.5)
 
     def work() -> None:
         time.sleep(1.5 * limit)
@@ -201,7 +201,7 @@ def _behind_long_work() -> None:
         memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
     calls.synchronize()
     memory.check()
-    memory.timeout = memory.board.timeout = 60.0
+    memory.timeout = memory.control.timeout = 60.0
     memory.barrier()
 
 
@@ -214,10 +214,10 @@ def _gone() -> None:
     flags = memory.signals("flags", 1)
     dist.barrier()  # else rank 0 may give up while rank 1 is still on its way out of `signals`
     if memory.rank == 0:
-        gone, memory.board.gone = memory.board.gone, lambda: 1  # type: ignore[method-assign]
+        gone, memory.control.gone = memory.control.gone, lambda: 1  # type: ignore[method-assign]
         _never(memory, flags)
         calls.synchronize()
-        memory.board.gone = gone  # type: ignore[method-assign]
+        memory.control.gone = gone  # type: ignore[method-assign]
         with pytest.raises(PeerTimeout) as caught:
             memory.check()
         assert caught.value.peer == 1 and caught.value.waited < memory.timeout / 2
@@ -233,16 +233,16 @@ def _raises() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     if memory.rank == 0:
-        memory.timeout = memory.board.timeout = 0.4
+        memory.timeout = memory.control.timeout = 0.4
         with pytest.raises(KeyError), memory.guard("operation"):
             memory.wait_signal(flags, memory.rank, 0, 1, op="its wait")
             raise KeyError
         calls.synchronize()
         with pytest.raises(PeerTimeout):
             memory.check()
-        memory.timeout = memory.board.timeout = 60.0
+        memory.timeout = memory.control.timeout = 60.0
     else:
-        wait_until(lambda: memory.board.aborted, "rank 0 tells this rank to stop waiting")
+        wait_until(lambda: memory.control.aborted, "rank 0 tells this rank to stop waiting")
     memory.reset()
 
 

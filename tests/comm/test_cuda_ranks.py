@@ -121,7 +121,7 @@ def _never() -> None:
             memory.check()
         assert caught.value.op == "operation" and caught.value.peer == last
     else:
-        while not memory.board.aborted:
+        while not memory.control.aborted:
             time.sleep(0.01)
     with pytest.raises(PeerTimeout), memory.guard("the next one"):
         pass

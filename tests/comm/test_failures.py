@@ -31,11 +31,11 @@ def connect(rank: Rank) -> SharedMemory:
 def set_timeout(memory: SharedMemory, timeout: float) -> None:
     """Collective: the deadline that a test is about, for what all ranks begin now."""
     memory.barrier()
-    memory.timeout = memory.board.timeout = timeout
+    memory.timeout = memory.control.timeout = timeout
 
 
 def be_patient(memory: SharedMemory) -> None:
-    memory.timeout = memory.board.timeout = patient(LIMIT)
+    memory.timeout = memory.control.timeout = patient(LIMIT)
 
 
 class Sum:
@@ -296,7 +296,7 @@ def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
     for _ in range(80):  # more than the record holds
         total(1)
     memory.step = 4
-    memory.timeout = memory.board.timeout = 0.5
+    memory.timeout = memory.control.timeout = 0.5
     if rank.rank == 0:
         with memory.guard("sum"):
             rank.hear()
@@ -329,7 +329,7 @@ def _no_disk(rank: Rank, folder: Path) -> list[str]:
     set_settings(flight_folder=folder / "missing")
     memory = connect(rank)
     flags = memory.signals("flags", 1)
-    memory.timeout = memory.board.timeout = 0.3
+    memory.timeout = memory.control.timeout = 0.3
     with pytest.raises(PeerTimeout) as caught, memory.guard("test"):
         memory.wait_signal(flags, 1 - rank.rank, 0, 1, op="test")
     return caught.value.__notes__

@@ -78,7 +78,7 @@ def _map(path: str, size: int) -> NDArray[np.uint8]:
 
 
 class Part:
-    """One rank's part of the board.
+    """One rank's part of the control.
 
     A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
     digest of its text in one word, which is written at once, and as much of the text as there is room for.
@@ -158,7 +158,7 @@ class ControlBlock:
         mapping, reason = None, ""
         if self.rank == 0:
             try:
-                mapping = Mapping("board", self.world * _PART)
+                mapping = Mapping("control block", self.world * _PART)
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
@@ -166,7 +166,7 @@ class ControlBlock:
         reason = _why_not(hellos)
         if not reason and mapping is None:
             try:
-                mapping = Mapping("board", self.world * _PART, (hellos[0][1], hellos[0][2] or 0))
+                mapping = Mapping("control block", self.world * _PART, (hellos[0][1], hellos[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
         # Every rank has mapped it, or none uses it.
@@ -343,7 +343,7 @@ class ControlBlock:
         next one.
         """
         data = text.encode()
-        assert len(data) <= _TEXT - 8, "a longer text than the board has room for"
+        assert len(data) <= _TEXT - 8, "the text is longer than a control block holds"
         self._epoch += 1
         area = self.mine.texts[self._epoch % 2]
         area[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)

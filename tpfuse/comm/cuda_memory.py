@@ -38,7 +38,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._check_gpus()
         self._abort = self._calls.new_word()
         self._calls.synchronize()
-        self._on_streams = StreamWatchdog(self.board, self._calls.alarm(self._abort), self._calls.enter_thread)
+        self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
         self._kept: dict[str, tuple[Tensor, Handle]] = {}  # peers' tensors do not own what they show
         self._begun: Event | None = None
         self._inside = False
@@ -117,7 +117,7 @@ class CudaMemory(HostCoordinatedMemory):
     ) -> None:
         """On the current stream, before everything after it there; the host goes on. `check` has the PeerTimeout."""
         flags.check_signal(owner, index)
-        if self.board.aborted:
+        if self.control.aborted:
             raise self._failure(op, 0.0)
         begun = None if self._inside or self._calls.capturing() else self._calls.record()
         self._calls.wait_for_word(flags.peers[owner][index : index + 1], value, self._abort)
@@ -159,12 +159,12 @@ class CudaMemory(HostCoordinatedMemory):
     def check(self) -> None:
         if not self._calls.capturing():
             self._captured = None
-            if self.board.aborted:
+            if self.control.aborted:
                 raise self._failure("check", 0.0)
             super().check()
 
     def reset(self) -> None:
-        if self.board.aborted:
+        if self.control.aborted:
             self._on_streams.look()  # the kernels that still wait are told
         self._calls.synchronize()
         self._on_streams.forget()

@@ -1,4 +1,4 @@
-"""What the backends of several ranks share: the board, deadlines, the flight record, and going on afterwards."""
+"""What the backends of several ranks share: the control block, deadlines, the flight record, and going on afterwards."""
 
 import json
 import threading
@@ -32,23 +32,23 @@ class _Guard:
 
 
 class HostCoordinatedMemory(SymmetricMemory):
-    """Symmetric memory of ranks that share a board. Raises Unavailable where the ranks do not share a host."""
+    """Symmetric memory of ranks that share a control. Raises Unavailable where the ranks do not share a host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
-        self.board = ControlBlock(group, timeout)
+        self.control = ControlBlock(group, timeout)
         super().__init__(group.rank(), group.size(), device, timeout)
-        self.global_rank = self.board.ranks[self.rank]
+        self.global_rank = self.control.ranks[self.rank]
         self._watchdog: Watchdog | None = None
         self._busy = threading.Lock()
         self._started, self._number = 0.0, 0
 
     @property
     def step(self) -> int:
-        return self.board.step
+        return self.control.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.board.step = step
+        self.control.step = step
 
     def barrier(self, op: str = "barrier") -> None:
         self._agree(op, op)
@@ -63,14 +63,14 @@ class HostCoordinatedMemory(SymmetricMemory):
         self._started = time.monotonic()
         try:
             self._recover()
-            self._number = self.board.begin(op, fence=kernel)
-            if self.board.aborted:
+            self._number = self.control.begin(op, fence=kernel)
+            if self.control.aborted:
                 raise self._failure(op, 0.0)
             fingerprint = settings().fingerprint
             if fingerprint:
-                self.board.exchange("", op)  # no rank goes on before all have come to the comparison
+                self.control.exchange("", op)  # no rank goes on before all have come to the comparison
             if kernel or fingerprint:
-                self.board.compare()  # a kernel cannot, while it waits
+                self.control.compare()  # a kernel cannot, while it waits
             self._watch(op, kernel)
         except BaseException as error:
             self.end(op, error)
@@ -80,19 +80,19 @@ class HostCoordinatedMemory(SymmetricMemory):
         """What `guard` does after an operation, or when it failed."""
         self._unwatch(op)
         self._busy.release()
-        if error is None and self.board.aborted:
+        if error is None and self.control.aborted:
             error = self._failure(op, time.monotonic() - self._started)
-            write_flight_record(self.board, error)
+            write_flight_record(self.control, error)
             raise error
         if error is None:
-            self.board.end(self._number)
+            self.control.end(self._number)
         else:
-            write_flight_record(self.board, error)
+            write_flight_record(self.control, error)
 
     def _watch(self, op: str, kernel: bool) -> None:
         """From now on until `_unwatch`, what cannot look at a clock has a deadline."""
         if kernel:
-            self._watchdog = self._watchdog or Watchdog(self.board)
+            self._watchdog = self._watchdog or Watchdog(self.control)
             self._watchdog.watch(op)
 
     def _unwatch(self, op: str) -> None:
@@ -102,24 +102,24 @@ class HostCoordinatedMemory(SymmetricMemory):
     def _agree(self, what: str, op: str) -> None:
         """`ControlBlock.agree`, after a Disagreement too."""
         self._recover()
-        self.board.agree(what, op)
+        self.control.agree(what, op)
 
     def _recover(self) -> None:
         """Resets the memory where this rank has raised a Disagreement: every other rank that goes on does so too."""
-        if self.board.disagreed:
+        if self.control.disagreed:
             self.reset()
 
     def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
         """What to raise where this rank was told to stop."""
-        return self.board.fail(op, None, waited)
+        return self.control.fail(op, None, waited)
 
     def check(self) -> None:
         """Also raises Disagreement where one of the last operations was another one on another rank."""
-        self.board.compare()
+        self.control.compare()
 
     def exchange(self, what: object, op: str) -> list[Any]:
         """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
-        return [json.loads(text) for text in self.board.exchange(json.dumps(what), op)]
+        return [json.loads(text) for text in self.control.exchange(json.dumps(what), op)]
 
     def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
         """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
@@ -130,7 +130,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         return [each for _, each in found]
 
     def reset(self) -> None:
-        self.board.reset(self._clear)
+        self.control.reset(self._clear)
         self.generation += 1
 
     def _clear(self) -> None:

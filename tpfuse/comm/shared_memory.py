@@ -31,7 +31,7 @@ class SharedMemory(HostCoordinatedMemory):
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         super().__init__(group, torch.device("cpu"), timeout)
-        self._abort = torch.frombuffer(self.board.mine.abort, dtype=torch.int32, count=1)
+        self._abort = torch.frombuffer(self.control.mine.abort, dtype=torch.int32, count=1)
         self._words: dict[tuple[SymmetricBuffer, int, int], tuple[NDArray[np.int32], NDArray[np.uint64]]] = {}
 
     @property
@@ -48,15 +48,15 @@ class SharedMemory(HostCoordinatedMemory):
         except Unavailable as error:
             reason = str(error)
         try:
-            place = None if own is None else (self.board.pids[self.rank], own.descriptor)
+            place = None if own is None else (self.control.pids[self.rank], own.descriptor)
             places, maps = self.collect(reason, f"buffer {key}", place), []
             try:
                 for rank, (pid, descriptor) in enumerate(places):
                     maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
             except Unavailable as error:
                 # It has said that all was well, and was killed before it was read: files go before the process does.
-                if self.board.ended(rank, within=1.0):
-                    raise self.board.fail(f"buffer {key}", rank, 0.0) from None
+                if self.control.ended(rank, within=1.0):
+                    raise self.control.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
             self.collect(reason, f"buffer {key}")
         finally:
@@ -85,24 +85,24 @@ class SharedMemory(HostCoordinatedMemory):
     ) -> None:
         view, address = self._word(flags, owner, index)
         peer = owner if peer is None else peer
-        if self.board.aborted or wrapped(int(view[0]) - value) < 0:
+        if self.control.aborted or wrapped(int(view[0]) - value) < 0:
             self._wait(view, address, value, peer, op)
         load_acquire(address, _ZERO)
-        self.board.compare_with(peer)
+        self.control.compare_with(peer)
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
         pace = Backoff()
         while True:
-            aborted, seen = self.board.aborted, int(view[0])
+            aborted, seen = self.control.aborted, int(view[0])
             if not aborted and wrapped(seen - value) >= 0:
                 return
             late = False
             if not aborted and pace.rest(address, seen):
-                self.board.compare()  # a rank in another operation may never signal
-                late = pace.waited > self.timeout or self.board.left(peer)
+                self.control.compare()  # a rank in another operation may never signal
+                late = pace.waited > self.timeout or self.control.left(peer)
             # Before it left it may have written the word: look in this order.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):
-                raise self.board.fail(op, peer, pace.waited)
+                raise self.control.fail(op, peer, pace.waited)
 
 
 def _check_room(key: str, size: int, world: int) -> None:

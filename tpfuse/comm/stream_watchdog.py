@@ -34,8 +34,8 @@ class StreamWatchdog:
     alarm: makes the rank's kernels stop waiting; enter: what the thread does first. One per memory.
     """
 
-    def __init__(self, board: ControlBlock, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
-        self._board, self._alarm = board, alarm
+    def __init__(self, control: ControlBlock, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
+        self._control, self._alarm = control, alarm
         self._pending: deque[Pending] = deque()
         self._failure: PeerTimeout | Disagreement | None = None
         self._rung = False
@@ -62,11 +62,11 @@ class StreamWatchdog:
     def _judge(self, oldest: Pending) -> None:
         if oldest.running is None and oldest.begun.query():
             oldest.running = Stopwatch()
-        self._board.stop_if_others_differ()
+        self._control.stop_if_others_differ()
         waited = 0.0 if oldest.running is None else oldest.running.look()
-        if self._board.aborted or waited > self._board.timeout or self._board.gone() is not None:
-            self._failure = self._board.fail(oldest.op, oldest.peer, waited)
-            write_flight_record(self._board, self._failure)
+        if self._control.aborted or waited > self._control.timeout or self._control.gone() is not None:
+            self._failure = self._control.fail(oldest.op, oldest.peer, waited)
+            write_flight_record(self._control, self._failure)
             self._alarm()
             self._rung = True
 

@@ -22,8 +22,8 @@ INTERVAL = 0.1  # seconds
 class Watchdog:
     """Watches one operation at a time of the rank that owns `board`."""
 
-    def __init__(self, board: ControlBlock) -> None:
-        self._board = board
+    def __init__(self, control: ControlBlock) -> None:
+        self._control = control
         self._watched: tuple[str, Stopwatch] | None = None
         self._lock = threading.Lock()
         self._begun = threading.Event()
@@ -44,11 +44,11 @@ class Watchdog:
         """Tells every rank to stop waiting if the operation is late or a peer is gone."""
         with self._lock:
             if self._watched is not None:
-                self._board.stop_if_others_differ()
+                self._control.stop_if_others_differ()
                 op, stopwatch = self._watched
                 waited = stopwatch.look()
-                if waited > self._board.timeout or self._board.gone() is not None:
-                    self._board.fail(op, None, waited)
+                if waited > self._control.timeout or self._control.gone() is not None:
+                    self._control.fail(op, None, waited)
 
 
 class Looking(Protocol):
@@ -80,7 +80,7 @@ def _look_often(reference: "weakref.ref[Looking]", awake: threading.Event, enter
         time.sleep(INTERVAL)
 
 
-def write_flight_record(board: ControlBlock, error: BaseException) -> None:
+def write_flight_record(control: ControlBlock, error: BaseException) -> None:
     """The last operations of every rank, as JSON in the folder of the settings, where `error` is a time-out.
 
     A disk that fails must not hide the error, which says all that matters.
@@ -96,8 +96,8 @@ def write_flight_record(board: ControlBlock, error: BaseException) -> None:
         "missing": error.peer,
         "waited_s": round(error.waited, 3),
         "ranks": [
-            {"rank": board.ranks[rank], "pid": pid, "ended": board.ended(rank), "operations": part.operations()}
-            for rank, (pid, part) in enumerate(zip(board.pids, board.parts, strict=True))
+            {"rank": control.ranks[rank], "pid": pid, "ended": control.ended(rank), "operations": part.operations()}
+            for rank, (pid, part) in enumerate(zip(control.pids, control.parts, strict=True))
         ],
     }
     try:

@@ -60,7 +60,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
     if name != "collective":
         memory = connect(group, torch.device("cpu"))
         assert isinstance(memory, SharedMemory)
-        memory.timeout = memory.board.timeout = seconds
+        memory.timeout = memory.control.timeout = seconds
 
 
 def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tuple[str, ...], timeout: float) -> None:

@@ -209,7 +209,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup) -> None:
     set_settings(timeout=seconds)
     memory = connect(group, torch.device("cpu"))
     assert isinstance(memory, SharedMemory)
-    memory.timeout = memory.board.timeout = seconds
+    memory.timeout = memory.control.timeout = seconds
 
 
 def _one_stays_away(rank: Rank, name: Implementation, timeout: float) -> None:
