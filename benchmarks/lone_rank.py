@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfuse.comm import control_block
-from tpfuse.comm.control_block import RECORDS, Part
+from tpfuse.comm.control_block import RECORDS, RankState
 from tpfuse.comm.cuda_calls import CudaCalls, Event, Handle
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.testing.cuda_stand_in import StandIn
@@ -78,7 +78,7 @@ class LoneRank:
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
         group = dist.group.WORLD
         assert group is not None
-        self._parts: list[Part] = []
+        self._parts: list[RankState] = []
         self._meeting = True
         threading.Thread(target=self._follow, daemon=True).start()
         calls = _Calls(group)
@@ -91,7 +91,7 @@ class LoneRank:
 
         def make(this: control_block.ControlBlock, *arguments: Any) -> None:
             made(this, *arguments)
-            self._parts = this.parts
+            self._parts = this.states
 
         control_block.ControlBlock.__init__ = make  # type: ignore[method-assign]
 

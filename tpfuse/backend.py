@@ -55,12 +55,12 @@ def chosen_kernels() -> Kernels:
 @contextlib.contextmanager
 def kernels(name: Kernels) -> Iterator[None]:
     """Calls `set_kernels(name)` for the length of a with block."""
-    before = _kernels
+    previous = _kernels
     set_kernels(name)
     try:
         yield
     finally:
-        set_kernels(before)
+        set_kernels(previous)
 
 
 def resolved_kernels(device_type: str) -> Literal["triton", "torch"]:
@@ -96,9 +96,9 @@ def chosen_implementation() -> Implementation:
 @contextlib.contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
     """Calls `set_implementation(name)` for the length of a with block."""
-    before = _implementation
+    previous = _implementation
     set_implementation(name)
     try:
         yield
     finally:
-        set_implementation(before)
+        set_implementation(previous)

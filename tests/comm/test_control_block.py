@@ -120,7 +120,7 @@ def _meet_in_vain() -> tuple[str, str]:
         if control.rank == 0:
             control.exchange("", "test")
         else:
-            wait_until(lambda: control.parts[0].begun, "rank 0 has begun")
+            wait_until(lambda: control.states[0].begun, "rank 0 has begun")
             control.stop_if_others_differ()
             assert control.aborted
             raise control.fail("test", None, 0.0)
@@ -157,28 +157,28 @@ def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
 
 def _record() -> None:
     control = _control_block()
-    assert control.mine.operations() == [] and control.mine.last_operation() == ""
+    assert control.local.operations() == [] and control.local.last_operation() == ""
     for number in range(1, control_block.RECORDS + 11):
         begun = control.begin(f"operation {number} " + "n" * 300)
         if number % 2:
             control.end(begun)
-    operations = control.mine.operations()
+    operations = control.local.operations()
     assert [entry["number"] for entry in operations] == list(range(11, control_block.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {control_block.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
     control.begin("x" + "ü" * 300)  # which is cut within a letter
-    assert control.mine.last_operation().startswith("x" + "ü" * 70)
+    assert control.local.last_operation().startswith("x" + "ü" * 70)
     control.begin("short")
-    assert control.mine.last_operation() == "short"
+    assert control.local.last_operation() == "short"
     control.exchange("", "test")
-    for part in control.parts:
+    for part in control.states:
         assert part.operations()[-1]["operation"] == "short"
-    assert control.behind() is None
+    assert control.slowest() is None
     control.exchange("", "test")
     if control.rank != 1:
         control.begin("one more")
     control.exchange("", "test")
-    assert control.behind() == (None if control.rank == 1 else 1)
+    assert control.slowest() == (None if control.rank == 1 else 1)
 
 
 def test_the_flight_record_holds_the_last_operations() -> None:
@@ -245,9 +245,9 @@ def _come_and_end() -> None:
             return True
 
         def epoch() -> int:
-            return int(memory.control.parts[1].numbers[control_block._EPOCH])
+            return int(memory.control.states[1].numbers[control_block._EPOCH])
 
-        memory.control.ended = ended  # type: ignore[method-assign]
+        memory.control.has_ended = ended  # type: ignore[method-assign]
         memory.wait_signal(flags, 1, 0, 1, op="test")
         memory.barrier()
         assert int(looks.peers[1][0]) == 2, "both waits have looked at the process"
@@ -267,8 +267,8 @@ def _is_through() -> list[int | None]:
 
     def gone() -> int | None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(control, "ended", lambda rank: rank == 1)
-            return control.gone()
+            patch.setattr(control, "has_ended", lambda rank: rank == 1)
+            return control.first_left()
 
     for number in range(3):
         begun = control.begin(f"operation {number}")
@@ -379,11 +379,11 @@ def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
 def _many_files_are_open() -> None:
     memory = connect(dist.group.WORLD, torch.device("cpu"))
     assert isinstance(memory, SharedMemory)
-    part = memory.control.parts[1 - memory.rank]
+    part = memory.control.states[1 - memory.rank]
     assert part.pidfd is not None
     before, part.pidfd = part.pidfd, fcntl.fcntl(part.pidfd, fcntl.F_DUPFD, 2000)
     try:
-        assert not memory.control.ended(1 - memory.rank)
+        assert not memory.control.has_ended(1 - memory.rank)
     finally:
         os.close(part.pidfd)
         part.pidfd = before

@@ -214,10 +214,10 @@ def _gone() -> None:
     flags = memory.signals("flags", 1)
     dist.barrier()  # else rank 0 may give up while rank 1 is still on its way out of `signals`
     if memory.rank == 0:
-        gone, memory.control.gone = memory.control.gone, lambda: 1  # type: ignore[method-assign]
+        first_left, memory.control.first_left = memory.control.first_left, lambda: 1  # type: ignore[method-assign]
         _never(memory, flags)
         calls.synchronize()
-        memory.control.gone = gone  # type: ignore[method-assign]
+        memory.control.first_left = first_left  # type: ignore[method-assign]
         with pytest.raises(PeerTimeout) as caught:
             memory.check()
         assert caught.value.peer == 1 and caught.value.waited < memory.timeout / 2

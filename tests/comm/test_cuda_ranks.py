@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.collectives.fused import LaunchedCollectives
+from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.connect import connect
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
@@ -165,7 +165,7 @@ def test_the_second_of_two_streams_waits_for_the_first(ranks: RankPool) -> None:
 
 def _collectives() -> None:
     memory = _memory()
-    collectives = LaunchedCollectives(memory)
+    collectives = FusedCollectives(memory)
     expected = torch.arange(1000, device=memory.device) * memory.world + sum(range(memory.world))
     x = torch.arange(1000, device=memory.device) + memory.rank
     out = torch.empty_like(x)

@@ -407,10 +407,10 @@ def test_one_rank_alone() -> None:
 
 def test_a_small_buffer_does_not_ask_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 2**30)
-    shared_memory._check_room("x", 2**29, 2)
+    shared_memory._check_available("x", 2**29, 2)
     with pytest.raises(Unavailable, match=r"on each of 2 ranks; this machine has 1073741824 left"):
-        shared_memory._check_room("x", 2**29 + 1, 2)
+        shared_memory._check_available("x", 2**29 + 1, 2)
     monkeypatch.setattr(shared_memory, "available_memory", lambda: None)
-    shared_memory._check_room("x", 2**60, 2)
+    shared_memory._check_available("x", 2**60, 2)
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 1 // 0)
-    shared_memory._check_room("x", 2**20, 8)
+    shared_memory._check_available("x", 2**20, 8)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tpfuse.comm.collectives.fused import LaunchedCollectives, open_channel
+from tpfuse.comm.collectives.fused import FusedCollectives, open_channel
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.testing.explore import SimulatedMemory, explore
 from tpfuse.testing.one_process import OneProcess, OneProcessMemory, set_epochs
@@ -66,7 +66,7 @@ def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time
 
     ranks = OneProcess(3, CPU)
     with ranks.aborted():
-        collectives = ranks.alone(1, LaunchedCollectives)
+        collectives = ranks.alone(1, FusedCollectives)
     for epoch in (0, 2**31 - 2):
         ranks.reset()
         set_epochs(ranks.memories[1], epoch)
@@ -92,7 +92,7 @@ def test_epochs_of_every_channel_can_be_set() -> None:
     """Where one rank's are not, the others wait for ever."""
 
     def program(memory: SimulatedMemory, late: int = -1) -> None:
-        collectives = LaunchedCollectives(memory)
+        collectives = FusedCollectives(memory)
         memory.barrier()
         if memory.rank != late:
             set_epochs(memory, 2**31 - 2)

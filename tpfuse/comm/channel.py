@@ -33,14 +33,14 @@ class Channel:
         self.memory, self.nbytes = memory, nbytes
         self.slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
         self.flags = memory.signals(f"{name}: flags", 1)
-        self._said = self.flags.local.numpy()
+        self._epoch = self.flags.local.numpy()
         self._views: dict[tuple[torch.dtype, tuple[int, ...], int], list[Tensor]] = {}
         self.others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
 
     @property
     def next_epoch(self) -> int:
         """The number of the epoch that `signal` begins."""
-        return int(self._said[0]) + 1
+        return int(self._epoch[0]) + 1
 
     @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
@@ -49,13 +49,13 @@ class Channel:
         This rank's own may be written now; the others' may be read once `wait_for` has returned.
         """
         key = dtype, shape, self.next_epoch % 2
-        found = self._views.get(key)
-        if found is None:
+        views = self._views.get(key)
+        if views is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
             size = math.prod(shape) * dtype.itemsize
-            found = self._views[key] = [slot[key[2]][:size].view(dtype).view(shape) for slot in self.slots.peers]
-        return found
+            views = self._views[key] = [slot[key[2]][:size].view(dtype).view(shape) for slot in self.slots.peers]
+        return views
 
     def signal(self) -> int:
         """Begins the next epoch, whose number is returned: this rank's slot is written."""

@@ -33,7 +33,7 @@ class Choice:
 
 
 _Key = tuple[str, torch.dtype, Implementation, Kernels]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDictionary()
+_choices: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDictionary()
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
@@ -42,12 +42,12 @@ def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.
     Collective when it is first asked for a device. What was chosen by `set_implementation` and cannot be is replaced.
     Raises ValueError where `fused` was chosen for CPU tensors, and this process does not interpret.
     """
-    of_group = _made.setdefault(group, {})
+    by_key = _choices.setdefault(group, {})
     key = device.type, dtype, chosen_implementation(), chosen_kernels()
-    found = of_group.get(key)
-    if found is None:
-        found = of_group[key] = _choose(device, dtype, group, key[2], key[3])
-    return found
+    choice = by_key.get(key)
+    if choice is None:
+        choice = by_key[key] = _choose(device, dtype, group, key[2], key[3])
+    return choice
 
 
 def _choose(

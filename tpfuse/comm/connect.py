@@ -11,13 +11,13 @@ from tpfuse.comm.settings import settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
-_Found = SymmetricMemory | Unavailable
-_memories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Found]] = WeakKeyDictionary()
+_Connection = SymmetricMemory | Unavailable
+_memories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Connection]] = WeakKeyDictionary()
 
 
 def connected() -> list[SymmetricMemory]:
     """Every symmetric memory that this process has."""
-    memories = (memory for of_group in _memories.values() for memory in of_group.values())
+    memories = (memory for by_device in _memories.values() for memory in by_device.values())
     return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
 
 
@@ -26,20 +26,20 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
 
     Raises Unavailable with the reason, on every rank alike.
     """
-    of_group = _memories.setdefault(group, {})
-    found = of_group.get(device.type)
-    if found is None:
+    by_device = _memories.setdefault(group, {})
+    connection = by_device.get(device.type)
+    if connection is None:
         try:
-            found = _make(group, device)
+            connection = _connect(group, device)
         except Unavailable as error:
-            found = error
-        of_group[device.type] = found
-    if isinstance(found, Unavailable):
-        raise found
-    return found
+            connection = error
+        by_device[device.type] = connection
+    if isinstance(connection, Unavailable):
+        raise connection
+    return connection
 
 
-def _make(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
+def _connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
     if str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     if group.size() == 1:

@@ -31,36 +31,38 @@ from tpfuse.comm.rendezvous import exchange
 
 _BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
 _TEXT = 4096  # bytes of one exchange
-RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`Part`), then text
+RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`RankState`), then text
 _NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # places among those numbers, and how many they are
 _ABORT_BYTES = 128
 _FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # of the records, among the int64 words of a part
-_PART = 8 * _FIRST_WORD + RECORDS * _RECORD
+_STATE_BYTES = 8 * _FIRST_WORD + RECORDS * _RECORD
 
 
-def _word(number: int, place: int) -> int:
-    """Where one of an operation's four numbers is, among the int64 words of a part."""
-    return _FIRST_WORD + number % RECORDS * (_RECORD // 8) + place
+def _word(number: int, field: int) -> int:
+    """Where one of an operation's four numbers is, among the int64 words of a state."""
+    return _FIRST_WORD + number % RECORDS * (_RECORD // 8) + field
 
 
 class Mapping:
     """Anonymous shared memory: made by one process, mapped by others."""
 
-    def __init__(self, name: str, size: int, place: tuple[int, int] | None = None) -> None:
-        """Makes `size` zeroed bytes, or maps those at `place`, (process, file descriptor) of who made them.
+    def __init__(self, name: str, size: int, location: tuple[int, int] | None = None) -> None:
+        """Makes `size` zeroed bytes, or maps those at `location`, (process, file descriptor) of who made them.
 
         Raises Unavailable with the reason in plain words.
         """
         self.descriptor: int | None = None
         try:
-            if place is None:
+            if location is None:
                 self.descriptor = os.memfd_create(f"tpfuse {name}"[:200], os.MFD_CLOEXEC)
                 os.posix_fallocate(self.descriptor, 0, size)
-                place = os.getpid(), self.descriptor
+                location = os.getpid(), self.descriptor
             # Not mmap.mmap, which keeps a descriptor for each mapping.
-            self.memory: NDArray[np.uint8] = _map(f"/proc/{place[0]}/fd/{place[1]}", size)
+            self.memory: NDArray[np.uint8] = _map(f"/proc/{location[0]}/fd/{location[1]}", size)
         except (OSError, ValueError, AttributeError, RuntimeError) as error:
-            what = "made" if place is None or self.descriptor is not None else f"opened (made by process {place[0]})"
+            what = (
+                "made" if location is None or self.descriptor is not None else f"opened (made by process {location[0]})"
+            )
             self.close_descriptor()
             reason = str(error).splitlines()[0]
             raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {reason}") from None
@@ -77,7 +79,7 @@ def _map(path: str, size: int) -> NDArray[np.uint8]:
     return mapped
 
 
-class Part:
+class RankState:
     """One rank's part of the control.
 
     A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
@@ -85,7 +87,7 @@ class Part:
     """
 
     def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
-        start = rank * _PART
+        start = rank * _STATE_BYTES
         self.numbers = np.frombuffer(memory, np.int64, _NUMBERS, start)
         start += _NUMBERS * 8
         self.abort = np.frombuffer(memory, np.int32, 1, start)
@@ -94,7 +96,7 @@ class Part:
         self.records = np.frombuffer(memory, np.uint8, RECORDS * _RECORD, start + 2 * _TEXT).reshape(RECORDS, _RECORD)
         self.record_numbers = self.records.view(np.int64)
         # Of the same memory, since an element of an array of numpy takes twice as long to read and to write.
-        self.bytes = memoryview(memory)[rank * _PART : (rank + 1) * _PART]  # type: ignore[arg-type]
+        self.bytes = memoryview(memory)[rank * _STATE_BYTES : (rank + 1) * _STATE_BYTES]  # type: ignore[arg-type]
         self.words = self.bytes.cast("q")
         self.aborted = self.bytes[_NUMBERS * 8 : _NUMBERS * 8 + 4].cast("i")
         self.addresses = np.array([self.numbers.ctypes.data], np.uint64) + np.arange(_NUMBERS, dtype=np.uint64) * 8
@@ -158,15 +160,15 @@ class ControlBlock:
         mapping, reason = None, ""
         if self.rank == 0:
             try:
-                mapping = Mapping("control block", self.world * _PART)
+                mapping = Mapping("control block", self.world * _STATE_BYTES)
             except Unavailable as error:
                 reason = str(error)
         descriptor = mapping.descriptor if mapping is not None else None
-        hellos = exchange(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
-        reason = _why_not(hellos)
+        entries = exchange(group, (host.node_identity(), os.getpid(), descriptor, reason), "symmetric memory", timeout)
+        reason = _why_not(entries)
         if not reason and mapping is None:
             try:
-                mapping = Mapping("control block", self.world * _PART, (hellos[0][1], hellos[0][2] or 0))
+                mapping = Mapping("control block", self.world * _STATE_BYTES, (entries[0][1], entries[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
         # Every rank has mapped it, or none uses it.
@@ -177,25 +179,25 @@ class ControlBlock:
             raise Unavailable(reasons[0])
         assert mapping is not None
         self.memory = mapping.memory
-        self.parts = [Part(self.memory, rank) for rank in range(self.world)]
-        self.mine = self.parts[self.rank]
+        self.states = [RankState(self.memory, rank) for rank in range(self.world)]
+        self.local = self.states[self.rank]
         self._epoch = self._resets = 0
         self._begun, self._digests = 0, [0] * RECORDS  # what `mine` has of this rank's operations, at hand
-        self._begun_address, self._published = self.mine.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
+        self._begun_address, self._published = self.local.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
         self._others = [rank for rank in range(self.world) if rank != self.rank]
         self._compared = [0] * self.world
         self.disagreed = False  # whether this rank has found that ranks run different operations
         self._failure: tuple[int, str] | None = None  # the operation that failed first, by number, and why
-        for part, (_, pid, _, _) in zip(self.parts, hellos, strict=True):
+        for state, (_, pid, _, _) in zip(self.states, entries, strict=True):
             with contextlib.suppress(OSError):
-                part.pidfd = os.pidfd_open(pid)
-        self.pids = [pid for _, pid, _, _ in hellos]
-        weakref.finalize(self, _close, [part.pidfd for part in self.parts if part.pidfd is not None])
+                state.pidfd = os.pidfd_open(pid)
+        self.pids = [pid for _, pid, _, _ in entries]
+        weakref.finalize(self, _close, [state.pidfd for state in self.states if state.pidfd is not None])
 
     @property
     def aborted(self) -> bool:
         """Whether somebody told this rank to stop waiting."""
-        return self.mine.aborted[0] != 0
+        return self.local.aborted[0] != 0
 
     def begin(self, op: str, *, fence: bool = False) -> int:
         """Records that this rank begins an operation, and returns its number.
@@ -204,27 +206,27 @@ class ControlBlock:
         the other's record.
         """
         number = self._begun + 1
-        text, digest = _recorded(op)
+        text, digest = _encoded(op)
         digest |= (number & 0x7FFFFFFF) << 32
         self._digests[number % RECORDS] = digest
-        self.mine.record(number, time.time_ns(), digest, text)
+        self.local.record(number, time.time_ns(), digest, text)
         self._begun = number
         if fence:
             self._published[0] = number
             publish(self._begun_address, self._published)
         else:
-            self.mine.words[_BEGUN] = number
+            self.local.words[_BEGUN] = number
         return number
 
     def end(self, number: int) -> None:
         """Records that an operation has ended."""
-        self.mine.words[_word(number, _ENDED_NS)] = time.time_ns()
+        self.local.words[_word(number, _ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
         """Raises Disagreement where a rank runs another operation than this rank."""
         newest, digests = self._begun, self._digests
         for rank in self._others:
-            compared, theirs = self._compared[rank], self.parts[rank].words
+            compared, theirs = self._compared[rank], self.states[rank].words
             while compared < newest and theirs[_word(compared + 1, _DIGEST)] == digests[(compared + 1) % RECORDS]:
                 compared += 1  # what ranks in step do
             self._compared[rank] = compared
@@ -240,17 +242,17 @@ class ControlBlock:
         compared = self._compared[rank]
         if compared == self._begun:
             return
-        newest = min(self._begun, self.parts[rank].begun)
+        newest = min(self._begun, self.states[rank].begun)
         if compared == newest:
             return
-        theirs = self.parts[rank]
+        theirs = self.states[rank]
         for number in range(max(compared, self._begun - RECORDS) + 1, newest + 1):
-            digest, own = theirs.digest(number), self._digests[number % RECORDS]
-            if digest == own or own >> 32 != number & 0x7FFFFFFF:  # in a watchdog: overwritten by a later one by now
+            digest, ours = theirs.digest(number), self._digests[number % RECORDS]
+            if digest == ours or ours >> 32 != number & 0x7FFFFFFF:  # in a watchdog: overwritten by a later one by now
                 continue
             if digest >> 32 == number & 0x7FFFFFFF:
                 self.disagreed = True
-                texts = theirs.operation(number), self.mine.operation(number)
+                texts = theirs.operation(number), self.local.operation(number)
                 raise Disagreement(
                     f"operation {number}: {named(self.ranks[rank])} runs {texts[0]},"
                     f" {named(self.ranks[self.rank])} runs {texts[1]}"
@@ -265,74 +267,74 @@ class ControlBlock:
         try:
             self.compare()
         except Disagreement:
-            self.mine.abort[0] = self.world + 2
+            self.local.abort[0] = self.world + 2
 
     def abort(self, rank: int, missing: int | None) -> None:
         """Tells `rank` to stop waiting for `missing` (None: nobody in particular). The first one to tell is heard."""
         value = np.array([self.world + 1 if missing is None else missing + 1], np.int32)
         atomics.atomic_cas(
-            self.parts[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
+            self.states[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
         )
 
-    def ended(self, rank: int, within: float = 0.0) -> bool:
+    def has_ended(self, rank: int, within: float = 0.0) -> bool:
         """Returns whether the process of `rank` is gone (a zombie is), waiting for that up to `within` seconds."""
-        pidfd = self.parts[rank].pidfd
+        pidfd = self.states[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
         poll = select.poll()  # which descriptors beyond 1023 do not trouble, as they do select
         poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(1000 * within))
 
-    def left(self, rank: int) -> bool:
+    def has_left(self, rank: int) -> bool:
         """Returns whether a rank comes to no more operations of this rank: it is in `reset`, or has ended."""
-        return int(self.parts[rank].numbers[_RESETS]) > self._resets or self.ended(rank)
+        return int(self.states[rank].numbers[_RESETS]) > self._resets or self.has_ended(rank)
 
-    def gone(self) -> int | None:
+    def first_left(self) -> int | None:
         """The first rank that has left before it was through with this rank's last operation."""
-        number = self.mine.begun
+        number = self.local.begun
         others = (rank for rank in range(self.world) if rank != self.rank)
-        return next((rank for rank in others if self.left(rank) and not self.parts[rank].is_through(number)), None)
+        return next((rank for rank in others if self.has_left(rank) and not self.states[rank].is_through(number)), None)
 
-    def behind(self) -> int | None:
+    def slowest(self) -> int | None:
         """The rank that has begun the fewest operations, where that is fewer than this rank has."""
-        rank = min(range(self.world), key=lambda r: self.parts[r].begun)
-        return rank if self.parts[rank].begun < self.mine.begun else None
+        rank = min(range(self.world), key=lambda r: self.states[r].begun)
+        return rank if self.states[rank].begun < self.local.begun else None
 
     def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout | Disagreement:
         """Ends every rank's waits; the error to raise. peer: who is missing, as far as the caller knows."""
-        told = int(self.mine.abort[0])
-        if told == self.world + 2:
+        abort_word = int(self.local.abort[0])
+        if abort_word == self.world + 2:
             try:
                 self.compare()
             except Disagreement as error:
                 return error
-        missing = told - 1 if 0 < told <= self.world else self.gone()
-        if missing is None and not told:
-            missing = self.behind() if peer is None else peer
+        missing = abort_word - 1 if 0 < abort_word <= self.world else self.first_left()
+        if missing is None and not abort_word:
+            missing = self.slowest() if peer is None else peer
         for rank in range(self.world):
             self.abort(rank, missing)
         if self._failure is None:
-            self._failure = self.mine.begun, f"{op}: {self.about(missing)}"
+            self._failure = self.local.begun, f"{op}: {self.describe(missing)}"
         number, first = self._failure
-        if self.mine.begun > number:
+        if self.local.begun > number:
             return self._error(op, missing, None, first)
         return self._timeout(op, missing, waited)
 
     def _timeout(self, op: str, missing: int | None, waited: float) -> PeerTimeout:
-        return self._error(op, missing, waited, self.about(missing))
+        return self._error(op, missing, waited, self.describe(missing))
 
     def _error(self, op: str, missing: int | None, waited: float | None, detail: str) -> PeerTimeout:
         peer = None if missing is None else self.ranks[missing]
         return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=peer, waited=waited, detail=detail)
 
-    def about(self, rank: int | None) -> str:
+    def describe(self, rank: int | None) -> str:
         """What is known of a missing rank."""
         if rank is None:
             return "no rank is behind the others"
-        if self.ended(rank):
+        if self.has_ended(rank):
             return f"its process ({self.pids[rank]}) has ended"
-        last = self.parts[rank].last_operation()
-        if self.left(rank):
+        last = self.states[rank].last_operation()
+        if self.has_left(rank):
             return f"process {self.pids[rank]} has given up {last or 'its step'}, and waits in reset()"
         return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
 
@@ -345,36 +347,36 @@ class ControlBlock:
         data = text.encode()
         assert len(data) <= _TEXT - 8, "the text is longer than a control block holds"
         self._epoch += 1
-        area = self.mine.texts[self._epoch % 2]
+        area = self.local.texts[self._epoch % 2]
         area[:8] = np.frombuffer(np.int64(len(data)).tobytes(), np.uint8)
         area[8 : 8 + len(data)] = np.frombuffer(data, np.uint8)
-        self._meet(_EPOCH, self._epoch, op, heed_abort=True)
-        areas = [part.texts[self._epoch % 2] for part in self.parts]
+        self._wait_for_all(_EPOCH, self._epoch, op, heed_abort=True)
+        areas = [state.texts[self._epoch % 2] for state in self.states]
         return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
 
-    def _meet(self, place: int, value: int, op: str, *, heed_abort: bool) -> None:
+    def _wait_for_all(self, field: int, value: int, op: str, *, heed_abort: bool) -> None:
         """Writes a number and waits until every rank's is as large."""
-        store_release(self.mine.addresses[place : place + 1], np.array([value], np.int64))
-        pace = Backoff()
-        for rank, part in enumerate(self.parts):
+        store_release(self.local.addresses[field : field + 1], np.array([value], np.int64))
+        backoff = Backoff()
+        for rank, state in enumerate(self.states):
             while True:
-                if heed_abort and self.mine.abort[0]:
-                    raise self.fail(op, rank, pace.waited)
-                seen = int(part.numbers[place])
+                if heed_abort and self.local.abort[0]:
+                    raise self.fail(op, rank, backoff.waited)
+                seen = int(state.numbers[field])
                 if seen >= value:
                     break
-                if pace.rest(part.addresses[place : place + 1], seen):
+                if backoff.rest(state.addresses[field : field + 1], seen):
                     if heed_abort:
                         self.compare()
-                    gone = next((r for r in range(self.world) if self._has_left(r, place, value)), None)
-                    if pace.waited > self.timeout or gone is not None:
-                        missing = rank if gone is None else gone
-                        raise (self.fail if heed_abort else self._timeout)(op, missing, pace.waited)
-            load_acquire(part.addresses[place : place + 1], np.zeros(1, np.int64))
+                    left = next((r for r in range(self.world) if self._left_early(r, field, value)), None)
+                    if backoff.waited > self.timeout or left is not None:
+                        missing = rank if left is None else left
+                        raise (self.fail if heed_abort else self._timeout)(op, missing, backoff.waited)
+            load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
-    def _has_left(self, rank: int, place: int, value: int) -> bool:
+    def _left_early(self, rank: int, field: int, value: int) -> bool:
         """Whether a rank has left before it came. It may have come and left since: look in this order."""
-        return rank != self.rank and self.left(rank) and int(self.parts[rank].numbers[place]) < value
+        return rank != self.rank and self.has_left(rank) and int(self.states[rank].numbers[field]) < value
 
     def agree(self, what: str, op: str) -> None:
         """A barrier that is an operation: raises Disagreement on every rank where one comes to another one.
@@ -393,27 +395,27 @@ class ControlBlock:
         """
         before = self._resets
         try:
-            self._meet_again()
-            self.mine.abort[0] = 0
-            self.mine.numbers[_BEGUN] = self._begun = max(part.begun for part in self.parts)
+            self._reset_barrier()
+            self.local.abort[0] = 0
+            self.local.numbers[_BEGUN] = self._begun = max(state.begun for state in self.states)
             self._compared, self.disagreed, self._failure = [self._begun] * self.world, False, None
-            self._epoch = self.mine.numbers[_EPOCH] = 0
+            self._epoch = self.local.numbers[_EPOCH] = 0
             clear()
-            self._meet_again()
+            self._reset_barrier()
         except PeerTimeout:
-            self._resets = self.mine.numbers[_RESETS] = before  # who comes now waits for this rank
+            self._resets = self.local.numbers[_RESETS] = before  # who comes now waits for this rank
             raise
 
-    def _meet_again(self) -> None:
+    def _reset_barrier(self) -> None:
         self._resets += 1
-        self._meet(_RESETS, self._resets, "reset", heed_abort=False)
+        self._wait_for_all(_RESETS, self._resets, "reset", heed_abort=False)
 
 
 @functools.lru_cache(maxsize=256)
-def _recorded(op: str) -> tuple[bytes, int]:
+def _encoded(op: str) -> tuple[bytes, int]:
     """(as much of the text as a record holds, the digest of all of it): operations of a training step come again."""
-    data, room = op.encode(), _RECORD - 8 * _WORDS
-    return data[:room].ljust(room, b"\0"), zlib.crc32(data)
+    data, size = op.encode(), _RECORD - 8 * _WORDS
+    return data[:size].ljust(size, b"\0"), zlib.crc32(data)
 
 
 def _close(descriptors: Sequence[int]) -> None:
@@ -421,11 +423,11 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _why_not(hellos: Sequence[tuple[str, int, int | None, str]]) -> str:
+def _why_not(entries: Sequence[tuple[str, int, int | None, str]]) -> str:
     """Why these ranks cannot share memory; empty where they can."""
-    nodes = [node for node, *_ in hellos]
+    nodes = [node for node, *_ in entries]
     other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     if other is not None:
-        places = host.places(nodes[0], nodes[other])
-        return f"the group spans hosts or containers: rank 0 is on {places[0]}, rank {other} on {places[1]}"
-    return hellos[0][3]
+        names = host.different_names(nodes[0], nodes[other])
+        return f"the group spans hosts or containers: rank 0 is on {names[0]}, rank {other} on {names[1]}"
+    return entries[0][3]

@@ -165,24 +165,24 @@ def urgent_stream(device: torch.device) -> torch.cuda.Stream:
 def _native_atomics(source: int, target: int) -> bool:
     """Whether atomic operations of one GPU hold in the memory of another; True where the driver does not say."""
     numbers = [ctypes.c_int(source), ctypes.c_int(target)]
-    found = ctypes.c_int(1)
+    value = ctypes.c_int(1)
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         if any(driver.cuDeviceGet(ctypes.byref(number), number) for number in numbers):
             return True
-        if driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *numbers):
+        if driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMICS, *numbers):
             return True
-    return found.value != 0
+    return value.value != 0
 
 
 def _mps_enabled(number: int) -> bool:
     """Whether contexts on this GPU are MPS's; False where the driver does not say."""
-    device, found = ctypes.c_int(number), ctypes.c_int(0)
+    device, value = ctypes.c_int(number), ctypes.c_int(0)
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         if not driver.cuDeviceGet(ctypes.byref(device), device):
-            driver.cuDeviceGetAttribute(ctypes.byref(found), _MPS_ENABLED, device)
-    return found.value != 0
+            driver.cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)
+    return value.value != 0
 
 
 class Alarm:

@@ -39,7 +39,7 @@ class CudaMemory(HostCoordinatedMemory):
         self._abort = self._calls.new_word()
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
-        self._kept: dict[str, tuple[Tensor, Handle]] = {}  # peers' tensors do not own what they show
+        self._allocations: dict[str, tuple[Tensor, Handle]] = {}  # peers' tensors do not own what they show
         self._begun: Event | None = None
         self._inside = False
         self._last: tuple[int, Event] | None = None  # stream and end of the last operation that ran
@@ -53,11 +53,11 @@ class CudaMemory(HostCoordinatedMemory):
         """Raises Unavailable on every rank unless each rank's GPU can signal in the memory of all others."""
         reason = self._calls.why_not()
         gpu = "" if reason else self._calls.gpu()
-        said = self.exchange([str(self.device), gpu, reason], "symmetric memory")
-        for rank, (_, _, text) in enumerate(said):
+        entries = self.exchange([str(self.device), gpu, reason], "symmetric memory")
+        for rank, (_, _, text) in enumerate(entries):
             if text:
                 raise Unavailable(f"rank {rank}: {text}")
-        obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(said))
+        obstacles = (self._obstacle(rank, name, other, gpu) for rank, (name, other, _) in enumerate(entries))
         for text in self.exchange(next((text for text in obstacles if text), ""), "symmetric memory"):
             if text:
                 raise Unavailable(text)
@@ -97,12 +97,12 @@ class CudaMemory(HostCoordinatedMemory):
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         addresses = [pointer + offset for pointer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
         assert addresses[self.rank] == tensor.data_ptr(), "the handle is of another tensor"
-        self._kept[key] = tensor, handle
+        self._allocations[key] = tensor, handle
         return SymmetricBuffer(key, views, self.rank, self._calls.addresses(addresses))
 
     def _release(self, buffer: SymmetricBuffer) -> None:
         self._calls.synchronize()
-        del self._kept[buffer.key]
+        del self._allocations[buffer.key]
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """On the current stream, after everything before it there, copies included."""

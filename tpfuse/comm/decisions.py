@@ -75,9 +75,9 @@ def _links(count: int) -> str:
     with suppress(OSError, AttributeError):
         ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
         for one, other in itertools.permutations(range(count), 2):
-            found = ctypes.c_int(-1)
-            ask(ctypes.byref(found), _PERFORMANCE_RANK, one, other)
-            classes.add(str(found.value))
+            value = ctypes.c_int(-1)
+            ask(ctypes.byref(value), _PERFORMANCE_RANK, one, other)
+            classes.add(str(value.value))
     return "/".join(sorted(classes)) or "none"
 
 
@@ -96,8 +96,8 @@ def as_json(decisions: Decisions) -> dict[str, Any]:
 
 def from_json(cases: Any) -> dict[str, Decision]:
     """The decisions that JSON holds; what is none is left out."""
-    found = {case: _decision(entry) for case, entry in cases.items()} if isinstance(cases, dict) else {}
-    return {case: decision for case, decision in found.items() if decision is not None}
+    parsed = {case: _decision(entry) for case, entry in cases.items()} if isinstance(cases, dict) else {}
+    return {case: decision for case, decision in parsed.items() if decision is not None}
 
 
 def read_decisions(file: Path, machine_name: str) -> dict[str, Decision]:

@@ -1,17 +1,17 @@
 """What goes wrong between ranks, by name."""
 
-_places: dict[int, str] = {}  # of the ranks of the world in the mesh of `tpfuse.comm.mesh.build_mesh`
+_coordinates: dict[int, str] = {}  # of the ranks of the world in the mesh of `tpfuse.comm.mesh.build_mesh`
 
 
-def tell_places(places: dict[int, str]) -> None:
+def set_coordinates(coordinates: dict[int, str]) -> None:
     """What messages say of ranks of the world from now on besides their numbers, as "dp 1, tp 0"."""
-    _places.clear()
-    _places.update(places)
+    _coordinates.clear()
+    _coordinates.update(coordinates)
 
 
 def named(rank: int) -> str:
     """A rank of the world, for a message: "rank 3 (dp 1, tp 1)"."""
-    return f"rank {rank} ({_places[rank]})" if rank in _places else f"rank {rank}"
+    return f"rank {rank} ({_coordinates[rank]})" if rank in _coordinates else f"rank {rank}"
 
 
 class PeerTimeout(RuntimeError):
@@ -28,7 +28,7 @@ class PeerTimeout(RuntimeError):
     ) -> None:
         self.op, self.step, self.rank, self.peer, self.waited = op, step, rank, peer, waited
         self.detail = detail
-        place = f"{op}, step {step}" if step >= 0 else op
+        where = f"{op}, step {step}" if step >= 0 else op
         if waited is None:
             text = (
                 f"{named(rank)} cannot begin it after an earlier failure ({detail}):"
@@ -39,13 +39,13 @@ class PeerTimeout(RuntimeError):
         else:
             missing = "a rank" if peer is None else named(peer)
             text = f"{named(rank)} waited {waited:.1f} s for {missing}" + (f"; {detail}" if detail else "")
-        super().__init__(f"{place}: {text}")
+        super().__init__(f"{where}: {text}")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _timeout, (self.op, self.step, self.rank, self.peer, self.waited, self.detail)
+        return _rebuilt_timeout, (self.op, self.step, self.rank, self.peer, self.waited, self.detail)
 
 
-def _timeout(op: str, step: int, rank: int, peer: int | None, waited: float | None, detail: str) -> PeerTimeout:
+def _rebuilt_timeout(op: str, step: int, rank: int, peer: int | None, waited: float | None, detail: str) -> PeerTimeout:
     return PeerTimeout(op, step=step, rank=rank, peer=peer, waited=waited, detail=detail)
 
 

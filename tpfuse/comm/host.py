@@ -30,13 +30,13 @@ def replace_file(path: Path, text: str) -> None:
     Makes its folder. Raises OSError, and then leaves nothing behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, part = tempfile.mkstemp(prefix=".", dir=path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        Path(part).replace(path)
+        Path(temporary).replace(path)
     except OSError:
-        Path(part).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
@@ -52,7 +52,7 @@ def node_identity() -> str:
     return f"{boot} {namespaces} {os.uname().nodename}"
 
 
-def places(one: str, other: str) -> tuple[str, str]:
+def different_names(one: str, other: str) -> tuple[str, str]:
     """Two identities that differ, in words: their names, with the namespaces that differ where the names are alike."""
     words, others = one.split(), other.split()
     if words[-1] != others[-1]:

@@ -1,4 +1,4 @@
-"""What the backends of several ranks share: the control block, deadlines, the flight record, and going on afterwards."""
+"""What the backends of several ranks share: control block, deadlines, flight record, and going on afterwards."""
 
 import json
 import threading
@@ -117,17 +117,17 @@ class HostCoordinatedMemory(SymmetricMemory):
         """Also raises Disagreement where one of the last operations was another one on another rank."""
         self.control.compare()
 
-    def exchange(self, what: object, op: str) -> list[Any]:
+    def exchange(self, value: object, op: str) -> list[Any]:
         """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
-        return [json.loads(text) for text in self.control.exchange(json.dumps(what), op)]
+        return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
 
     def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
         """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
-        found = self.exchange([reason, value], op)
-        for rank, (text, _) in enumerate(found):
+        entries = self.exchange([reason, value], op)
+        for rank, (text, _) in enumerate(entries):
             if text:
                 raise Unavailable(f"rank {rank}: {text}")
-        return [each for _, each in found]
+        return [other for _, other in entries]
 
     def reset(self) -> None:
         self.control.reset(self._clear)

@@ -59,15 +59,15 @@ def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
     """
     first: list[tuple[int, int]] = []
     then: list[tuple[int, int]] = []
-    behind = dict.fromkeys(range(x.ndim), 1)  # shards that the axes behind this one make of each dimension
+    later_shards = dict.fromkeys(range(x.ndim), 1)  # shards that the axes behind this one make of each dimension
     for axis, placement in reversed(list(enumerate(x.placements))):
         if isinstance(placement, Replicate):
             continue
-        strided = isinstance(placement, _StridedShard) and placement.split_factor == behind[placement.dim]
+        strided = isinstance(placement, _StridedShard) and placement.split_factor == later_shards[placement.dim]
         if not strided and type(placement) is not Shard:
             raise ValueError(f"placement {placement} of a tensor {tuple(x.shape)}: expected Shard or Replicate")
         dim: int = placement.dim  # type: ignore[attr-defined]
-        behind[dim] *= x.device_mesh.size(axis)
+        later_shards[dim] *= x.device_mesh.size(axis)
         if strided:
             then.append((axis, dim))
         else:

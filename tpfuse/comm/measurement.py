@@ -100,27 +100,27 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     PeerTimeout where one does not come, and what the usual candidate raises; another candidate that raises is left out,
     with a warning, after which the group's memory is reset.
     """
-    of_group = _decided.setdefault(group, {})
-    found = of_group.get(case)
-    if found is not None:
-        return found
+    by_case = _decided.setdefault(group, {})
+    decision = by_case.get(case)
+    if decision is not None:
+        return decision
     current = _current
     assert current is not None
-    found = current.known.get(case)
-    _agree(group, case, found)
-    if found is None or found.taken not in candidates:
+    decision = current.known.get(case)
+    _agree(group, case, decision)
+    if decision is None or decision.taken not in candidates:
         started = time.monotonic()
-        found = _kept(group, device, case, candidates, usual, current)
-        kept = found is not None
-        if found is None:
-            found = _timed(group, device, case, candidates, usual)
-        found = _first_of_job(group, case, found)
-        if not kept and group.rank() == 0:
+        decision = _stored(group, device, case, candidates, usual, current)
+        stored = decision is not None
+        if decision is None:
+            decision = _measured(group, device, case, candidates, usual)
+        decision = _first_of_job(group, case, decision)
+        if not stored and group.rank() == 0:
             with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
-                add_decisions(current.file, machine(device.type), {case: found})
+                add_decisions(current.file, machine(device.type), {case: decision})
         current.spent += time.monotonic() - started
-    of_group[case] = current.decisions[case] = found
-    return found
+    by_case[case] = current.decisions[case] = decision
+    return decision
 
 
 def _exchange(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
@@ -130,36 +130,38 @@ def _exchange(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
 
 def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
     """Raises Disagreement where ranks come with different cases, or decisions of earlier runs."""
-    mine = case if known is None else f"{case} with {known.taken}"
-    said, ranks = _exchange(group, mine, case), dist.get_process_group_ranks(group)
-    for rank, other in zip(ranks, said, strict=True):
-        if other != said[0]:
-            raise Disagreement(f"{named(ranks[0])} measures {said[0]!r}, {named(rank)} {other!r}")
+    text = case if known is None else f"{case} with {known.taken}"
+    texts, ranks = _exchange(group, text, case), dist.get_process_group_ranks(group)
+    for rank, other in zip(ranks, texts, strict=True):
+        if other != texts[0]:
+            raise Disagreement(f"{named(ranks[0])} measures {texts[0]!r}, {named(rank)} {other!r}")
 
 
-def _kept(
+def _stored(
     group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str, current: Measurement
 ) -> Decision | None:
     """What group rank 0 reads in the file, else the usual candidate where the time is over, else None."""
-    told: Any = None
+    entry: Any = None
     if group.rank() == 0:
         decision = read_decisions(current.file, machine(device.type)).get(case)
         if decision is None or decision.taken not in candidates:
             decision = Decision(usual) if current.spent >= current.seconds else None
-        told = None if decision is None else [decision.taken, dict(decision.milliseconds)]
-    told = _exchange(group, told, case)[0]
-    return None if told is None else Decision(told[0], told[1])
+        entry = None if decision is None else [decision.taken, dict(decision.milliseconds)]
+    entry = _exchange(group, entry, case)[0]
+    return None if entry is None else Decision(entry[0], entry[1])
 
 
-def _timed(group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str) -> Decision:
+def _measured(
+    group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str
+) -> Decision:
     """The decision that the times of all ranks make, the same on each of them."""
-    able = {}
+    working = {}
     for name, run in candidates.items():
         error = _failure(run, device)  # which also compiles what is to be compiled
-        said = _exchange(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
-        failures = sorted((waited, text) for waited, text in said if text)  # first what others then waited for
+        failures = _exchange(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
+        failures = sorted((waited, text) for waited, text in failures if text)  # first what others then waited for
         if not failures:
-            able[name] = run
+            working[name] = run
             continue
         if name == usual:
             raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
@@ -167,12 +169,12 @@ def _timed(group: dist.ProcessGroup, device: torch.device, case: str, candidates
             connect(group, device).reset()  # its waits may have been cut short
         if group.rank() == 0:
             warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
-    samples: dict[str, list[float]] = {name: [] for name in able}
+    samples: dict[str, list[float]] = {name: [] for name in working}
     for _ in range(ROUNDS):
-        for name, run in able.items():
+        for name, run in working.items():
             samples[name].append(_milliseconds(run, device))
-    said = _exchange(group, {name: median(times) for name, times in samples.items()}, case)
-    slowest = {name: max(times[name] for times in said) for name in able}
+    medians = _exchange(group, {name: median(times) for name, times in samples.items()}, case)
+    slowest = {name: max(times[name] for times in medians) for name in working}
     best = min(slowest, key=lambda name: slowest[name])
     return Decision(best if slowest[best] < (1 - MARGIN) * slowest[usual] else usual, slowest)
 
@@ -203,12 +205,12 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / CALLS
 
 
-def _first_of_job(group: dist.ProcessGroup, case: str, found: Decision) -> Decision:
+def _first_of_job(group: dist.ProcessGroup, case: str, decision: Decision) -> Decision:
     """The decision of the group of the job that measured the case first, this one's where that is it."""
-    told: Any = None
+    entry: Any = None
     if group.rank() == 0:
         store = dist.distributed_c10d._get_default_store()
-        mine = json.dumps([found.taken, dict(found.milliseconds)])
-        told = json.loads(store.compare_set(f"tpfuse decision: {case}", "", mine))
-    taken, milliseconds = _exchange(group, told, case)[0]
+        ours = json.dumps([decision.taken, dict(decision.milliseconds)])
+        entry = json.loads(store.compare_set(f"tpfuse decision: {case}", "", ours))
+    taken, milliseconds = _exchange(group, entry, case)[0]
     return Decision(taken, milliseconds)

@@ -10,7 +10,7 @@ import itertools
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpfuse.comm.errors import tell_places
+from tpfuse.comm.errors import set_coordinates
 
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
@@ -31,8 +31,8 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
     sizes = {"dp": dp, **context, "tp": tp}
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     wide = {name: size for name, size in sizes.items() if size > 1}
-    places = itertools.product(*([f"{name} {index}" for index in range(size)] for name, size in wide.items()))
-    tell_places({} if len(wide) < 2 else {rank: ", ".join(place) for rank, place in enumerate(places)})
+    coordinates = itertools.product(*([f"{name} {index}" for index in range(size)] for name, size in wide.items()))
+    set_coordinates({} if len(wide) < 2 else {rank: ", ".join(names) for rank, names in enumerate(coordinates)})
     return mesh
 
 
@@ -52,8 +52,8 @@ def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup
     wide = tuple(name for name in _names(device_mesh) if name in names and device_mesh[name].size() > 1)
     if not wide:
         return None
-    part = device_mesh[wide]
-    return (part if len(wide) == 1 else part._flatten("_".join(wide))).get_group()
+    submesh = device_mesh[wide]
+    return (submesh if len(wide) == 1 else submesh._flatten("_".join(wide))).get_group()
 
 
 def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class Nodes:
         return self.within.size()
 
 
-_found: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
+_splits: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
 
 
 def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
@@ -49,37 +49,37 @@ def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
     of the settings. Under NCCL with a device bound to the default group, all groups of a mesh dimension are to be split
     at the same time: NCCL splits its communicators among all ranks. Raises PeerTimeout where a rank does not come.
     """
-    found = _split(group)
-    return found if isinstance(found, Nodes) else None
+    split = _split(group)
+    return split if isinstance(split, Nodes) else None
 
 
 def why_not_split(group: dist.ProcessGroup) -> str:
     """Why `split_by_node` gives None; empty where it does not. Collective when first asked for."""
-    found = _split(group)
-    return found if isinstance(found, str) else ""
+    split = _split(group)
+    return split if isinstance(split, str) else ""
 
 
 def _split(group: dist.ProcessGroup) -> Nodes | str:
-    found = _found.get(group)
-    if found is None:
-        found = _found[group] = _make(group)
-    return found
+    split = _splits.get(group)
+    if split is None:
+        split = _splits[group] = _make_split(group)
+    return split
 
 
-def _make(group: dist.ProcessGroup) -> Nodes | str:
-    said = exchange(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
+def _make_split(group: dist.ProcessGroup) -> Nodes | str:
+    entries = exchange(group, (host.node_identity(), _numbers.free()), "split by node", settings().timeout)
     ranks = dist.get_process_group_ranks(group)
-    nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, said, strict=True)})
+    nodes = ranks_by_node({rank: node for rank, (node, _) in zip(ranks, entries, strict=True)})
     reason = _why_not(nodes)
     if reason:
         return reason
-    own = next(node for node in nodes if dist.get_rank() in node)
-    number = own.index(dist.get_rank())
-    with _numbers.agreed(max(number for _, number in said)):
-        return Nodes(_new_group(own, group), _new_group([node[number] for node in nodes], group))
+    this_node = next(node for node in nodes if dist.get_rank() in node)
+    index = this_node.index(dist.get_rank())
+    with _numbers.agreed(max(free for _, free in entries)):
+        return Nodes(_new_group(this_node, group), _new_group([node[index] for node in nodes], group))
 
 
-class _Numbers:
+class _GroupNumbers:
     """torch names a group that its members alone have made after them and after the number of groups that the process
     has: unlike on ranks that are in other numbers of groups, which then wait for each other in vain. So ranks agree.
     """
@@ -110,7 +110,7 @@ def _names() -> dict[object, str]:
     return names
 
 
-_numbers = _Numbers()
+_numbers = _GroupNumbers()
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
@@ -135,11 +135,11 @@ def _why_not(nodes: Sequence[Sequence[int]]) -> str:
 
 def _new_group(ranks: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of these ranks of the default group, made by its members alone."""
-    made = dist.new_group(
+    new = dist.new_group(
         ranks,
         timeout=timedelta(seconds=settings().timeout),
         backend=dist.get_backend_config(group),
         use_local_synchronization=True,
     )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    assert isinstance(new, dist.ProcessGroup)
+    return new

@@ -83,18 +83,18 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
     Memory that is asked for beyond this is not refused: the kernel kills a process when the pages are written.
     """
-    found = []
+    limits = []
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
+                limits.append(int(line.split()[1]) * 1024)
     except (OSError, ValueError):
         pass
     for folder, limit_name, usage_name in _control_groups(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None:
-            found.append(max(0, limit - usage + _reclaimable(folder)))
-    return min(found, default=None)
+            limits.append(max(0, limit - usage + _reclaimable(folder)))
+    return min(limits, default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
@@ -122,9 +122,9 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
             continue
         folder = base / path.lstrip("/")
         # In a container the path is often the host's, and its own group is mounted at the base.
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(base):
-                yield place, *names
+        for ancestor in (folder, *folder.parents):
+            if ancestor.is_relative_to(base):
+                yield ancestor, *names
 
 
 def _number(file: Path) -> int | None:

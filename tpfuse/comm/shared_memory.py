@@ -31,7 +31,7 @@ class SharedMemory(HostCoordinatedMemory):
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         super().__init__(group, torch.device("cpu"), timeout)
-        self._abort = torch.frombuffer(self.control.mine.abort, dtype=torch.int32, count=1)
+        self._abort = torch.frombuffer(self.control.local.abort, dtype=torch.int32, count=1)
         self._words: dict[tuple[SymmetricBuffer, int, int], tuple[NDArray[np.int32], NDArray[np.uint64]]] = {}
 
     @property
@@ -41,33 +41,35 @@ class SharedMemory(HostCoordinatedMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(1, shape.numel() * dtype.itemsize)
-        own, reason = None, ""
+        mapping, reason = None, ""
         try:
-            _check_room(key, size, self.world)
-            own = Mapping(key, size)
+            _check_available(key, size, self.world)
+            mapping = Mapping(key, size)
         except Unavailable as error:
             reason = str(error)
         try:
-            place = None if own is None else (self.control.pids[self.rank], own.descriptor)
-            places, maps = self.collect(reason, f"buffer {key}", place), []
+            location = None if mapping is None else (self.control.pids[self.rank], mapping.descriptor)
+            locations, mappings = self.collect(reason, f"buffer {key}", location), []
             try:
-                for rank, (pid, descriptor) in enumerate(places):
-                    maps.append(own if rank == self.rank and own is not None else Mapping(key, size, (pid, descriptor)))
+                for rank, (pid, descriptor) in enumerate(locations):
+                    mappings.append(
+                        mapping if rank == self.rank and mapping is not None else Mapping(key, size, (pid, descriptor))
+                    )
             except Unavailable as error:
                 # It has said that all was well, and was killed before it was read: files go before the process does.
-                if self.control.ended(rank, within=1.0):
+                if self.control.has_ended(rank, within=1.0):
                     raise self.control.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
             self.collect(reason, f"buffer {key}")
         finally:
-            if own is not None:
-                own.close_descriptor()
-        peers = [torch.frombuffer(x.memory, dtype=torch.uint8, count=size) for x in maps]
+            if mapping is not None:
+                mapping.close_descriptor()
+        peers = [torch.frombuffer(x.memory, dtype=torch.uint8, count=size) for x in mappings]
         views = [peer[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for peer in peers]
         return SymmetricBuffer(key, views, self.rank, torch.tensor([x.data_ptr() for x in peers]))
 
     def _release(self, buffer: SymmetricBuffer) -> None:
-        self._words = {place: word for place, word in self._words.items() if place[0] is not buffer}
+        self._words = {key: word for key, word in self._words.items() if key[0] is not buffer}
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint64]]:
         word = self._words.get((flags, owner, index))
@@ -91,28 +93,28 @@ class SharedMemory(HostCoordinatedMemory):
         self.control.compare_with(peer)
 
     def _wait(self, view: NDArray[np.int32], address: NDArray[np.uint64], value: int, peer: int, op: str) -> None:
-        pace = Backoff()
+        backoff = Backoff()
         while True:
             aborted, seen = self.control.aborted, int(view[0])
             if not aborted and wrapped(seen - value) >= 0:
                 return
             late = False
-            if not aborted and pace.rest(address, seen):
+            if not aborted and backoff.rest(address, seen):
                 self.control.compare()  # a rank in another operation may never signal
-                late = pace.waited > self.timeout or self.control.left(peer)
+                late = backoff.waited > self.timeout or self.control.has_left(peer)
             # Before it left it may have written the word: look in this order.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):
-                raise self.control.fail(op, peer, pace.waited)
+                raise self.control.fail(op, peer, backoff.waited)
 
 
-def _check_room(key: str, size: int, world: int) -> None:
+def _check_available(key: str, size: int, world: int) -> None:
     """Raises Unavailable where the machine has not got that much: the kernel would kill a process, not say so."""
     if size * world < _LARGE:
         return
-    room = available_memory()
-    if room is not None and size * world > room:
+    available = available_memory()
+    if available is not None and size * world > available:
         raise Unavailable(
-            f"symmetric buffer {key!r} takes {size} bytes on each of {world} ranks; this machine has {room} left"
+            f"symmetric buffer {key!r} takes {size} bytes on each of {world} ranks; this machine has {available} left"
         )
 
 

@@ -38,7 +38,7 @@ class StreamWatchdog:
         self._control, self._alarm = control, alarm
         self._pending: deque[Pending] = deque()
         self._failure: PeerTimeout | Disagreement | None = None
-        self._rung = False
+        self._alarmed = False
         self._lock = threading.Lock()
         self._awake = threading.Event()
         look_often(self, self._awake, enter)
@@ -54,21 +54,21 @@ class StreamWatchdog:
         with self._lock:
             while self._pending and self._pending[0].ended.query():
                 self._pending.popleft()
-            if self._pending and not self._rung:
-                self._judge(self._pending[0])
+            if self._pending and not self._alarmed:
+                self._check_oldest(self._pending[0])
             if not self._pending:
                 self._awake.clear()
 
-    def _judge(self, oldest: Pending) -> None:
+    def _check_oldest(self, oldest: Pending) -> None:
         if oldest.running is None and oldest.begun.query():
             oldest.running = Stopwatch()
         self._control.stop_if_others_differ()
         waited = 0.0 if oldest.running is None else oldest.running.look()
-        if self._control.aborted or waited > self._control.timeout or self._control.gone() is not None:
+        if self._control.aborted or waited > self._control.timeout or self._control.first_left() is not None:
             self._failure = self._control.fail(oldest.op, oldest.peer, waited)
             write_flight_record(self._control, self._failure)
             self._alarm()
-            self._rung = True
+            self._alarmed = True
 
     def failure(self) -> PeerTimeout | Disagreement | None:
         """What an operation has met, once."""
@@ -80,5 +80,5 @@ class StreamWatchdog:
         """When the device has done everything that it was given."""
         with self._lock:
             self._pending.clear()
-            self._failure, self._rung = None, False
+            self._failure, self._alarmed = None, False
             self._awake.clear()

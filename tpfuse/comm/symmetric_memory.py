@@ -97,21 +97,21 @@ class SymmetricMemory(ABC):
         Raises ValueError where it was made with another shape or dtype, Disagreement where ranks ask for different
         ones, Unavailable where there is not enough memory.
         """
-        found = self._buffers.get(key)
-        if found is None:
-            found = self._buffers[key] = self._allocate(key, torch.Size(shape), dtype)
-        elif (found.shape, found.dtype) != (torch.Size(shape), dtype):
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = self._allocate(key, torch.Size(shape), dtype)
+        elif (buffer.shape, buffer.dtype) != (torch.Size(shape), dtype):
             raise ValueError(
-                f"symmetric buffer {key!r} is {found.dtype} {tuple(found.shape)},"
+                f"symmetric buffer {key!r} is {buffer.dtype} {tuple(buffer.shape)},"
                 f" not {dtype} {tuple(shape)}: free it first"
             )
-        return found
+        return buffer
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
         """`count` int32 words on every rank for `signal` and `wait_signal`; `reset` makes them 0 again."""
-        found = self.buffer(key, (count,), torch.int32)
+        buffer = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
-        return found
+        return buffer
 
     def free(self, key: str) -> None:
         """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""

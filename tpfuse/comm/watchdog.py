@@ -47,18 +47,18 @@ class Watchdog:
                 self._control.stop_if_others_differ()
                 op, stopwatch = self._watched
                 waited = stopwatch.look()
-                if waited > self._control.timeout or self._control.gone() is not None:
+                if waited > self._control.timeout or self._control.first_left() is not None:
                     self._control.fail(op, None, waited)
 
 
-class Looking(Protocol):
+class Watcher(Protocol):
     """What has something to look after."""
 
     def look(self) -> None:
         """Once, in the watchdog's thread."""
 
 
-def look_often(watchdog: Looking, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
+def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
     """Starts a thread that looks a few times a second while `awake` is set, as long as somebody holds the watchdog.
 
     enter: what the thread does first.
@@ -68,7 +68,7 @@ def look_often(watchdog: Looking, awake: threading.Event, enter: Callable[[], No
     weakref.finalize(watchdog, awake.set)
 
 
-def _look_often(reference: "weakref.ref[Looking]", awake: threading.Event, enter: Callable[[], None]) -> None:
+def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter: Callable[[], None]) -> None:
     enter()
     while True:
         awake.wait()
@@ -96,8 +96,13 @@ def write_flight_record(control: ControlBlock, error: BaseException) -> None:
         "missing": error.peer,
         "waited_s": round(error.waited, 3),
         "ranks": [
-            {"rank": control.ranks[rank], "pid": pid, "ended": control.ended(rank), "operations": part.operations()}
-            for rank, (pid, part) in enumerate(zip(control.pids, control.parts, strict=True))
+            {
+                "rank": control.ranks[rank],
+                "pid": pid,
+                "ended": control.has_ended(rank),
+                "operations": state.operations(),
+            }
+            for rank, (pid, state) in enumerate(zip(control.pids, control.states, strict=True))
         ],
     }
     try:

@@ -28,7 +28,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.errors import tell_places
+from tpfuse.comm.errors import set_coordinates
 from tpfuse.testing.patience import Deadline, patient
 
 # The modules that the server imports before it forks ranks; a program may add to them before it starts its first pool.
@@ -80,7 +80,7 @@ def serve(
             file, name, args = connection.recv()
         except EOFError:
             return
-        tell_places({})  # forget those of the run before
+        set_coordinates({})  # forget those of the run before
         torch.manual_seed(0)  # the random numbers of a run do not depend on the runs before it
         try:
             value = _find(file, name)(*args)

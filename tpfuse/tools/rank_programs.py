@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tpfuse.comm.collectives.fused import LaunchedCollectives, most_programs, open_channel
+from tpfuse.comm.collectives.fused import FusedCollectives, most_programs, open_channel
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import reference
 from tpfuse.kernels.shard_sum import shard_sum
@@ -122,7 +122,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
 
 def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
     """all_gather, reduce_scatter, all_to_all, and all_reduce of few and of many bytes."""
-    launched, (rank, world) = LaunchedCollectives(memory), (memory.rank, memory.world)
+    launched, (rank, world) = FusedCollectives(memory), (memory.rank, memory.world)
     few = min(sizes.elements, 1000)
     rounds = []
     for seed in range(VARIANTS):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tpfuse.backend import Implementation, implementation, kernels
 from tpfuse.comm import collectives
 from tpfuse.comm.collectives import collective, direct
-from tpfuse.comm.collectives.fused import LaunchedCollectives
+from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.connect import connect
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.mesh import group_of
@@ -70,22 +70,22 @@ def _taken(name: Implementation, triton: bool) -> str:
         patch.setattr(kind, method, lambda *args, **options: taken.append(kind) or run(*args, **options))
 
     with pytest.MonkeyPatch.context() as patch, implementation(name), kernels("triton" if triton else "auto"):
-        for kind, method in ((direct.DirectCollectives, "_run"), (LaunchedCollectives, "_run")):
+        for kind, method in ((direct.DirectCollectives, "_run"), (FusedCollectives, "_run")):
             spy(kind, method)
-        patch.setattr(collective, "Work", _counting(taken))
+        patch.setattr(collective, "CollectiveHandle", _counting(taken))
         for run in (collectives.all_gather, collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all):
             run(torch.ones(dist.get_world_size(), 2), group)
         assert len(taken) == 4 and len(set(taken)) == 1
         collectives.all_reduce_max(torch.ones(3, dtype=torch.int64), group)
     found = taken[0].__name__
-    assert taken[4].__name__ == ("Work" if found == "Work" else "DirectCollectives")
+    assert taken[4].__name__ == ("CollectiveHandle" if found == "CollectiveHandle" else "DirectCollectives")
     return found
 
 
-def _counting(taken: list[type]) -> Callable[..., collective.Work]:
-    work = collective.Work
+def _counting(taken: list[type]) -> Callable[..., collective.CollectiveHandle]:
+    work = collective.CollectiveHandle
 
-    def make(*args: Any) -> collective.Work:
+    def make(*args: Any) -> collective.CollectiveHandle:
         taken.append(work)
         return work(*args)
 
@@ -96,10 +96,10 @@ def _counting(taken: list[type]) -> Callable[..., collective.Work]:
     ("name", "triton", "taken"),
     [
         ("auto", False, "DirectCollectives"),
-        ("auto", True, "LaunchedCollectives"),
+        ("auto", True, "FusedCollectives"),
         ("direct", True, "DirectCollectives"),
-        ("fused", False, "LaunchedCollectives"),
-        ("collective", True, "Work"),
+        ("fused", False, "FusedCollectives"),
+        ("collective", True, "CollectiveHandle"),
     ],
 )
 def test_the_switch_is_obeyed(name: Implementation, triton: bool, taken: str) -> None:
@@ -122,7 +122,7 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
 def _pieces() -> None:
     """Kernels with slots that hold less than a row."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
-    launched = LaunchedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
+    launched = FusedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
     whole = integers(1, world, world, 50)
     mine, row, rows = whole[rank].clone(), torch.empty(50), torch.empty(world, 50)
     for operation, x, out, expected in (

@@ -29,7 +29,7 @@ class TestDirectCollectives(ProtocolSuite):
             "signalled before it is staged",
             replace(
                 SCATTER,
-                "slots[own].copy_(piece)\nepoch = channel.signal()",
+                "slots[this_rank].copy_(piece)\nepoch = channel.signal()",
                 by="epoch = channel.signal()\nslots[own].copy_(piece)",
             ),
         ),

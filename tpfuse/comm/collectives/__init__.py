@@ -24,40 +24,40 @@ from torch import Tensor
 from tpfuse.comm.choice import Choice, choose_implementation
 from tpfuse.comm.collectives import collective
 from tpfuse.comm.collectives.direct import DirectCollectives
-from tpfuse.comm.collectives.fused import LaunchedCollectives
+from tpfuse.comm.collectives.fused import FusedCollectives
 from tpfuse.comm.collectives.handle import DONE, Handle
 from tpfuse.comm.layout import check_local
 from tpfuse.comm.mesh import check_group
 from tpfuse.comm.rank_order import rows_of
 from tpfuse.kernels.endpoint import SUMMED
 
-_Kind = TypeVar("_Kind", DirectCollectives, LaunchedCollectives)
-_Symmetric = DirectCollectives | LaunchedCollectives
+_Kind = TypeVar("_Kind", DirectCollectives, FusedCollectives)
+_Symmetric = DirectCollectives | FusedCollectives
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # of `agree_on_rows`
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
+_instances: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
 
 
 def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
     """What serves CPU ranks of one host, fused kernels or not."""
     choice = choose_implementation(x.device, x.dtype, group)
-    return _of(group, choice, DirectCollectives) if x.device.type == "cpu" else None
+    return _instance(group, choice, DirectCollectives) if x.device.type == "cpu" else None
 
 
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
     """What serves the group through symmetric memory; None where nothing does."""
     choice = choose_implementation(x.device, x.dtype, group)
     if choice.implementation == "fused" and (not summed or x.dtype in SUMMED):
-        return _of(group, choice, LaunchedCollectives)
+        return _instance(group, choice, FusedCollectives)
     return _direct(x, group)
 
 
-def _of(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _Kind | None:
+def _instance(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _Kind | None:
     if choice.memory is None:
         return None
-    made = _made.setdefault(group, {})
-    if kind not in made:
-        made[kind] = kind(choice.memory)
-    return cast(_Kind, made[kind])
+    instances = _instances.setdefault(group, {})
+    if kind not in instances:
+        instances[kind] = kind(choice.memory)
+    return cast(_Kind, instances[kind])
 
 
 def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = True) -> None:
@@ -192,15 +192,15 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return out
 
 
-class _All:
+class _Handles:
     """Several transfers as one."""
 
-    def __init__(self, works: Sequence[Handle]) -> None:
-        self._works = works
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        for handle in self._handles:
+            handle.wait()
 
 
 def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
@@ -210,7 +210,7 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
     """
     x = x.detach().contiguous()
     out = torch.empty_like(x)
-    return out, _All(collective.start_shift(x, out, group))
+    return out, _Handles(collective.start_shift(x, out, group))
 
 
 def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
@@ -228,7 +228,7 @@ def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, o
     gathered = torch.tensor([rows], device=device)
     for group in groups:
         gathered = all_gather(gathered, group)
-    found = gathered.tolist()
-    if any(other != rows for other in found):
-        raise ValueError(f"{op}: the ranks have {found} {unit}: all must have equally many")
+    counts = gathered.tolist()
+    if any(other != rows for other in counts):
+        raise ValueError(f"{op}: the ranks have {counts} {unit}: all must have equally many")
     agreed.add(known)

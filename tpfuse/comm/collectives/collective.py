@@ -40,7 +40,7 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-class Work:
+class CollectiveHandle:
     """A collective of torch.distributed under way. Every rank makes those of a group in one order."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
@@ -54,28 +54,28 @@ class Work:
         """Blocks (on CUDA: the current stream) until the result may be read. Raises PeerTimeout."""
         if self._work is None:
             return
-        with self.naming_the_missing():
+        with self.name_missing_rank():
             self._work.wait(*self._deadline)
 
     @contextlib.contextmanager
-    def naming_the_missing(self) -> Iterator[None]:
+    def name_missing_rank(self) -> Iterator[None]:
         """Makes a PeerTimeout, with the rank that is missing, of what torch.distributed says about a lost one."""
         try:
             yield
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            waited, silent = time.monotonic() - self._started, _silent(self._group, self._number)
+            waited, silent = time.monotonic() - self._started, _silent_ranks(self._group, self._number)
             ranks = dist.get_process_group_ranks(self._group)
             silent = [ranks[rank] for rank in silent]
-            said = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
+            detail = "" if len(silent) < 2 else f"ranks {', '.join(map(str, silent))} are silent"
             raise PeerTimeout(
                 self._op,
                 step=-1,
                 rank=ranks[self._group.rank()],
                 peer=silent[0] if len(silent) == 1 else None,
                 waited=waited,
-                detail=said,
+                detail=detail,
             ) from error
 
 
@@ -85,12 +85,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any
     op: what the ranks do, for the message. Raises PeerTimeout.
     """
     values: list[Any] = [None] * group.size()
-    with Work(op, group, None).naming_the_missing():
+    with CollectiveHandle(op, group, None).name_missing_rank():
         dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _silent(group: dist.ProcessGroup, number: int) -> list[int]:
+def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
     """The ranks that do not give up collective `number` within two seconds of this one; none where the store fails."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     try:
@@ -108,7 +108,7 @@ def _silent(group: dist.ProcessGroup, number: int) -> list[int]:
 class _SumInRankOrder:
     """The second half of a reduce-scatter by all-to-all: adds up what every rank sent, rank 0 first."""
 
-    def __init__(self, received: Tensor, out: Tensor, work: Work) -> None:
+    def __init__(self, received: Tensor, out: Tensor, work: CollectiveHandle) -> None:
         self._received, self._out, self._work = received, out, work
 
     def wait(self) -> None:
@@ -117,12 +117,12 @@ class _SumInRankOrder:
         sum_in_rank_order(self._received.unbind(), self._out)
 
 
-def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
+def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
     """x: [n] contiguous; out: [world, n]."""
-    return Work("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
+    return CollectiveHandle("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
 
 
-def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work | _SumInRankOrder:
+def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle | _SumInRankOrder:
     """x: [world, n] contiguous; out: [n].
 
     Over Gloo each rank sends its partial sums to their owners, who add them in rank order, half types in
@@ -132,32 +132,36 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Wo
     if dist.get_backend(group) == "gloo":
         received = torch.empty_like(x)
         sent = dist.all_to_all_single(received.view(-1), x.view(-1), group=group, async_op=True)
-        return _SumInRankOrder(received, out, Work("reduce_scatter", group, sent))
-    return Work("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
+        return _SumInRankOrder(received, out, CollectiveHandle("reduce_scatter", group, sent))
+    return CollectiveHandle("reduce_scatter", group, _reduce_scatter(out, x.view(-1), group=group, async_op=True))
 
 
-def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Work:
+def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
     """x, out: [world, n] contiguous; out[r] becomes rank r's x[this rank]."""
-    return Work("all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True))
+    return CollectiveHandle(
+        "all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True)
+    )
 
 
-def start_all_reduce(x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
+def start_all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> CollectiveHandle:
     """Replaces the contiguous `x` by its sum (or whatever `op` says) over all ranks."""
-    return Work("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
+    return CollectiveHandle("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
 
 
 def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replaces the contiguous tensors on all ranks by those of the group's first one. Raises PeerTimeout."""
     works = [dist.broadcast(x, group=group, group_src=0, async_op=True) for x in tensors]
-    for work in [Work("broadcast", group, work) for work in works]:
+    for work in [CollectiveHandle("broadcast", group, work) for work in works]:
         work.wait()
 
 
-def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[Work]:
+def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[CollectiveHandle]:
     """out becomes the previous rank's x, that of the last rank for the first one. x, out: contiguous, alike."""
     rank, world = group.rank(), group.size()
     ends = (
         dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world),
         dist.P2POp(dist.irecv, out, group=group, group_peer=(rank - 1) % world),
     )
-    return [Work("shift", group, work) for work in dist.batch_isend_irecv(list(ends))]
+    return [CollectiveHandle("shift", group, work) for work in dist.batch_isend_irecv(list(ends))]

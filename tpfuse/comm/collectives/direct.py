@@ -25,7 +25,7 @@ SLOT_BYTES, LARGE_SLOT_BYTES = 2**20, 2**23
 ONE_SHOT_BYTES = 2**15
 
 
-_EMPTY = object()
+_FINISHED = object()
 
 
 class DirectHandle:
@@ -38,7 +38,7 @@ class DirectHandle:
 
     def begin(self) -> None:
         """Stages and signals the first piece."""
-        self.done = next(self._rounds, _EMPTY) is _EMPTY
+        self.done = next(self._rounds, _FINISHED) is _FINISHED
 
     def wait(self) -> None:
         """Blocks until the result may be read. Raises PeerTimeout."""
@@ -132,44 +132,44 @@ class DirectCollectives:
             pending.finish()
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel_of(x), self.memory.rank
+        channel, this_rank = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
             slots, targets = channel.next_slots(x.dtype, piece.numel()), target.unbind()
-            slots[own].copy_(piece)
+            slots[this_rank].copy_(piece)
             epoch = channel.signal()
             yield
-            targets[own].copy_(piece)
+            targets[this_rank].copy_(piece)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_gather")
                 targets[rank].copy_(slots[rank])
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel_of(x), self.memory.rank
+        channel, this_rank = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
             slots = channel.next_slots(x.dtype, *piece.shape)
-            slots[own].copy_(piece)
+            slots[this_rank].copy_(piece)
             epoch = channel.signal()
             yield
-            target[own].copy_(piece[own])
+            target[this_rank].copy_(piece[this_rank])
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_to_all")
-                target[rank].copy_(slots[rank][own])
+                target[rank].copy_(slots[rank][this_rank])
 
     def _reduce_scatter(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        channel, own = self._channel_of(x), self.memory.rank
+        channel, this_rank = self._channel_of(x), self.memory.rank
         size = channel.nbytes // x.element_size() // len(x)
         for start in range(0, x.shape[1], size):
             piece = _cut(x, start, size)
             slots = channel.next_slots(x.dtype, *piece.shape)
-            slots[own].copy_(piece)
+            slots[this_rank].copy_(piece)
             epoch = channel.signal()
             yield
             _wait_for_all(channel, epoch, "reduce_scatter")
-            sum_in_rank_order([slot[own] for slot in slots], _cut(out, start, size))
+            sum_in_rank_order([slot[this_rank] for slot in slots], _cut(out, start, size))
 
     def _one_shot(
         self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
@@ -188,28 +188,28 @@ class DirectCollectives:
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
         """Every rank sums its part, in one epoch, and reads the other parts in the next."""
-        channel, own, world = self._channel_of(x), self.memory.rank, self.memory.world
+        channel, this_rank, world = self._channel_of(x), self.memory.rank, self.memory.world
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
             piece, target = _cut(x, start, size), _cut(out, start, size)
             part = -(-piece.numel() // world)
             slots = channel.next_slots(x.dtype, piece.numel())
             for rank in channel.others:
-                _cut(slots[own], rank * part, part).copy_(_cut(piece, rank * part, part))
+                _cut(slots[this_rank], rank * part, part).copy_(_cut(piece, rank * part, part))
             epoch = channel.signal()
             yield
             _wait_for_all(channel, epoch, "all_reduce")
-            mine = [_cut(slot, own * part, part) for slot in slots]
-            mine[own] = _cut(piece, own * part, part)
+            shares = [_cut(slot, this_rank * part, part) for slot in slots]
+            shares[this_rank] = _cut(piece, this_rank * part, part)
             sums = channel.next_slots(x.dtype, part)
-            own_sum = _cut(sums[own], 0, mine[own].numel())
-            sum_in_rank_order(mine, own_sum)
+            own_sum = _cut(sums[this_rank], 0, shares[this_rank].numel())
+            sum_in_rank_order(shares, own_sum)
             epoch = channel.signal()
-            _cut(target, own * part, part).copy_(own_sum)
+            _cut(target, this_rank * part, part).copy_(own_sum)
             for rank in channel.others:
                 channel.wait_for(rank, epoch, "all_reduce")
-                place = _cut(target, rank * part, part)
-                place.copy_(sums[rank][: place.numel()])
+                peer_part = _cut(target, rank * part, part)
+                peer_part.copy_(sums[rank][: peer_part.numel()])
 
 
 def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:

@@ -57,13 +57,13 @@ def open_channel(
     return slots, endpoint
 
 
-class LaunchedCollectives:
+class FusedCollectives:
     """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
         """Collective. slot_bytes: of a piece, a multiple of 16; by default what suits the device."""
         self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
-        _, self._endpoint = open_channel(memory, "launched collectives", self._slot_bytes, most_programs(memory))
+        _, self._endpoint = open_channel(memory, "fused collectives", self._slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
         """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
