@@ -1,4 +1,4 @@
-"""tpfuse: tensor-parallel layers whose matrix products and communication are one program.
+"""tpfuse: tensor-parallel layers whose matrix products communicate while they compute.
 
 The names in `__all__` are the public ones. Each is imported when it is first used, so that `import tpfuse` needs
 neither torch nor Triton.
@@ -12,8 +12,8 @@ from tpfuse._lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# Without a workspace of a fixed size cuBLAS may give other bits in another run, and torch refuses to call it where
-# deterministic algorithms are asked for. cuBLAS reads this when it is first used.
+# Without a workspace of a fixed size cuBLAS may give results with other bits in another run, and torch refuses to call
+# it if deterministic algorithms are required. cuBLAS reads this variable when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _MODULES = {
@@ -43,7 +43,7 @@ _MODULES = {
 }
 __all__ = [*_MODULES]
 
-if TYPE_CHECKING:  # the same names for editors and type checkers; a test compares them with the table
+if TYPE_CHECKING:  # These are the same names for editors and type checkers. A test compares them with the table.
     from tpfuse.comm.connect import connect as connect
     from tpfuse.comm.errors import Disagreement as Disagreement
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout

@@ -1,4 +1,4 @@
-"""`tpfuse` and `python -m tpfuse`."""
+"""The entry point of `tpfuse` and `python -m tpfuse`."""
 
 import sys
 
@@ -18,7 +18,7 @@ def main() -> None:
             f"tpfuse: error: {error.name} is not installed: in the folder of tpfuse's source, run"
             " pip install '.[train]'"
         )
-    except KeyboardInterrupt:  # before training, which has handlers of its own
+    except KeyboardInterrupt:  # It came before training, which has its own handlers.
         print("tpfuse: interrupted", file=sys.stderr)
         sys.exit(130)
 

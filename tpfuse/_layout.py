@@ -1,8 +1,8 @@
 """Resolves `tpfuse.kernels` and `tpfuse.models` in a source checkout.
 
-Both folders stand at the repository's root, where people look for them, but must not be importable under
-their bare names (Hugging Face publishes a package `kernels`). An installed tpfuse has them as ordinary
-subpackages; in a checkout on PYTHONPATH this finder maps the two names, and nothing else, to the folders.
+Both folders are at the repository's root, where people look for them, but they must not be importable under their bare
+names (Hugging Face publishes a package `kernels`). An installed tpfuse has them as ordinary subpackages. In a checkout
+on PYTHONPATH this finder maps the two names, and no others, to the folders.
 """
 
 import importlib.machinery
@@ -17,7 +17,7 @@ _FOLDERS = {"tpfuse.kernels": _ROOT / "kernels", "tpfuse.models": _ROOT / "model
 
 
 class _CheckoutFinder:
-    """A finder for sys.meta_path, without a base class: importing `importlib.abc` takes longer than the rest here."""
+    """A finder for sys.meta_path. It has no base class: importing `importlib.abc` takes longer than all the rest."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

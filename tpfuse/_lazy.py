@@ -1,4 +1,4 @@
-"""Packages whose public names are imported when they are first used (PEP 562): torch and Triton take seconds."""
+"""Lazy public names (PEP 562): a package imports each when it is first used, since torch and Triton take seconds."""
 
 import importlib
 import sys
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package whose public names are defined in other modules.
+    """Returns `__getattr__` and `__dir__` for a package whose public names are defined in other modules.
 
-    modules: for each public name the module that defines it. A name that was used once is an attribute of the package.
+    modules: for each public name the module that defines it. After its first use a name is an attribute of the package.
     """
     module = sys.modules[package]
 

@@ -1,4 +1,4 @@
-"""Two switches for the whole library, per process: which kernels compute, and how ranks communicate.
+"""Two switches for the whole process: which kernels compute, and how ranks communicate.
 
 | kernels | CUDA tensors | CPU tensors                              |
 |---------|--------------|------------------------------------------|
@@ -6,9 +6,9 @@
 | triton  | Triton       | Triton, interpreted (TRITON_INTERPRET=1) |
 | torch   | torch        | torch                                    |
 
-Tensors of float64 always go to torch, and so do matrix products without an activation or a residual: on GPUs cuBLAS
-computes them. With `auto` a GPU trains with torch's attention, which may be that of cuDNN, where no option needs ours
-(`tpfuse.ops.attention.chosen_attention`).
+torch always computes on float64 tensors, and it always computes matrix products without an activation or a residual: on
+GPUs it calls cuBLAS for them. With `auto` a GPU trains with torch's attention, which may be that of cuDNN, unless an
+option needs tpfuse's own (`tpfuse.ops.attention.chosen_attention`).
 `tpfuse train --kernels` sets the name; your own program calls `set_kernels`.
 
 | name       | what it is                                                         | where it is possible              |
@@ -18,10 +18,11 @@ computes them. With `auto` a GPU trains with torch's attention, which may be tha
 | direct     | torch's products on memory that the ranks share: nothing is copied | CPU ranks of one host             |
 | collective | torch.distributed (NCCL, Gloo) before or after a product           | everywhere                        |
 
-On CPU ranks `auto` is direct. On GPUs it is collective, and for tensor-parallel products it is the one that a
-measurement on this machine finds to be the fastest (`tpfuse.measuring`). An implementation that was chosen and is not
-possible is replaced by the next one below it, with one warning. `tpfuse.explain(model)` says which one is used, and
-why. `tpfuse train --parallel.impl` sets the name; your own program calls `set_implementation`, on every rank.
+On CPU ranks `auto` is direct. On GPUs it is collective, except for tensor-parallel products, which use the
+implementation that a measurement on this machine found to be the fastest (`tpfuse.measuring`). If an implementation
+that was chosen is not possible, the next one below it in the table replaces it, with one warning.
+`tpfuse.explain(model)` shows which one is used, and why. `tpfuse train --parallel.impl` sets the name; your own program
+calls `set_implementation`, on every rank.
 """
 
 import contextlib
@@ -48,13 +49,13 @@ def set_kernels(name: Kernels) -> None:
 
 
 def chosen_kernels() -> Kernels:
-    """The name that was set for this process."""
+    """Returns the name that was set for this process."""
     return _kernels
 
 
 @contextlib.contextmanager
 def kernels(name: Kernels) -> Iterator[None]:
-    """Calls `set_kernels(name)` for the length of a with block."""
+    """Sets the kernels of this process within a with block, as `set_kernels` does."""
     previous = _kernels
     set_kernels(name)
     try:
@@ -64,9 +65,9 @@ def kernels(name: Kernels) -> Iterator[None]:
 
 
 def resolved_kernels(device_type: str) -> Literal["triton", "torch"]:
-    """Which kernels compute on "cuda" or "cpu" tensors now; torch computes on other devices.
+    """Returns which kernels compute on tensors of a device type: "cuda" or "cpu"; on other devices it is always torch.
 
-    Raises ValueError where Triton was chosen for CPU tensors in a process that does not interpret kernels.
+    Raises ValueError if Triton was chosen for CPU tensors in a process that does not interpret kernels.
     """
     if _kernels == "torch" or device_type not in ("cuda", "cpu") or (_kernels == "auto" and device_type == "cpu"):
         return "torch"
@@ -76,7 +77,7 @@ def resolved_kernels(device_type: str) -> Literal["triton", "torch"]:
 
 
 def use_triton(x: Tensor) -> bool:
-    """Whether an operator on x runs as a Triton kernel. Raises ValueError as `resolved_kernels` does."""
+    """Returns whether an operator on x runs as a Triton kernel. Raises ValueError as `resolved_kernels` does."""
     return x.dtype != torch.float64 and resolved_kernels(x.device.type) == "triton"
 
 
@@ -89,13 +90,13 @@ def set_implementation(name: Implementation) -> None:
 
 
 def chosen_implementation() -> Implementation:
-    """The name that was set for this process."""
+    """Returns the name that was set for this process."""
     return _implementation
 
 
 @contextlib.contextmanager
 def implementation(name: Implementation) -> Iterator[None]:
-    """Calls `set_implementation(name)` for the length of a with block."""
+    """Sets the implementation of this process within a with block, as `set_implementation` does."""
     previous = _implementation
     set_implementation(name)
     try:

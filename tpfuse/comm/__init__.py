@@ -1,1 +1,1 @@
-"""Device meshes, shards and symmetric memory: what moves bytes between ranks, and the deadline of every wait."""
+"""Communication between ranks: device meshes, shards, symmetric memory, collectives, and a deadline for every wait."""

@@ -1,9 +1,10 @@
-"""A channel: what one family of operations owns in symmetric memory, and the rounds that pass through it.
+"""A channel: the slots and signals of one family of operations in symmetric memory, and its rounds.
 
-A rank writes into its own slot, signals, waits for the others' signals and reads their slots: "stage, signal, wait,
-combine". Rounds are counted by epochs. Each slot has two halves, used in turn: the half of epoch e is written again in
-epoch e + 2, after this rank has waited for everybody's signal of e + 1; and that a rank gives only when it has read all
-that it wanted of epoch e. So one round of signals per epoch is enough, and no barrier.
+In each round a rank writes into its own slot, signals, waits for the others' signals and reads their slots: "stage,
+signal, wait, combine". Epochs count the rounds. Each slot has two halves, which are used in turn: a rank writes the
+half of epoch e again in epoch e + 2, after it has waited for the signal of e + 1 of every rank; and a rank gives its
+signal of e + 1 only after it has read all that it needs of epoch e. So one round of signals per epoch is enough, and no
+barrier is needed.
 """
 
 import math
@@ -14,19 +15,19 @@ from torch import Tensor
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
 _LEAST_SLOT = 2**16  # bytes
-_VIEWS = 256  # views that are kept, since operations of a training step come again
+_VIEWS = 256  # the number of views that are kept, since the operations of a training step repeat
 
 
 def slot_size(nbytes: int) -> int:
-    """Of a slot for this many bytes: a power of two, so that few sizes serve all shapes."""
+    """Returns the slot size for `nbytes` bytes, rounded up to a power of two, so that few sizes serve all shapes."""
     return max(_LEAST_SLOT, 1 << (nbytes - 1).bit_length())
 
 
 class Channel:
-    """Two halves of `nbytes` per rank. Rounds must be the same, in one order, on every rank.
+    """A channel whose slots have two halves of `nbytes` bytes. Every rank must run the same rounds in one order.
 
-    slots: uint8 [2, nbytes], written by its rank alone; flags: int32 signals, of which word 0 of each rank is its
-    epoch, written by its rank alone.
+    slots: uint8 [2, nbytes] on each rank, which only that rank writes; flags: int32 signals, of which word 0 of each
+    rank is its epoch, which only that rank writes.
     """
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
@@ -39,14 +40,14 @@ class Channel:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the epoch that `signal` begins."""
+        """The number of the epoch that the next `signal` begins."""
         return int(self._epoch[0]) + 1
 
-    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
+    @torch.inference_mode(False)  # The views are kept, also for calls that need gradients.
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
-        """The beginning of every rank's slot of the next epoch, in rank order, as a tensor of this dtype and shape.
+        """Returns the beginning of each rank's half for the next epoch, as tensors of one shape, in rank order.
 
-        This rank's own may be written now; the others' may be read once `wait_for` has returned.
+        This rank may write its own tensor now, and may read another rank's after `wait_for` has returned for that rank.
         """
         key = dtype, shape, self.next_epoch % 2
         views = self._views.get(key)
@@ -58,11 +59,11 @@ class Channel:
         return views
 
     def signal(self) -> int:
-        """Begins the next epoch, whose number is returned: this rank's slot is written."""
+        """Tells all ranks that this rank's slot is written. Begins the next epoch and returns its number."""
         epoch = self.next_epoch
         self.memory.signal(self.flags, self.memory.rank, 0, epoch)
         return epoch
 
     def wait_for(self, rank: int, epoch: int, op: str) -> None:
-        """Until `rank` has begun `epoch`; then its slot may be read until this rank signals again."""
+        """Waits until `rank` has begun `epoch`. Its slot may then be read until this rank signals again."""
         self.memory.wait_signal(self.flags, rank, 0, epoch, op=op)

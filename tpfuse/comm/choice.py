@@ -1,4 +1,4 @@
-"""Which implementation serves a group's tensors, and why: one function that chooses and explains.
+"""The choice of the implementation that serves a group's tensors, with its reason.
 
 `tpfuse.backend` has the table of implementations and the switch.
 """
@@ -21,8 +21,8 @@ from tpfuse.kernels.launch import INTERPRETED
 class Choice:
     """An implementation, why it is taken, and the symmetric memory that it works on (None for `collective`).
 
-    fallback: it stands in the place of one that was asked for, or that ranks who can reach each other's memory have.
-    provisional: it is taken where nothing was measured (`tpfuse.comm.measurement`), and `auto` was chosen.
+    fallback: it replaces the one that was chosen, or the one that ranks have if they can reach each other's memory.
+    provisional: `auto` was chosen, and this is taken as long as nothing was measured (`tpfuse.comm.measurement`).
     """
 
     implementation: Literal["fused", "direct", "collective"]
@@ -37,10 +37,11 @@ _choices: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Choice]] = WeakKeyDict
 
 
 def choose_implementation(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> Choice:
-    """What serves tensors of `dtype` on `device`; the same on every rank of the group.
+    """Returns the implementation for tensors of `dtype` on `device`; it is the same on every rank of the group.
 
-    Collective when it is first asked for a device. What was chosen by `set_implementation` and cannot be is replaced.
-    Raises ValueError where `fused` was chosen for CPU tensors, and this process does not interpret.
+    The first call for a device is collective. An implementation that was set by `set_implementation` and is not
+    possible is replaced. Raises ValueError if `fused` was chosen for CPU tensors and this process does not interpret
+    kernels.
     """
     by_key = _choices.setdefault(group, {})
     key = device.type, dtype, chosen_implementation(), chosen_kernels()

@@ -1,4 +1,4 @@
-"""Which symmetric memory a group of ranks has: made when it is first asked for, kept as long as the group."""
+"""The symmetric memory of each group of ranks: made when it is first requested, kept as long as the group."""
 
 from weakref import WeakKeyDictionary
 
@@ -16,15 +16,16 @@ _memories: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Connection]] = WeakKe
 
 
 def connected() -> list[SymmetricMemory]:
-    """Every symmetric memory that this process has."""
+    """Returns every symmetric memory that this process has."""
     memories = (memory for by_device in _memories.values() for memory in by_device.values())
     return [memory for memory in memories if isinstance(memory, SymmetricMemory)]
 
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> SymmetricMemory:
-    """The symmetric memory of `group` on `device` ("cpu" or this rank's "cuda:…"); collective when first asked for.
+    """Returns the symmetric memory of `group` on `device`, "cpu" or this rank's "cuda:…".
 
-    Raises Unavailable with the reason, on every rank alike.
+    The first call for a group and a type of device is collective. Raises Unavailable, with the same reason on every
+    rank.
     """
     by_device = _memories.setdefault(group, {})
     connection = by_device.get(device.type)

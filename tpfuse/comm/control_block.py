@@ -1,11 +1,12 @@
-"""The board: a page of shared memory in which the ranks of one host see each other.
+"""The control block: shared memory in which the ranks of one host see each other's state.
 
-Each rank writes its own part, and all read all of them: process number, which operations it has begun and ended (the
-flight record), what it says in an exchange, and whether somebody told it to stop waiting. Everything that must work
-when a peer is not there stands on it: host barriers, agreement on sizes, deadlines, the names in PeerTimeout.
+Each rank writes its own state, and all ranks read all states: the operations that the rank has begun and ended (the
+flight record), its text in an exchange, and whether another rank has told it to stop waiting. Everything that must work
+if a peer is missing depends on it: host barriers, agreement on sizes, deadlines, the names in PeerTimeout.
 
-The memory is anonymous (memfd_create(2)): a peer opens it as /proc/PID/fd/N of the rank that made it. So nothing is
-ever in /dev/shm, whoever is killed when, and its size (64 MB in a container, if nobody asked for more) does not matter.
+The memory is anonymous (memfd_create(2)): a peer opens it as /proc/PID/fd/N of the rank that made it. So nothing ever
+remains in /dev/shm, whenever a process is killed, and the size of /dev/shm (64 MB in a container by default) does not
+matter.
 """
 
 import contextlib
@@ -29,27 +30,27 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.futex import Backoff, load_acquire, publish, store_release
 from tpfuse.comm.rendezvous import exchange
 
-_BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # places among a rank's int64 numbers
+_BEGUN, _EPOCH, _RESETS, _NUMBERS = 0, 1, 2, 16  # indices of a rank's int64 numbers, and their count
 _TEXT = 4096  # bytes of one exchange
 RECORDS, _RECORD = 64, 192  # operations in the flight record, bytes of each: four numbers (`RankState`), then text
-_NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # places among those numbers, and how many they are
+_NUMBER, _ENDED_NS, _DIGEST, _WORDS = 0, 2, 3, 4  # indices of those numbers, and their count
 _ABORT_BYTES = 128
-_FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # of the records, among the int64 words of a part
+_FIRST_WORD = (_NUMBERS * 8 + _ABORT_BYTES + 2 * _TEXT) // 8  # index of the first record's word in a rank's state
 _STATE_BYTES = 8 * _FIRST_WORD + RECORDS * _RECORD
 
 
 def _word(number: int, field: int) -> int:
-    """Where one of an operation's four numbers is, among the int64 words of a state."""
+    """Returns the index of one of an operation's four numbers among the int64 words of a rank's state."""
     return _FIRST_WORD + number % RECORDS * (_RECORD // 8) + field
 
 
 class Mapping:
-    """Anonymous shared memory: made by one process, mapped by others."""
+    """Anonymous shared memory, which one process makes and others map."""
 
     def __init__(self, name: str, size: int, location: tuple[int, int] | None = None) -> None:
-        """Makes `size` zeroed bytes, or maps those at `location`, (process, file descriptor) of who made them.
+        """Makes `size` bytes, which are zero, or maps those at `location`, (process, file descriptor) of their maker.
 
-        Raises Unavailable with the reason in plain words.
+        Raises Unavailable with the reason.
         """
         self.descriptor: int | None = None
         try:
@@ -57,7 +58,7 @@ class Mapping:
                 self.descriptor = os.memfd_create(f"tpfuse {name}"[:200], os.MFD_CLOEXEC)
                 os.posix_fallocate(self.descriptor, 0, size)
                 location = os.getpid(), self.descriptor
-            # Not mmap.mmap, which keeps a descriptor for each mapping.
+            # mmap.mmap would keep a descriptor for each mapping.
             self.memory: NDArray[np.uint8] = _map(f"/proc/{location[0]}/fd/{location[1]}", size)
         except (OSError, ValueError, AttributeError, RuntimeError) as error:
             what = (
@@ -68,7 +69,7 @@ class Mapping:
             raise Unavailable(f"{size} bytes of shared memory for {name} cannot be {what}: {reason}") from None
 
     def close_descriptor(self) -> None:
-        """Once every peer has mapped it: the memory lives as long as it is mapped somewhere."""
+        """Closes the descriptor after every peer has mapped the memory, which exists as long as a process maps it."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -80,10 +81,10 @@ def _map(path: str, size: int) -> NDArray[np.uint8]:
 
 
 class RankState:
-    """One rank's part of the control.
+    """One rank's state in the control block.
 
     A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
-    digest of its text in one word, which is written at once, and as much of the text as there is room for.
+    digest of its text in one word, which is written at once, and as much of the text as fits.
     """
 
     def __init__(self, memory: NDArray[np.uint8], rank: int) -> None:
@@ -95,7 +96,7 @@ class RankState:
         self.texts = [np.frombuffer(memory, np.uint8, _TEXT, start + half * _TEXT) for half in range(2)]
         self.records = np.frombuffer(memory, np.uint8, RECORDS * _RECORD, start + 2 * _TEXT).reshape(RECORDS, _RECORD)
         self.record_numbers = self.records.view(np.int64)
-        # Of the same memory, since an element of an array of numpy takes twice as long to read and to write.
+        # These are views of the same memory: an element of a numpy array takes twice as long to read and to write.
         self.bytes = memoryview(memory)[rank * _STATE_BYTES : (rank + 1) * _STATE_BYTES]  # type: ignore[arg-type]
         self.words = self.bytes.cast("q")
         self.aborted = self.bytes[_NUMBERS * 8 : _NUMBERS * 8 + 4].cast("i")
@@ -105,24 +106,24 @@ class RankState:
 
     @property
     def begun(self) -> int:
-        """How many operations this rank has begun."""
+        """The number of operations that this rank has begun."""
         return self.words[_BEGUN]
 
     def digest(self, number: int) -> int:
-        """The word that has an operation's number and the digest of its text.
+        """Returns the word that has an operation's number and the digest of its text.
 
-        It is another operation's, or 0, where that has not been written yet, or has been written over since.
+        If it has not been written yet, or has been overwritten, the word is another operation's, or 0.
         """
         return self.words[_word(number, _DIGEST)]
 
     def record(self, number: int, begun_ns: int, digest: int, text: bytes) -> None:
-        """Writes that an operation begins. text: as long as there is room for."""
+        """Writes that an operation begins. text: exactly as many bytes as a record holds."""
         words, first = self.words, _word(number, 0)
         words[first], words[first + 1], words[first + _ENDED_NS], words[first + _DIGEST] = number, begun_ns, 0, digest
         self.bytes[8 * (first + _WORDS) : 8 * first + _RECORD] = text
 
     def operations(self) -> list[dict[str, object]]:
-        """The last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
+        """Returns the last operations, oldest first: number, text, and when they began and ended (ns, 0: not yet)."""
         rows = [(*(int(x) for x in numbers[:_DIGEST]), index) for index, numbers in enumerate(self.record_numbers)]
         return [
             {"number": number, "operation": self._text(index), "begun_ns": begun, "ended_ns": ended}
@@ -131,16 +132,16 @@ class RankState:
         ]
 
     def is_through(self, number: int) -> bool:
-        """Whether this rank has ended operation `number`."""
+        """Returns whether this rank has ended operation `number`."""
         begun = self.begun
         return begun > number or (begun == number and bool(self.record_numbers[begun % RECORDS, _ENDED_NS]))
 
     def last_operation(self) -> str:
-        """What it has begun last; empty where it has begun nothing."""
+        """Returns the text of the operation that the rank has begun last; empty if it has begun none."""
         return self.operation(self.begun) if self.begun else ""
 
     def operation(self, number: int) -> str:
-        """The text of one of the last operations."""
+        """Returns the text of one of the last operations."""
         return self._text(number % RECORDS)
 
     def _text(self, index: int) -> str:
@@ -148,15 +149,16 @@ class RankState:
 
 
 class ControlBlock:
-    """The board of one group of ranks, all on this host. Collective; raises Unavailable where it cannot be.
+    """The control block of one group of ranks, all on this host. Collective.
 
-    step: the caller's step, for messages (-1: nobody told).
+    step: the caller's step, for messages (-1 if it is not known). Raises Unavailable if the ranks are on several hosts
+    or cannot share memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank, self.world, self.timeout = group.rank(), group.size(), timeout
         self.step = -1
-        self.ranks = dist.get_process_group_ranks(group)  # by their numbers in the world, as messages name them
+        self.ranks = dist.get_process_group_ranks(group)  # the ranks' numbers in the world, which messages use
         mapping, reason = None, ""
         if self.rank == 0:
             try:
@@ -171,7 +173,7 @@ class ControlBlock:
                 mapping = Mapping("control block", self.world * _STATE_BYTES, (entries[0][1], entries[0][2] or 0))
             except Unavailable as error:
                 reason = str(error)
-        # Every rank has mapped it, or none uses it.
+        # Either every rank has mapped the memory, or no rank uses it.
         reasons = [text for text in exchange(group, reason, "symmetric memory", timeout) if text]
         if mapping is not None:
             mapping.close_descriptor()
@@ -182,12 +184,12 @@ class ControlBlock:
         self.states = [RankState(self.memory, rank) for rank in range(self.world)]
         self.local = self.states[self.rank]
         self._epoch = self._resets = 0
-        self._begun, self._digests = 0, [0] * RECORDS  # what `mine` has of this rank's operations, at hand
+        self._begun, self._digests = 0, [0] * RECORDS  # copies of what `local` has of this rank's operations
         self._begun_address, self._published = self.local.addresses[_BEGUN : _BEGUN + 1], np.zeros(1, np.int64)
         self._others = [rank for rank in range(self.world) if rank != self.rank]
         self._compared = [0] * self.world
         self.disagreed = False  # whether this rank has found that ranks run different operations
-        self._failure: tuple[int, str] | None = None  # the operation that failed first, by number, and why
+        self._failure: tuple[int, str] | None = None  # the number of the operation that failed first, and why
         for state, (_, pid, _, _) in zip(self.states, entries, strict=True):
             with contextlib.suppress(OSError):
                 state.pidfd = os.pidfd_open(pid)
@@ -196,14 +198,14 @@ class ControlBlock:
 
     @property
     def aborted(self) -> bool:
-        """Whether somebody told this rank to stop waiting."""
+        """Whether this rank was told to stop waiting."""
         return self.local.aborted[0] != 0
 
     def begin(self, op: str, *, fence: bool = False) -> int:
         """Records that this rank begins an operation, and returns its number.
 
-        op: its name, shapes and dtypes, the same on every rank. fence: at least one of two ranks that then compare sees
-        the other's record.
+        op: its name, shapes and dtypes, the same on every rank. fence: whether the record is published so that of two
+        ranks that then compare at least one sees the other's record.
         """
         number = self._begun + 1
         text, digest = _encoded(op)
@@ -223,21 +225,22 @@ class ControlBlock:
         self.local.words[_word(number, _ENDED_NS)] = time.time_ns()
 
     def compare(self) -> None:
-        """Raises Disagreement where a rank runs another operation than this rank."""
+        """Raises Disagreement if a rank runs another operation than this rank."""
         newest, digests = self._begun, self._digests
         for rank in self._others:
             compared, theirs = self._compared[rank], self.states[rank].words
             while compared < newest and theirs[_word(compared + 1, _DIGEST)] == digests[(compared + 1) % RECORDS]:
-                compared += 1  # what ranks in step do
+                compared += 1  # This is all that happens if the ranks are in step.
             self._compared[rank] = compared
             if compared != newest and compared != theirs[_BEGUN]:
                 self.compare_with(rank)
 
     def compare_with(self, rank: int) -> None:
-        """`compare`, with one rank.
+        """Raises Disagreement if one rank runs another operation than this rank.
 
-        Nobody is waited for or told: what both ranks have begun is compared, each operation once. Ranks that wait
-        compare with all others meanwhile, and so each finds for itself that one is in another operation.
+        It waits for no rank and tells none: it compares the operations that both ranks have begun, each once. Ranks
+        that wait compare with all others meanwhile, and so each of them finds by itself that a rank is in another
+        operation.
         """
         compared = self._compared[rank]
         if compared == self._begun:
@@ -248,7 +251,8 @@ class ControlBlock:
         theirs = self.states[rank]
         for number in range(max(compared, self._begun - RECORDS) + 1, newest + 1):
             digest, ours = theirs.digest(number), self._digests[number % RECORDS]
-            if digest == ours or ours >> 32 != number & 0x7FFFFFFF:  # in a watchdog: overwritten by a later one by now
+            # In a watchdog the second condition may hold: a later operation has overwritten this rank's digest.
+            if digest == ours or ours >> 32 != number & 0x7FFFFFFF:
                 continue
             if digest >> 32 == number & 0x7FFFFFFF:
                 self.disagreed = True
@@ -257,51 +261,51 @@ class ControlBlock:
                     f"operation {number}: {named(self.ranks[rank])} runs {texts[0]},"
                     f" {named(self.ranks[self.rank])} runs {texts[1]}"
                 )
-            if theirs.record_numbers[number % RECORDS, _NUMBER] < number:  # not to be seen yet
+            if theirs.record_numbers[number % RECORDS, _NUMBER] < number:  # the record is not visible yet
                 newest = number - 1
                 break
         self._compared[rank] = newest
 
     def stop_if_others_differ(self) -> None:
-        """For watchdogs: ends the waits of this rank's kernels, which cannot compare, where `compare` would raise."""
+        """Ends the waits of this rank's kernels, which cannot compare, if `compare` would raise. Watchdogs call it."""
         try:
             self.compare()
         except Disagreement:
             self.local.abort[0] = self.world + 2
 
     def abort(self, rank: int, missing: int | None) -> None:
-        """Tells `rank` to stop waiting for `missing` (None: nobody in particular). The first one to tell is heard."""
+        """Tells `rank` to stop waiting for `missing` (None: no particular rank). Only the first such call counts."""
         value = np.array([self.world + 1 if missing is None else missing + 1], np.int32)
         atomics.atomic_cas(
             self.states[rank].abort_address, np.zeros(1, np.int32), value, atomics.MEM_SEMANTIC.ACQUIRE_RELEASE
         )
 
     def has_ended(self, rank: int, within: float = 0.0) -> bool:
-        """Returns whether the process of `rank` is gone (a zombie is), waiting for that up to `within` seconds."""
+        """Returns whether the process of `rank` has ended (a zombie has). Waits for that up to `within` seconds."""
         pidfd = self.states[rank].pidfd
         if pidfd is None:
             return not Path(f"/proc/{self.pids[rank]}").exists()
-        poll = select.poll()  # which descriptors beyond 1023 do not trouble, as they do select
+        poll = select.poll()  # select.select refuses descriptors above 1023.
         poll.register(pidfd, select.POLLIN)
         return bool(poll.poll(1000 * within))
 
     def has_left(self, rank: int) -> bool:
-        """Returns whether a rank comes to no more operations of this rank: it is in `reset`, or has ended."""
+        """Returns whether a rank comes to no more operations of this rank, because it is in `reset` or has ended."""
         return int(self.states[rank].numbers[_RESETS]) > self._resets or self.has_ended(rank)
 
     def first_left(self) -> int | None:
-        """The first rank that has left before it was through with this rank's last operation."""
+        """Returns the first rank that has left before it ended this rank's last operation; None if there is none."""
         number = self.local.begun
         others = (rank for rank in range(self.world) if rank != self.rank)
         return next((rank for rank in others if self.has_left(rank) and not self.states[rank].is_through(number)), None)
 
     def slowest(self) -> int | None:
-        """The rank that has begun the fewest operations, where that is fewer than this rank has."""
+        """Returns the rank that has begun the fewest operations; None if that is as many as this rank has begun."""
         rank = min(range(self.world), key=lambda r: self.states[r].begun)
         return rank if self.states[rank].begun < self.local.begun else None
 
     def fail(self, op: str, peer: int | None, waited: float) -> PeerTimeout | Disagreement:
-        """Ends every rank's waits; the error to raise. peer: who is missing, as far as the caller knows."""
+        """Ends every rank's waits and returns the error to raise. peer: the rank that the caller waits for."""
         abort_word = int(self.local.abort[0])
         if abort_word == self.world + 2:
             try:
@@ -328,7 +332,7 @@ class ControlBlock:
         return PeerTimeout(op, step=self.step, rank=self.ranks[self.rank], peer=peer, waited=waited, detail=detail)
 
     def describe(self, rank: int | None) -> str:
-        """What is known of a missing rank."""
+        """Returns what is known of a missing rank, for a message."""
         if rank is None:
             return "no rank is behind the others"
         if self.has_ended(rank):
@@ -339,10 +343,10 @@ class ControlBlock:
         return f"process {self.pids[rank]}, " + (f"last seen in {last}" if last else "not seen yet")
 
     def exchange(self, text: str, op: str) -> list[str]:
-        """What every rank says, in rank order; a barrier. At most 4000 bytes. Raises PeerTimeout.
+        """Returns every rank's text, in rank order. It is a barrier. text: at most 4088 bytes. Raises PeerTimeout.
 
-        A text is written again two exchanges later, when every rank has said that it has read it by coming to the
-        next one.
+        A text is overwritten two exchanges later: by then every rank has come to the exchange between, and so has read
+        the text.
         """
         data = text.encode()
         assert len(data) <= _TEXT - 8, "the text is longer than a control block holds"
@@ -355,7 +359,10 @@ class ControlBlock:
         return [bytes(area[8 : 8 + int(area[:8].view(np.int64)[0])]).decode() for area in areas]
 
     def _wait_for_all(self, field: int, value: int, op: str, *, heed_abort: bool) -> None:
-        """Writes a number and waits until every rank's is as large."""
+        """Writes one of this rank's numbers and waits until every rank's number is at least as large.
+
+        heed_abort: whether the wait ends if this rank is told to stop waiting.
+        """
         store_release(self.local.addresses[field : field + 1], np.array([value], np.int64))
         backoff = Backoff()
         for rank, state in enumerate(self.states):
@@ -375,13 +382,16 @@ class ControlBlock:
             load_acquire(state.addresses[field : field + 1], np.zeros(1, np.int64))
 
     def _left_early(self, rank: int, field: int, value: int) -> bool:
-        """Whether a rank has left before it came. It may have come and left since: look in this order."""
+        """Returns whether a rank has left before it came.
+
+        It may have come and then left, so its number is read after the check that it has left.
+        """
         return rank != self.rank and self.has_left(rank) and int(self.states[rank].numbers[field]) < value
 
     def agree(self, what: str, op: str) -> None:
-        """A barrier that is an operation: raises Disagreement on every rank where one comes to another one.
+        """Waits for all ranks and compares what they do: raises Disagreement on every rank if one does something else.
 
-        what: what the ranks compare; op: its name in PeerTimeout.
+        what: the text that the ranks compare, which is recorded as an operation; op: its name in PeerTimeout.
         """
         number = self.begin(what)
         self.exchange("", op)
@@ -389,9 +399,10 @@ class ControlBlock:
         self.end(number)
 
     def reset(self, clear: Callable[[], None]) -> None:
-        """Two barriers that no abort ends, and between them, when nobody waits for anything, everything is forgotten.
+        """Resets this rank's state and calls `clear`, between two barriers that no abort ends.
 
-        Raises PeerTimeout where a rank does not come; then it may be tried again, on every rank.
+        Between the barriers no rank waits for anything. Raises PeerTimeout if a rank does not come; every rank may then
+        try again.
         """
         before = self._resets
         try:
@@ -403,7 +414,7 @@ class ControlBlock:
             clear()
             self._reset_barrier()
         except PeerTimeout:
-            self._resets = self.local.numbers[_RESETS] = before  # who comes now waits for this rank
+            self._resets = self.local.numbers[_RESETS] = before  # A rank that comes now waits for this rank.
             raise
 
     def _reset_barrier(self) -> None:
@@ -413,7 +424,7 @@ class ControlBlock:
 
 @functools.lru_cache(maxsize=256)
 def _encoded(op: str) -> tuple[bytes, int]:
-    """(as much of the text as a record holds, the digest of all of it): operations of a training step come again."""
+    """Returns (as much of the text as a record holds, the digest of all of it). Training steps repeat their texts."""
     data, size = op.encode(), _RECORD - 8 * _WORDS
     return data[:size].ljust(size, b"\0"), zlib.crc32(data)
 
@@ -424,7 +435,7 @@ def _close(descriptors: Sequence[int]) -> None:
 
 
 def _why_not(entries: Sequence[tuple[str, int, int | None, str]]) -> str:
-    """Why these ranks cannot share memory; empty where they can."""
+    """Returns why these ranks cannot share memory; empty if they can."""
     nodes = [node for node, *_ in entries]
     other = next((rank for rank, node in enumerate(nodes) if node != nodes[0]), None)
     if other is not None:

@@ -1,8 +1,9 @@
-"""What `CudaMemory` asks of CUDA: all of it is here, so that tests can put something else in its place.
+"""All calls of `CudaMemory` to CUDA, in one class, so that tests can replace it.
 
-Memory comes from torch.distributed._symmetric_memory with its CUDA backend, whose handles were read in torch 2.11 and
-2.13 (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu): `buffer_ptrs` are where allocations begin, `offset`
-is how far into its allocation a tensor begins, in bytes, and `get_buffer` knows nothing of it.
+Memory comes from torch.distributed._symmetric_memory with its CUDA backend. The meaning of its handles was read in the
+source of torch 2.11 and 2.13 (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu): `buffer_ptrs` are the
+addresses of the allocations, `offset` is the number of bytes between the beginning of an allocation and its tensor, and
+`get_buffer` does not add it.
 """
 
 import contextlib
@@ -17,13 +18,13 @@ from torch import Tensor
 from tpfuse.comm.probe import no_symmetric_memory
 from tpfuse.kernels.signal_wait import signal_wait
 
-_THREAD_LOCAL = 1  # of CUstreamCaptureMode
-_NATIVE_ATOMICS = 3  # of CUdevice_P2PAttribute
-_MPS_ENABLED = 133  # of CUdevice_attribute
+_THREAD_LOCAL = 1  # a value of CUstreamCaptureMode
+_NATIVE_ATOMICS = 3  # a value of CUdevice_P2PAttribute
+_MPS_ENABLED = 133  # a value of CUdevice_attribute
 
 
 class Handle(Protocol):
-    """What a rendezvous gives: the same allocation of every rank, as this rank's device addresses them."""
+    """The result of a rendezvous: one allocation of every rank, as this rank's device addresses it."""
 
     @property
     def buffer_ptrs(self) -> Sequence[int]: ...
@@ -35,119 +36,124 @@ class Handle(Protocol):
 
 
 class Event(Protocol):
-    """A place on a stream."""
+    """A point on a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it."""
+        """Returns whether the stream has passed it."""
 
 
 class CudaCalls:
-    """The calls for one GPU. Without a thread's having chosen another one, streams are the current stream."""
+    """The calls for one GPU. They use the current stream of the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def why_not(self) -> str:
-        """Why there is no symmetric memory; empty where there is."""
+        """Returns why there is no symmetric memory; empty if there is."""
         if not torch.cuda.is_available():
             return "there is no GPU that this torch can use"
         return no_symmetric_memory()
 
     def gpu(self) -> str:
-        """What the GPU is called by every process of the machine."""
+        """Returns the GPU's identifier, which is the same in every process of the machine."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def obstacle(self, gpu: str) -> str:
-        """What keeps this rank's GPU from signalling in another one's memory; empty where nothing does.
+        """Returns why this rank's GPU cannot signal in another one's memory; empty if it can.
 
-        For a GPU that is hidden from this process the driver decides when memory is mapped.
+        gpu: the other GPU's identifier. If it is hidden from this process, the result is empty, and the driver decides
+        when memory is mapped.
         """
         for number in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(number).uuid) == gpu:
                 if not torch.cuda.can_device_access_peer(self.device.index, number):
                     return "there is no peer access"
                 if not _native_atomics(self.device.index, number):
-                    return "there are no native atomic operations"  # across PCIe: signals could be lost
+                    return "there are no native atomic operations"  # Across PCIe signals could be lost.
         return ""
 
     def overlapping_allowed(self) -> bool:
-        """Whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
+        """Returns whether torch lets ranks that have one GPU, or different GPUs of one number, share memory."""
         return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "") == "1"
 
     def shared_by_mps(self) -> bool:
-        """Whether kernels of several processes run on the GPU at once; without MPS they take turns."""
+        """Returns whether kernels of several processes run on the GPU at once; without MPS they take turns."""
         return _mps_enabled(self.device.index)
 
     def allocate(self, size: int, group_name: str) -> Tensor:
-        """uint8 [size] in an allocation of its own. Not symm_mem.empty, whose pool may give ranks different offsets."""
+        """Returns uint8 [size] in an allocation of its own. The pool of symm_mem.empty may give ranks other offsets."""
         tensor: Tensor = _torch().empty_strided_p2p((size,), (1,), torch.uint8, self.device, group_name)
         return tensor
 
     def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
-        """Maps every rank's allocation. Collective."""
-        from torch.distributed import _symmetric_memory as symmetric  # it registers operators: on GPUs alone
+        """Maps every rank's allocation and returns the handle. Collective."""
+        # The import registers operators, so it is left to processes with a GPU.
+        from torch.distributed import _symmetric_memory as symmetric
 
         handle: Handle = symmetric.rendezvous(tensor, group_name)  # type: ignore[arg-type, assignment]
         return handle
 
     def addresses(self, values: Sequence[int]) -> Tensor:
-        """int64 [n] on the device."""
+        """Returns the values as a tensor, int64 [n], on the device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def new_word(self) -> Tensor:
-        """int32 [1] on the device, 0."""
+        """Returns a word, int32 [1], on the device. It is 0."""
         return torch.zeros(1, dtype=torch.int32, device=self.device)
 
     def set_word(self, words: Tensor, index: int, value: int) -> None:
-        """On the current stream. words: int32; everything before it on the stream is visible to who sees the value.
+        """Sets a word on the current stream. A reader that sees the value sees everything before it on the stream.
 
-        cuStreamWriteValue32, which fences for the whole system (CUDA driver API, "Stream Memory Operations").
+        words: int32. It calls cuStreamWriteValue32, which fences for the whole system (CUDA driver API, "Stream Memory
+        Operations").
         """
         _torch().stream_write_value32(words.view(torch.uint32), index, value % 2**32)
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
-        """As `set_word`, with what `value` [1] is then. A copy engine does it where the words are of another GPU.
+        """Sets a word as `set_word` does, to what `value` [1] is when the current stream comes to this call.
 
-        It may be captured in a graph. NCCL's collectives by copy engines signal so (src/ce_coll.cc, ncclPrepUCSync).
+        If the words are in another GPU's memory, a copy engine writes them. The call may be captured in a graph. NCCL's
+        collectives by copy engines signal in the same way (src/ce_coll.cc, ncclPrepUCSync).
         """
         words[index : index + 1].copy_(value, non_blocking=True)
 
     def wait_for_word(self, word: Tensor, value: int, abort: Tensor) -> None:
-        """On the current stream: until the word [1] is at least `value`, or `abort` is not 0."""
+        """Waits on the current stream until the word [1] is at least `value`, or `abort` is not 0."""
         signal_wait(word, value, abort)
 
     def synchronize(self) -> None:
-        """Until the device has done all that it was given."""
+        """Waits until the device has finished all its work."""
         torch.cuda.synchronize(self.device)
 
     def stream(self) -> int:
-        """What tells the current stream from others."""
-        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)  # as Triton asks: no object is made
+        """Returns a number that identifies the current stream."""
+        # Triton asks in the same way: the call makes no object.
+        stream: int = torch._C._cuda_getCurrentRawStream(self.device.index)
         return stream
 
     def capturing(self) -> bool:
-        """Whether the current stream only records a graph."""
+        """Returns whether the current stream only captures a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def record(self) -> Event:
-        """A place on the current stream, here."""
+        """Returns an event at the present point of the current stream."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_for(self, event: Event) -> None:
-        """The current stream waits until another one has passed the event."""
+        """Makes the current stream wait until another one has passed the event."""
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def alarm(self, word: Tensor) -> Callable[[], None]:
-        """What sets a word [1] to 1, past everything else that the device does."""
+        """Returns a function that sets a word [1] to 1 while the device does other work."""
         return Alarm(word).ring
 
     def enter_thread(self) -> None:
-        """First of all in a thread that watches: its calls do not spoil a graph that another thread captures.
+        """Prepares a thread that watches, so that its calls do not invalidate a graph that another thread captures.
 
-        As torch's own watchdog for NCCL does.
+        The thread calls this first, as torch's own watchdog for NCCL does.
         """
         torch.cuda.set_device(self.device)
         with contextlib.suppress(OSError, AttributeError):
@@ -156,14 +162,14 @@ class CudaCalls:
 
 
 def urgent_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of the highest priority."""
+    """Returns a stream of the highest priority."""
     streams: Any = torch.cuda.Stream
     stream: torch.cuda.Stream = streams(device, priority=streams.priority_range()[1])
     return stream
 
 
 def _native_atomics(source: int, target: int) -> bool:
-    """Whether atomic operations of one GPU hold in the memory of another; True where the driver does not say."""
+    """Returns whether one GPU's atomic operations hold in another's memory; True if the driver does not answer."""
     numbers = [ctypes.c_int(source), ctypes.c_int(target)]
     value = ctypes.c_int(1)
     with contextlib.suppress(OSError, AttributeError):
@@ -176,7 +182,7 @@ def _native_atomics(source: int, target: int) -> bool:
 
 
 def _mps_enabled(number: int) -> bool:
-    """Whether contexts on this GPU are MPS's; False where the driver does not say."""
+    """Returns whether contexts on this GPU belong to MPS; False if the driver does not answer."""
     device, value = ctypes.c_int(number), ctypes.c_int(0)
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -188,9 +194,9 @@ def _mps_enabled(number: int) -> bool:
 class Alarm:
     """Writes a word while a kernel that polls it fills the device.
 
-    A copy from pinned memory on a stream of its own: torch's streams do not wait for the default stream, and those of
-    the highest priority have queues that ordinary ones do not share. Not a word of the host that the kernel polls: its
-    atomics do not hold across PCIe.
+    It copies from pinned memory on a stream of its own: torch's streams do not wait for the default stream, and streams
+    of the highest priority have queues that ordinary streams do not share. The kernel cannot poll a word of the host
+    instead, because its atomic operations do not hold across PCIe.
     """
 
     def __init__(self, word: Tensor) -> None:
@@ -199,13 +205,13 @@ class Alarm:
         self._stream = urgent_stream(word.device)
 
     def ring(self) -> None:
-        """Does not wait until it is written."""
+        """Begins to write the word, and does not wait until it is written."""
         with torch.cuda.stream(self._stream):
             self._word.copy_(self._one, non_blocking=True)
 
 
 def _torch() -> Any:
-    """torch's class, which a build without distributed lacks."""
+    """Returns torch's class for symmetric memory. A build without torch.distributed does not have it."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory

@@ -1,13 +1,14 @@
 """Symmetric memory of CUDA ranks of one host: torch's, with its CUDA backend (peer access over NVLink or PCIe).
 
-Each buffer is an allocation of its own, made known to its group alone: never torch's shared workspace or signal pads,
-whose users would meet each other's signals. Ranks of one GPU share memory as well, where the environment variable
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it: for tests, since their kernels must then run side by side.
+Each buffer is an allocation of its own that only its group shares. It never uses torch's shared workspace or signal
+pads, whose users would see each other's signals. Ranks of one GPU also share memory if the environment variable
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows it: this is for tests, since their kernels must then run side by side.
 
-What is done under a guard is left behind on the current stream. So PeerTimeout is not raised at the guard's end but at
-the next guard of the memory, or at `check()`, which belongs at the end of each step; until then what the operation
-computed is not to be believed. Operations on two streams wait for each other in the order in which they were begun.
-While a graph is captured nothing is recorded or looked at, since nothing runs: put a guard around its replay.
+The operation under a guard continues on the current stream after the guard has ended. So PeerTimeout is not raised at
+the guard's end but at the next guard of the memory, or at `check()`, which belongs at the end of each step. Until then
+the results of the operation must not be trusted. Operations on two streams wait for each other in the order in which
+they were begun. While a graph is captured nothing is recorded or checked, since nothing runs: put a guard around its
+replay.
 """
 
 import torch
@@ -22,9 +23,9 @@ from tpfuse.comm.symmetric_memory import SymmetricBuffer
 
 
 class CudaMemory(HostCoordinatedMemory):
-    """See `SymmetricMemory`. Raises Unavailable with the reason, on every rank.
+    """The symmetric memory of CUDA ranks, see `SymmetricMemory`. Raises Unavailable, with the reason, on every rank.
 
-    calls: what to ask in CUDA's place, for tests.
+    calls: the object that calls CUDA; tests replace it.
     """
 
     backend = "cuda"
@@ -39,10 +40,12 @@ class CudaMemory(HostCoordinatedMemory):
         self._abort = self._calls.new_word()
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
-        self._allocations: dict[str, tuple[Tensor, Handle]] = {}  # peers' tensors do not own what they show
+        self._allocations: dict[
+            str, tuple[Tensor, Handle]
+        ] = {}  # kept here: the peers' tensors do not own their memory
         self._begun: Event | None = None
         self._inside = False
-        self._last: tuple[int, Event] | None = None  # stream and end of the last operation that ran
+        self._last: tuple[int, Event] | None = None  # the stream and the end of the last operation that ran
         self._captured: int | None = None  # the stream whose operations are being captured
 
     @property
@@ -63,7 +66,10 @@ class CudaMemory(HostCoordinatedMemory):
                 raise Unavailable(text)
 
     def _obstacle(self, rank: int, name: str, other: str, gpu: str) -> str:
-        """Why this rank's GPU cannot share memory with that of `rank`; empty where it can. other, gpu: who they are."""
+        """Returns why this rank's GPU cannot share memory with that of `rank`; empty if it can.
+
+        name: the device of `rank`; other: the identifier of its GPU; gpu: the identifier of this rank's GPU.
+        """
         pair = f"rank {self.rank} ({self.device}) and rank {rank} ({name})"
         if rank == self.rank:
             return ""
@@ -83,7 +89,7 @@ class CudaMemory(HostCoordinatedMemory):
         reason = ""
         try:
             tensor = self._calls.allocate(size, self._group_name)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+        except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
             reason = f"{size} bytes of GPU memory for {key} cannot be had: {_first_line(error)}"
         self.collect(reason, f"buffer {key}")
         try:
@@ -105,7 +111,7 @@ class CudaMemory(HostCoordinatedMemory):
         del self._allocations[buffer.key]
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        """On the current stream, after everything before it there, copies included."""
+        """Signals on the current stream, after everything before it there, copies included."""
         flags.check_signal(owner, index)
         if isinstance(value, Tensor):
             self._calls.copy_word(flags.peers[owner], index, value)
@@ -115,7 +121,7 @@ class CudaMemory(HostCoordinatedMemory):
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """On the current stream, before everything after it there; the host goes on. `check` has the PeerTimeout."""
+        """Makes the current stream wait, but not the host. `check` raises the PeerTimeout."""
         flags.check_signal(owner, index)
         if self.control.aborted:
             raise self._failure(op, 0.0)
@@ -125,14 +131,14 @@ class CudaMemory(HostCoordinatedMemory):
             self._on_streams.add(Pending(op, begun, self._calls.record(), owner if peer is None else peer))
 
     def barrier(self, op: str = "barrier") -> None:
-        """Until every rank and its GPU have come here."""
+        """Waits until every rank and its GPU have come here."""
         if self._calls.capturing():
             raise RuntimeError(f"{op}: a barrier of the host while a graph is captured")
         self._calls.synchronize()
         super().barrier(op)
 
     def _watch(self, op: str, kernel: bool) -> None:
-        """Every operation is left to the stream, whether it is a kernel or copies with signals."""
+        """Records the beginning of an operation, a kernel or copies with signals, which the stream watchdog watches."""
         stream = self._calls.stream()
         if self._calls.capturing():
             if self._captured not in (None, stream):
@@ -165,7 +171,7 @@ class CudaMemory(HostCoordinatedMemory):
 
     def reset(self) -> None:
         if self.control.aborted:
-            self._on_streams.look()  # the kernels that still wait are told
+            self._on_streams.look()  # This tells the kernels that still wait.
         self._calls.synchronize()
         self._on_streams.forget()
         self._last = self._captured = None
@@ -178,7 +184,7 @@ class CudaMemory(HostCoordinatedMemory):
 
 
 def _part(handle: Handle, rank: int, size: int, offset: int) -> Tensor:
-    """Another rank's tensor; offset: of its allocation's beginning, in bytes."""
+    """Returns another rank's tensor. offset: the number of bytes from the beginning of its allocation."""
     return handle.get_buffer(rank, (size,), torch.uint8, offset)
 
 

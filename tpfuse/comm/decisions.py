@@ -1,7 +1,7 @@
-"""Decisions: which implementation the ranks of a machine take for a case, and the file that keeps them for later runs.
+"""Decisions: the implementation that a machine's ranks take for each case, and the file that keeps them for later runs.
 
-A case is an operation with its shapes, dtype, activation and number of ranks, as text. What was decided holds for one
-machine: `machine` describes it, and a decision of another machine, of other versions or of another table of tile sizes
+A case is an operation with its shapes, dtype, activation and number of ranks, as text. A decision holds for one
+machine, which `machine` describes: a decision of another machine, of other versions or of another table of tile sizes
 is not read.
 """
 
@@ -25,22 +25,22 @@ import tpfuse
 from tpfuse.comm.host import cache_folder, processor, replace_file
 from tpfuse.kernels.configurations import TABLE
 
-_PERFORMANCE_RANK = 1  # of CUdevice_P2PAttribute
+_PERFORMANCE_RANK = 1  # a value of CUdevice_P2PAttribute
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What is taken for a case.
+    """The candidate that is taken for a case.
 
-    milliseconds: of each candidate a call takes, the median of the slowest rank; empty where nobody measured, because
-    the time for measuring was over.
+    milliseconds: for each candidate the time of a call, the median of the slowest rank; empty if nothing was measured,
+    because the time for measuring was over.
     """
 
     taken: str
     milliseconds: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The candidates with their times, the one that is taken first."""
+        """Returns the candidates with their times; the one that is taken comes first."""
         if not self.milliseconds:
             return f"{self.taken}, not measured"
         others = sorted((time, name) for name, time in self.milliseconds.items() if name != self.taken)
@@ -49,17 +49,17 @@ class Decision:
 
 
 Decisions = Mapping[str, Decision]
-"""What is taken for each case."""
+"""The decision for each case."""
 
 
 def default_file() -> Path:
-    """Where decisions are kept for later runs: `tpfuse/decisions.json` in the user's cache folder."""
+    """Returns the file that keeps decisions for later runs: `tpfuse/decisions.json` in the user's cache folder."""
     return cache_folder() / "decisions.json"
 
 
 @cache
 def machine(device_type: str) -> str:
-    """What this machine is, for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
+    """Describes this machine for a device of type "cuda" or "cpu": devices, links between them, driver, versions."""
     table = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:8]
     versions = f"torch {torch.__version__}, triton {triton.__version__}, tpfuse {tpfuse.__version__}, tiles {table}"
     if device_type == "cuda":
@@ -70,7 +70,7 @@ def machine(device_type: str) -> str:
 
 
 def _links(count: int) -> str:
-    """The classes of links between the first `count` GPUs, as the driver ranks their speed: "0" is the fastest."""
+    """Returns the classes of links between the first `count` GPUs by the driver's ranking: "0" is the fastest."""
     classes = set()
     with suppress(OSError, AttributeError):
         ask = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute
@@ -82,7 +82,7 @@ def _links(count: int) -> str:
 
 
 def _driver() -> str:
-    """The version of CUDA that the driver serves, "?" where it does not say."""
+    """Returns the version of CUDA that the driver supports; "?" if it does not answer."""
     version = ctypes.c_int(0)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -90,23 +90,23 @@ def _driver() -> str:
 
 
 def as_json(decisions: Decisions) -> dict[str, Any]:
-    """What `from_json` reads."""
+    """Returns the decisions in the form that `from_json` reads."""
     return {case: {"taken": d.taken, "milliseconds": dict(d.milliseconds)} for case, d in decisions.items()}
 
 
 def from_json(cases: Any) -> dict[str, Decision]:
-    """The decisions that JSON holds; what is none is left out."""
+    """Returns the decisions in a JSON value, without entries that are not decisions."""
     parsed = {case: _decision(entry) for case, entry in cases.items()} if isinstance(cases, dict) else {}
     return {case: decision for case, decision in parsed.items() if decision is not None}
 
 
 def read_decisions(file: Path, machine_name: str) -> dict[str, Decision]:
-    """The decisions of a machine that a file holds; none where it is damaged or is not there."""
+    """Returns the decisions of a machine in a file; none if the file is damaged or does not exist."""
     return from_json(_document(file).get(machine_name))
 
 
 def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
-    """Adds decisions to those in the file, in one rename. Raises OSError where the file cannot be written.
+    """Adds decisions to those in the file, in one rename. Raises OSError if the file cannot be written.
 
     Of two processes that add at the same time, the later one may lose what the earlier one added: it is then measured
     again.
@@ -117,7 +117,7 @@ def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
 
 
 def _document(file: Path) -> dict[str, Any]:
-    """By machine; empty where there is no file, or a damaged one."""
+    """Returns the file's entries by machine; none if the file is damaged or does not exist."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -126,7 +126,7 @@ def _document(file: Path) -> dict[str, Any]:
 
 
 def _decision(entry: Any) -> Decision | None:
-    """The decision that JSON holds; None for anything else."""
+    """Returns the decision in a JSON value; None for anything else."""
     match entry:
         case {"taken": str(taken), "milliseconds": dict(times)}:
             real = all(isinstance(name, str) and _is_time(time) for name, time in times.items())

@@ -1,26 +1,26 @@
-"""What goes wrong between ranks, by name."""
+"""The errors of communication, and the names of ranks in their messages."""
 
-_coordinates: dict[int, str] = {}  # of the ranks of the world in the mesh of `tpfuse.comm.mesh.build_mesh`
+_coordinates: dict[int, str] = {}  # for each rank of the world its position in the mesh of `build_mesh`
 
 
 def set_coordinates(coordinates: dict[int, str]) -> None:
-    """What messages say of ranks of the world from now on besides their numbers, as "dp 1, tp 0"."""
+    """Sets what messages add to the numbers of the world's ranks from now on, such as "dp 1, tp 0"."""
     _coordinates.clear()
     _coordinates.update(coordinates)
 
 
 def named(rank: int) -> str:
-    """A rank of the world, for a message: "rank 3 (dp 1, tp 1)"."""
+    """Returns the name of a rank of the world for a message: "rank 3 (dp 1, tp 1)"."""
     return f"rank {rank} ({_coordinates[rank]})" if rank in _coordinates else f"rank {rank}"
 
 
 class PeerTimeout(RuntimeError):
-    """A rank waited for another one in vain; raised on every rank that is still there.
+    """A rank waited for another one in vain. It is raised on every rank that still runs.
 
-    op: the operation; step: the caller's step (-1 where nobody told); rank: who waited; peer: who was missing (None
-    where nobody is behind: then the ranks wait for each other), both by their numbers in the world, whatever the group;
-    waited: seconds, None where the operation was not begun because of an earlier failure, which `detail` then tells.
-    After `SymmetricMemory.reset()` on all ranks the process can go on.
+    op: the operation; step: the caller's step (-1 if it is not known); rank: the rank that waited; peer: the rank that
+    was missing (None if no rank is late: then the ranks wait for each other), both by their numbers in the world, not
+    in the group; waited: seconds, or None if the operation was not begun because of an earlier failure, which `detail`
+    then describes. After `SymmetricMemory.reset()` on all ranks the process can go on.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ def _rebuilt_timeout(op: str, step: int, rank: int, peer: int | None, waited: fl
 
 
 class Disagreement(ValueError):
-    """Ranks came to the same place with different things: another operation, shape, dtype or key.
+    """Ranks came to the same operation of a group with a different name, shape, dtype or key.
 
-    Raised on every rank, each as it next uses the group's memory. The next operation then works again.
+    It is raised on every rank, the next time that the rank uses the group's memory. The operation after that works.
     """
 
 
 class Unavailable(RuntimeError):
-    """Symmetric memory cannot be had for these ranks; the message says why in plain words."""
+    """These ranks cannot have symmetric memory. The message gives the reason."""

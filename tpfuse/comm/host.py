@@ -1,6 +1,6 @@
-"""Where a process runs: what tells ranks that reach each other's memory from ranks that only have a network.
+"""The machine that a process runs on: its identity, the CPU's name, and files that are kept for later runs.
 
-And what a process finds and keeps there: the CPU's name, and files for later runs.
+The identity distinguishes ranks that can reach each other's memory from ranks that only have a network.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """The name of the CPU's model."""
+    """Returns the name of the CPU's model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -20,14 +20,15 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """The folder `tpfuse` in the user's cache, for what may be deleted at any time."""
+    """Returns the folder `tpfuse` in the user's cache, for files that may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfuse"
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it, so that readers see all of it or what was there before.
+    """Replaces the file `path` at once: readers see either the whole new text or the file that was there before.
 
-    Makes its folder. Raises OSError, and then leaves nothing behind.
+    It writes a temporary file in the same folder, which it makes if needed, and renames it. Raises OSError, after
+    which no temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)
@@ -41,11 +42,12 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def node_identity() -> str:
-    """The same for the processes of one node: one boot of one kernel, one namespace of processes and one of networks.
+    """Returns a text that is the same for all processes of one node.
 
-    Namespaces as well, because a container is a node of its own: its memory cannot be opened from another one. So are
-    the network namespaces of one machine, which makes two nodes of it for tests. Last comes the name that the node
-    gives itself, for messages; no other part has a blank.
+    It names one boot of one kernel, one namespace of processes and one of networks. Namespaces belong to it because a
+    container is a node of its own: its memory cannot be opened from another one. Network namespaces of one machine are
+    also nodes of their own, so that tests can make two nodes of it. The last word is the node's own name, for messages;
+    the words before it contain no blank.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = " ".join(str(Path("/proc/self/ns", kind).readlink()) for kind in ("pid", "net"))
@@ -53,7 +55,7 @@ def node_identity() -> str:
 
 
 def different_names(one: str, other: str) -> tuple[str, str]:
-    """Two identities that differ, in words: their names, with the namespaces that differ where the names are alike."""
+    """Returns names for two nodes by their identities, which differ; equal names are followed by what differs."""
     words, others = one.split(), other.split()
     if words[-1] != others[-1]:
         return words[-1], others[-1]

@@ -1,4 +1,4 @@
-"""What the backends of several ranks share: control block, deadlines, flight record, and going on afterwards."""
+"""The common part of the backends of several ranks: control block, deadlines, flight record and reset."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from tpfuse.comm.watchdog import Watchdog, write_flight_record
 
 
 class _Guard:
-    """A class of its own, since contextlib's generators cost as much as a small collective's copies."""
+    """The context that `guard` returns. A generator of contextlib would cost as much as a small collective's copies."""
 
     def __init__(self, memory: "HostCoordinatedMemory", op: str, kernel: bool) -> None:
         self._memory, self._op, self._kernel = memory, op, kernel
@@ -32,7 +32,7 @@ class _Guard:
 
 
 class HostCoordinatedMemory(SymmetricMemory):
-    """Symmetric memory of ranks that share a control. Raises Unavailable where the ranks do not share a host."""
+    """The symmetric memory of ranks that share a control block. Raises Unavailable if they do not share a host."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         self.control = ControlBlock(group, timeout)
@@ -57,7 +57,7 @@ class HostCoordinatedMemory(SymmetricMemory):
         return _Guard(self, op, kernel)
 
     def begin(self, op: str, kernel: bool) -> None:
-        """What `guard` does before an operation."""
+        """Does the part of `guard` before an operation."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{op}: another operation of this group is under way in another thread")
         self._started = time.monotonic()
@@ -68,16 +68,16 @@ class HostCoordinatedMemory(SymmetricMemory):
                 raise self._failure(op, 0.0)
             fingerprint = settings().fingerprint
             if fingerprint:
-                self.control.exchange("", op)  # no rank goes on before all have come to the comparison
+                self.control.exchange("", op)  # No rank goes on before all have come to the comparison.
             if kernel or fingerprint:
-                self.control.compare()  # a kernel cannot, while it waits
+                self.control.compare()  # A kernel cannot compare while it waits.
             self._watch(op, kernel)
         except BaseException as error:
             self.end(op, error)
             raise
 
     def end(self, op: str, error: BaseException | None) -> None:
-        """What `guard` does after an operation, or when it failed."""
+        """Does the part of `guard` after an operation, or after its failure."""
         self._unwatch(op)
         self._busy.release()
         if error is None and self.control.aborted:
@@ -90,7 +90,7 @@ class HostCoordinatedMemory(SymmetricMemory):
             write_flight_record(self.control, error)
 
     def _watch(self, op: str, kernel: bool) -> None:
-        """From now on until `_unwatch`, what cannot look at a clock has a deadline."""
+        """Sets a deadline, until `_unwatch`, for a kernel, which cannot read a clock."""
         if kernel:
             self._watchdog = self._watchdog or Watchdog(self.control)
             self._watchdog.watch(op)
@@ -100,29 +100,29 @@ class HostCoordinatedMemory(SymmetricMemory):
             self._watchdog.unwatch()
 
     def _agree(self, what: str, op: str) -> None:
-        """`ControlBlock.agree`, after a Disagreement too."""
+        """Calls `ControlBlock.agree`; after a Disagreement it resets the memory first."""
         self._recover()
         self.control.agree(what, op)
 
     def _recover(self) -> None:
-        """Resets the memory where this rank has raised a Disagreement: every other rank that goes on does so too."""
+        """Resets the memory if this rank has raised a Disagreement. Every other rank that goes on resets it too."""
         if self.control.disagreed:
             self.reset()
 
     def _failure(self, op: str, waited: float) -> PeerTimeout | Disagreement:
-        """What to raise where this rank was told to stop."""
+        """Returns the error to raise after this rank was told to stop waiting."""
         return self.control.fail(op, None, waited)
 
     def check(self) -> None:
-        """Also raises Disagreement where one of the last operations was another one on another rank."""
+        """Raises Disagreement if one of the last operations was another one on another rank."""
         self.control.compare()
 
     def exchange(self, value: object, op: str) -> list[Any]:
-        """What every rank says, through JSON. Raises PeerTimeout where one says nothing."""
+        """Returns every rank's value, sent as JSON, in rank order. Raises PeerTimeout if a rank does not take part."""
         return [json.loads(text) for text in self.control.exchange(json.dumps(value), op)]
 
     def collect(self, reason: str, op: str, value: object = None) -> list[Any]:
-        """Every rank's value. Raises Unavailable on every rank where one has a reason for it."""
+        """Returns every rank's value, in rank order. Raises Unavailable on every rank if one of them has a reason."""
         entries = self.exchange([reason, value], op)
         for rank, (text, _) in enumerate(entries):
             if text:

@@ -1,4 +1,4 @@
-"""Where a local tensor lies in its global one, for plain tensors and DTensors alike."""
+"""The position of a local tensor in its global one, for plain tensors and DTensors alike."""
 
 import torch
 from torch import Tensor
@@ -13,33 +13,33 @@ Slices = tuple[tuple[int, int], ...]
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    """The part of `x` that is in this rank's memory, sharing storage, outside autograd."""
+    """Returns the part of `x` that is in this rank's memory. It shares storage and is outside autograd."""
     x = x.detach()
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` holds numbers. On the meta device, and under torch's FakeTensorMode, a tensor is its shape alone."""
+    """Returns whether `x` holds numbers. On the meta device and under torch's FakeTensorMode it is only a shape."""
     held = x._local_tensor if isinstance(x, DTensor) else x
     return not (held.is_meta or isinstance(held, FakeTensor))
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether an operator on `x` is to be a node of a graph, or a shape, instead of being computed now."""
+    """Returns whether an operator on `x` gives a node of a graph, or only a shape, and is not computed now."""
     return torch.compiler.is_compiling() or not has_values(x)
 
 
 def check_local(operator: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError for a DTensor among an operator's tensors, by the names of its arguments."""
+    """Raises ValueError if one of an operator's tensors is a DTensor. tensors: by the names of its arguments."""
     for name, x in tensors.items():
         if isinstance(x, DTensor):
             raise ValueError(f"{operator}: {name} is a DTensor: expected this rank's part of it, {name}.to_local()")
 
 
 def local_slices(x: Tensor) -> Slices:
-    """[start, stop) of the local part in each global dimension.
+    """Returns [start, stop) of the local part in each global dimension.
 
-    Raises ValueError for placements other than Replicate, Shard and what `fully_shard` makes of a shard.
+    Raises ValueError for placements other than Replicate, Shard and the strided shard that `fully_shard` makes.
     """
     ranges = [(0, size) for size in x.shape]
     if isinstance(x, DTensor):
@@ -52,14 +52,14 @@ def local_slices(x: Tensor) -> Slices:
 
 
 def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
-    """(axis of the mesh, dimension of the tensor) of one cut after the other.
+    """Returns (axis of the mesh, dimension of the tensor) for one cut after another.
 
-    An axis with Shard cuts what the axes before it leave. One with _StridedShard cuts what the axes behind it leave: so
-    `fully_shard` describes shards of what tensor parallelism has sharded along the same dimension, `split_factor` ways.
+    An axis with Shard cuts what the axes before it leave. An axis with _StridedShard cuts what the axes after it leave:
+    so `fully_shard` describes shards of a dimension that tensor parallelism has already cut into `split_factor` shards.
     """
     first: list[tuple[int, int]] = []
     then: list[tuple[int, int]] = []
-    later_shards = dict.fromkeys(range(x.ndim), 1)  # shards that the axes behind this one make of each dimension
+    later_shards = dict.fromkeys(range(x.ndim), 1)  # shards that the axes after this one make of each dimension
     for axis, placement in reversed(list(enumerate(x.placements))):
         if isinstance(placement, Replicate):
             continue
@@ -76,12 +76,15 @@ def _order_of_cuts(x: DTensor) -> list[tuple[int, int]]:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether ranks hold different parts of `x`."""
+    """Returns whether ranks hold different parts of `x`."""
     return isinstance(x, DTensor) and any(not isinstance(p, Replicate) for p in x.placements)
 
 
 def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, shape: torch.Size) -> Tensor:
-    """The tensor of global `shape` whose shard along `dim` (None: a replica) this rank holds; no communication."""
+    """Returns the tensor of global `shape` whose shard along `dim` is `local`, without communication.
+
+    dim: None for a replica; device_mesh: of one dimension, or None for one rank.
+    """
     if device_mesh is None:
         return local
     placement = Replicate() if dim is None else Shard(dim)
@@ -90,9 +93,9 @@ def from_local(local: Tensor, device_mesh: DeviceMesh | None, dim: int | None, s
 
 
 def copy_whole_(x: Tensor, whole: Tensor) -> None:
-    """Copies the local part out of `whole` (x's global shape, any dtype and device) into `x`.
+    """Copies the local part of `whole` (x's global shape, any dtype and device) into `x`.
 
-    Raises ValueError where the shapes differ.
+    Raises ValueError if the shapes differ.
     """
     if whole.shape != x.shape:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} does not fit one of {tuple(x.shape)}")

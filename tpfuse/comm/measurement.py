@@ -2,17 +2,17 @@
 
     with measuring(seconds=20) as measurement:
         train_step()                        # forward and backward, on every rank
-    measurement.decisions                   # what was taken for each case, with the times of all candidates
+    measurement.decisions                   # the decision for each case, with the times of all candidates
 
-Within the block, an operation that comes with shapes that the group has no decision for is timed: every rank runs every
-candidate on the operation's own tensors, in the same order, and a candidate's time is the median of the rank that is
-the slowest. The candidate that is taken without a measurement keeps its place unless another one is more than
-`MARGIN` faster. Where several groups of the job have the same case, they take what the first of them decided.
-A decision holds until the group ends, inside and outside of the block; outside nothing is ever timed, so that
-nothing happens under a capture, in evaluation or in generation that did not happen before.
+Within the block an operation is timed if the group has no decision for its shapes: every rank runs every candidate on
+the operation's own tensors, in the same order, and the time of a candidate is the median of the slowest rank. The
+candidate that is taken without a measurement stays unless another one is faster by more than `MARGIN`. If several
+groups of the job have the same case, they take the decision of the group that decided first. A decision holds until the
+group ends, inside and outside of the block. Outside nothing is ever timed, so that a capture, an evaluation or a
+generation does nothing that it did not do before.
 
-Group rank 0 looks for a decision among those that the block is given (`known`: a run that goes on decides as before)
-and in `tpfuse.comm.decisions`' file, where it also keeps what was measured.
+Group rank 0 looks for a decision among those that the block is given (`known`: so a run that is resumed decides as
+before) and in the file of `tpfuse.comm.decisions`, to which it also adds what was measured.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable, named
 from tpfuse.comm.rendezvous import exchange
 from tpfuse.comm.settings import settings
 
-MARGIN = 0.02  # by which another candidate must be faster than the usual one: less is noise
-ROUNDS = 5  # of which each times every candidate once, so that a disturbance does not meet one candidate alone
-CALLS = 10  # in a row, that a GPU is timed for: one is shorter than the time a launch takes
+MARGIN = 0.02  # the part of its time by which another candidate must be faster than the usual one: less is noise
+ROUNDS = 5  # Each round times every candidate once, so that a disturbance does not affect one candidate alone.
+CALLS = 10  # the number of calls in a row that are timed on a GPU: one call is shorter than a launch takes
 
 Candidates = Mapping[str, Callable[[], object]]
-"""What computes the operation, by name; every rank runs it."""
+"""The functions that compute the operation, by name. Every rank runs them."""
 
 
 @dataclass
 class Measurement:
-    """What a `measuring` block knows and finds on this rank.
+    """The state of a `measuring` block on this rank.
 
-    seconds: after which no further case is timed; known: decisions to take over; file: where decisions are kept for
-    later runs; decisions: what this rank's groups decided; spent: seconds that timing took.
+    seconds: the time after which no further case is timed; known: decisions to take over; file: the file that keeps
+    decisions for later runs; decisions: the decisions of this rank's groups; spent: the seconds that timing took.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class Measurement:
     spent: float = 0.0
 
 
-_current: Measurement | None = None  # of the process, not of a thread: backward runs in threads of autograd
+_current: Measurement | None = None  # one for the process, since backward runs in threads of autograd
 _decided: WeakKeyDictionary[dist.ProcessGroup, dict[str, Decision]] = WeakKeyDictionary()
 
 
@@ -66,10 +66,11 @@ _decided: WeakKeyDictionary[dist.ProcessGroup, dict[str, Decision]] = WeakKeyDic
 def measuring(
     seconds: float = 20.0, *, known: Decisions | None = None, file: Path | None = None
 ) -> Iterator[Measurement]:
-    """Operations whose implementation is `auto` are timed in this block, for at most about `seconds`.
+    """Times the operations in a with block whose implementation is `auto`, for at most about `seconds`.
 
-    Every rank enters it around the same operations. file: by default that of `default_file`. Raises ValueError for
-    seconds below 0, RuntimeError within another such block.
+    Every rank enters the block around the same operations. known: decisions to take over; file: the file that keeps
+    decisions, by default that of `default_file`. Raises ValueError for seconds below 0, RuntimeError within another
+    such block.
     """
     global _current
     if not seconds >= 0:
@@ -84,21 +85,21 @@ def measuring(
 
 
 def is_measuring() -> bool:
-    """Whether cases without a decision are timed now: not while a stream is captured, which must not wait."""
+    """Returns whether cases without a decision are timed now. They are not while a stream is captured."""
     return _current is not None and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def decisions(group: dist.ProcessGroup) -> Decisions:
-    """What the group has decided."""
+    """Returns the group's decisions."""
     return _decided.get(group, {})
 
 
 def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str) -> Decision:
-    """The group's decision for a case, measured where it has none; only where `is_measuring`. Collective.
+    """Returns the group's decision for a case, and measures if it has none. Collective; only if `is_measuring`.
 
-    usual: the candidate that is taken without a measurement. Raises Disagreement where ranks came with different cases,
-    PeerTimeout where one does not come, and what the usual candidate raises; another candidate that raises is left out,
-    with a warning, after which the group's memory is reset.
+    usual: the candidate that is taken without a measurement. Raises Disagreement if ranks come with different cases,
+    PeerTimeout if one does not come, and whatever the usual candidate raises. Another candidate that raises is left
+    out, with a warning, and the group's memory is reset after it.
     """
     by_case = _decided.setdefault(group, {})
     decision = by_case.get(case)
@@ -116,7 +117,7 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
             decision = _measured(group, device, case, candidates, usual)
         decision = _first_of_job(group, case, decision)
         if not stored and group.rank() == 0:
-            with contextlib.suppress(OSError):  # a folder that cannot be written: the next run measures again
+            with contextlib.suppress(OSError):  # If the folder cannot be written, the next run measures again.
                 add_decisions(current.file, machine(device.type), {case: decision})
         current.spent += time.monotonic() - started
     by_case[case] = current.decisions[case] = decision
@@ -124,12 +125,15 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
 
 
 def _exchange(group: dist.ProcessGroup, value: Any, case: str) -> list[Any]:
-    """A candidate may have failed on another rank alone: then this rank has waited for it, and comes so much later."""
+    """Exchanges values as `exchange` does, with a longer deadline.
+
+    A candidate may have failed on one rank alone: then the other ranks have waited for it, and come that much later.
+    """
     return exchange(group, value, f"measuring {case}", 3 * settings().timeout)
 
 
 def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
-    """Raises Disagreement where ranks come with different cases, or decisions of earlier runs."""
+    """Raises Disagreement if ranks come with different cases, or with different decisions of earlier runs."""
     text = case if known is None else f"{case} with {known.taken}"
     texts, ranks = _exchange(group, text, case), dist.get_process_group_ranks(group)
     for rank, other in zip(ranks, texts, strict=True):
@@ -140,7 +144,7 @@ def _agree(group: dist.ProcessGroup, case: str, known: Decision | None) -> None:
 def _stored(
     group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str, current: Measurement
 ) -> Decision | None:
-    """What group rank 0 reads in the file, else the usual candidate where the time is over, else None."""
+    """Returns the decision that group rank 0 reads in the file, else the usual one if the time is over, else None."""
     entry: Any = None
     if group.rank() == 0:
         decision = read_decisions(current.file, machine(device.type)).get(case)
@@ -154,19 +158,19 @@ def _stored(
 def _measured(
     group: dist.ProcessGroup, device: torch.device, case: str, candidates: Candidates, usual: str
 ) -> Decision:
-    """The decision that the times of all ranks make, the same on each of them."""
+    """Times all candidates and returns the decision, which is the same on every rank."""
     working = {}
     for name, run in candidates.items():
-        error = _failure(run, device)  # which also compiles what is to be compiled
+        error = _failure(run, device)  # This first run also compiles the kernels.
         failures = _exchange(group, [isinstance(error, PeerTimeout), "" if error is None else repr(error)], case)
-        failures = sorted((waited, text) for waited, text in failures if text)  # first what others then waited for
+        failures = sorted((waited, text) for waited, text in failures if text)  # A time-out comes after its cause.
         if not failures:
             working[name] = run
             continue
         if name == usual:
             raise RuntimeError(f"{case}: {failures[0][1]}") if error is None else error
         with contextlib.suppress(Unavailable):
-            connect(group, device).reset()  # its waits may have been cut short
+            connect(group, device).reset()  # The candidate's waits may have been aborted.
         if group.rank() == 0:
             warnings.warn(f"{case}: {name} is not taken: {failures[0][1]}", stacklevel=2)
     samples: dict[str, list[float]] = {name: [] for name in working}
@@ -180,18 +184,18 @@ def _measured(
 
 
 def _failure(run: Callable[[], object], device: torch.device) -> Exception | None:
-    """What a candidate raises."""
+    """Returns the error that a candidate raises; None if it raises none."""
     try:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # The other ranks must be told of any error.
         return error
     return None
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call. On a GPU the host runs ahead of it, as in training: what is timed are the calls in a row."""
+    """Returns the milliseconds of one call. On a GPU it times calls in a row, so that the host runs ahead as in training."""
     if device.type != "cuda":
         started = time.perf_counter()
         run()
@@ -206,7 +210,7 @@ def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _first_of_job(group: dist.ProcessGroup, case: str, decision: Decision) -> Decision:
-    """The decision of the group of the job that measured the case first, this one's where that is it."""
+    """Returns the decision of the job's group that measured the case first, which may be this group's `decision`."""
     entry: Any = None
     if group.rank() == 0:
         store = dist.distributed_c10d._get_default_store()

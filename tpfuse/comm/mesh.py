@@ -1,8 +1,8 @@
 """Device meshes and the rule by which a dimension is cut into shards.
 
-The rule is DTensor's (and `torch.chunk`'s): every shard has ceil(size / world) entries but the last ones,
-which may be shorter or empty. So a vocabulary that the world does not divide needs no padding entries that
-could leak into a loss or an export.
+The rule is that of DTensor and of `torch.chunk`: every shard has ceil(size / world) entries, but the last ones may be
+shorter or empty. So a vocabulary that the world does not divide needs no padding entries, which could leak into a loss
+or an export.
 """
 
 import itertools
@@ -14,12 +14,12 @@ from tpfuse.comm.errors import set_coordinates
 
 
 def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> DeviceMesh:
-    """The mesh ("dp", "tp") over all ranks of the default process group, tp varying fastest.
+    """Returns the mesh ("dp", "tp") over all ranks of the default process group, in which tp varies fastest.
 
-    cp: context-parallel ranks; more than one make it ("dp", "cp", "tp"), or, where `ulysses` of them at a time exchange
-    heads, ("dp", "ring", "ulysses", "tp"). Neighbouring ranks form a tensor-parallel group, so that it stays within a
-    node, and then a context-parallel one. Raises ValueError where the world is not dp × cp × tp ranks, or ulysses does
-    not divide cp.
+    cp: the number of context-parallel ranks. If it is above 1, the mesh is ("dp", "cp", "tp"), or, if groups of
+    `ulysses` of them exchange heads, ("dp", "ring", "ulysses", "tp"). Neighbouring ranks form a tensor-parallel group,
+    so that it stays within a node, and then a context-parallel one. Raises ValueError unless the world has dp × cp × tp
+    ranks and ulysses divides cp.
     """
     world = dist.get_world_size()
     if dp * cp * tp != world:
@@ -37,15 +37,16 @@ def build_mesh(device_type: str, *, dp: int, tp: int, cp: int = 1, ulysses: int 
 
 
 def context_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The part of `build_mesh`'s mesh whose ranks share sequences: ("cp",), ("ring", "ulysses"), or None."""
+    """Returns the part of `build_mesh`'s mesh whose ranks share sequences: ("cp",), ("ring", "ulysses"), or None."""
     names = tuple(name for name in _names(device_mesh) if name in ("cp", "ring", "ulysses"))
     return device_mesh[names] if device_mesh is not None and names else None
 
 
 def flat_group(device_mesh: DeviceMesh | None, *names: str) -> dist.ProcessGroup | None:
-    """The group of all ranks along these dimensions of a mesh, those that it lacks aside; None for one rank.
+    """Returns the group of all ranks along these dimensions of a mesh; None for one rank.
 
-    Ranks are numbered as in the mesh. Collective: all ranks of the mesh ask for the same groups in the same order.
+    Dimensions that the mesh does not have are ignored. Ranks are numbered as in the mesh. Collective: all ranks of the
+    mesh request the same groups in the same order.
     """
     if device_mesh is None:
         return None
@@ -61,9 +62,9 @@ def _names(device_mesh: DeviceMesh | None) -> tuple[str, ...]:
 
 
 def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The process group of a one-dimensional mesh; None where there is nobody to talk to.
+    """Returns the process group of a one-dimensional mesh; None if it has one rank.
 
-    Raises ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`), and for what is no mesh.
+    Raises ValueError for a mesh of several dimensions (slice it first: `mesh["tp"]`) and for anything but a mesh.
     """
     if device_mesh is None:
         return None
@@ -80,7 +81,7 @@ def group_of(device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
 
 
 def check_group(operator: str, group: object) -> None:
-    """Raises ValueError, which names the operator, unless `group` is a process group or None."""
+    """Raises ValueError, with the operator's name, unless `group` is a process group or None."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         cure = "its get_group()" if isinstance(group, DeviceMesh) else "a process group, or None for one rank"
         raise ValueError(f"{operator}: group is {_shown(group)}: expected {cure}")
@@ -91,16 +92,16 @@ def _shown(value: object) -> str:
 
 
 def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This rank's number in the group and the group's size; (0, 1) for None."""
+    """Returns this rank's number in the group and the group's size; (0, 1) for None."""
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
 def shard_range(size: int, rank: int, world: int) -> tuple[int, int]:
-    """[start, stop) of shard `rank` of a dimension of `size` entries cut into `world` shards."""
+    """Returns [start, stop) of shard `rank` of a dimension of `size` entries that is cut into `world` shards."""
     chunk = -(-size // world)
     return min(rank * chunk, size), min((rank + 1) * chunk, size)
 
 
 def named_group(name: str) -> dist.ProcessGroup:
-    """The process group that has this `group_name`, by which nodes of torch.compile's graphs know it."""
+    """Returns the process group with this `group_name`, which is how nodes of torch.compile's graphs refer to it."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

@@ -1,8 +1,8 @@
-"""Which ranks of a group are on the same node: for sums that cross the network between nodes only once.
+"""The split of a group by node, for sums that cross the network between nodes only once.
 
-On N nodes of R ranks a sum over all of them is three: a reduce-scatter over the ranks of each node, which gives every
-rank a shard of 1/R; a sum over the ranks with the same number on all nodes, of their shard alone; and an all-gather
-over the ranks of each node. So of two nodes each sends every element once.
+On N nodes of R ranks a sum over all ranks takes three steps: a reduce-scatter over the ranks of each node, which gives
+every rank a shard of 1/R; a sum of that shard over the ranks with the same number on all nodes; and an all-gather over
+the ranks of each node. So each of two nodes sends every element once.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from tpfuse.comm.settings import settings
 
 @dataclass(frozen=True)
 class Nodes:
-    """A group split by node. Ranks are in the order of the default group, as torch has them in every new group.
+    """A group split by node. Ranks are in the order of the default group, as in every new group of torch.
 
-    within: the ranks of this rank's node; across: those with this rank's number in `within`, one of each node.
+    within: the ranks of this rank's node; across: the ranks with this rank's number in `within`, one of each node.
     """
 
     within: dist.ProcessGroup
@@ -30,12 +30,12 @@ class Nodes:
 
     @property
     def count(self) -> int:
-        """Number of nodes."""
+        """The number of nodes."""
         return self.across.size()
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each node, at least two."""
+        """The number of ranks of each node, at least two."""
         return self.within.size()
 
 
@@ -43,18 +43,19 @@ _splits: WeakKeyDictionary[dist.ProcessGroup, Nodes | str] = WeakKeyDictionary()
 
 
 def split_by_node(group: dist.ProcessGroup) -> Nodes | None:
-    """The nodes of `group`; None where there is nothing to gain (`why_not_split` says why). The same on every rank.
+    """Returns the nodes of `group`, or None if a split gains nothing (`why_not_split` gives the reason).
 
-    Collective when first asked for, over this group alone; kept as long as the group. The new groups have the deadline
-    of the settings. Under NCCL with a device bound to the default group, all groups of a mesh dimension are to be split
-    at the same time: NCCL splits its communicators among all ranks. Raises PeerTimeout where a rank does not come.
+    The result is the same on every rank and is kept as long as the group. The first call is collective, over this group
+    alone. The new groups have the deadline of the settings. Under NCCL with a device bound to the default group, all
+    groups of a mesh dimension must be split at the same time, because NCCL splits its communicators among all ranks.
+    Raises PeerTimeout if a rank does not come.
     """
     split = _split(group)
     return split if isinstance(split, Nodes) else None
 
 
 def why_not_split(group: dist.ProcessGroup) -> str:
-    """Why `split_by_node` gives None; empty where it does not. Collective when first asked for."""
+    """Returns why `split_by_node` returns None; empty if it does not. The first call is collective."""
     split = _split(group)
     return split if isinstance(split, str) else ""
 
@@ -80,20 +81,22 @@ def _make_split(group: dist.ProcessGroup) -> Nodes | str:
 
 
 class _GroupNumbers:
-    """torch names a group that its members alone have made after them and after the number of groups that the process
-    has: unlike on ranks that are in other numbers of groups, which then wait for each other in vain. So ranks agree.
+    """Makes the ranks of a group agree on the name that torch gives to a new group.
+
+    If only its members make a group, torch names it after them and after the number of groups that the process has.
+    That number differs between ranks that are in different numbers of groups, which then wait for each other in vain.
     """
 
     def __init__(self) -> None:
         self._next = 0
 
     def free(self) -> int:
-        """The first number that this rank has not used."""
+        """Returns the first number that this rank has not used."""
         return max(self._next, len(_names()))
 
     @contextlib.contextmanager
     def agreed(self, number: int) -> Iterator[None]:
-        """Fills up the names of groups to `number`."""
+        """Makes this process count `number` groups within a with block, by names that stand for no group."""
         fillers = {object(): f"filler {index}" for index in range(number - len(_names()))}
         _names().update(fillers)
         try:
@@ -105,7 +108,7 @@ class _GroupNumbers:
 
 
 def _names() -> dict[object, str]:
-    """Of this process's groups."""
+    """Returns torch's table of the names of this process's groups."""
     names: dict[object, str] = dist.distributed_c10d._world.pg_names  # type: ignore[assignment]
     return names
 
@@ -114,7 +117,10 @@ _numbers = _GroupNumbers()
 
 
 def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
-    """The ranks that say the same, in ascending order; nodes in the order of their first ranks."""
+    """Returns the ranks of each node: those with the same identity, ascending; nodes are ordered by their first ranks.
+
+    identities: the node's identity for each rank.
+    """
     nodes: dict[str, list[int]] = {}
     for rank in sorted(identities):
         nodes.setdefault(identities[rank], []).append(rank)
@@ -122,7 +128,7 @@ def ranks_by_node(identities: Mapping[int, str]) -> list[list[int]]:
 
 
 def _why_not(nodes: Sequence[Sequence[int]]) -> str:
-    """Why there is nothing to gain; empty where there is."""
+    """Returns why a split gains nothing; empty if it does."""
     sizes = [len(node) for node in nodes]
     if len(nodes) == 1:
         return "all ranks are on one node"
@@ -134,7 +140,7 @@ def _why_not(nodes: Sequence[Sequence[int]]) -> str:
 
 
 def _new_group(ranks: list[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of these ranks of the default group, made by its members alone."""
+    """Returns a new group of these ranks of the default group. Only its members call this."""
     new = dist.new_group(
         ranks,
         timeout=timedelta(seconds=settings().timeout),

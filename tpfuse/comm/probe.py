@@ -1,6 +1,6 @@
-"""What this machine can do for ranks that share memory, in plain words: for `tpfuse verify` and for error messages.
+"""The abilities of this machine for ranks that share memory, in words, for `tpfuse verify` and for error messages.
 
-Nothing here is a collective, and nothing raises: what cannot be found out is said to be unknown.
+No function here is collective, and none raises: a fact that cannot be found out is called unknown.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 _GIB = 2**30
-# Of CUdevice_attribute in CUDA's cuda.h, which torch does not show.
+# These are values of CUdevice_attribute in CUDA's cuda.h, which torch does not expose.
 _FABRIC, _MULTICAST = 128, 132
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about the machine. meaning: what follows from it for tpfuse."""
+    """One fact about the machine. meaning: the consequence for tpfuse."""
 
     name: str
     value: str
@@ -28,7 +28,7 @@ class Finding:
 
 
 def probe() -> list[Finding]:
-    """What this process finds on its machine."""
+    """Returns the facts that this process finds about its machine."""
     return [*_host(), *_gpus()]
 
 
@@ -79,9 +79,9 @@ def _size(count: int | None) -> str:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be allocated: of the machine or the control group, whichever is less; None: unknown.
+    """Returns the bytes that may still be allocated: the lesser of the machine's and the control group's; None: unknown.
 
-    Memory that is asked for beyond this is not refused: the kernel kills a process when the pages are written.
+    A request for more memory is not refused: the kernel kills a process when the pages are written.
     """
     limits = []
     try:
@@ -98,13 +98,13 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's control group may take; None where there is no limit or it cannot be read."""
+    """Returns the bytes that this process's control group may take; None if there is no limit or it cannot be read."""
     limits = (_number(folder / limit_name) for folder, limit_name, _ in _control_groups(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """(folder, file of the limit, file of the usage) of this process's memory groups, innermost first.
+    """Yields (folder, file of the limit, file of the usage) for this process's memory groups, innermost first.
 
     Sources: cgroup-v1/memory.rst and cgroup-v2.rst of the kernel's documentation.
     """
@@ -121,14 +121,14 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str]]:
         else:
             continue
         folder = base / path.lstrip("/")
-        # In a container the path is often the host's, and its own group is mounted at the base.
+        # In a container the path is often that of the host, and the container's own group is mounted at the base.
         for ancestor in (folder, *folder.parents):
             if ancestor.is_relative_to(base):
                 yield ancestor, *names
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file of a control group; None where there is none ("max", or v1's 2^63 less a page)."""
+    """Returns the number in a file of a control group; None if there is none ("max", or v1's 2^63 less a page)."""
     try:
         number = int(file.read_text())
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """What a control group is charged for and would give back: pages of files."""
+    """Returns the bytes that a control group is charged for and would give back: pages of files."""
     try:
         rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return int(rows.get("inactive_file", 0)) + int(rows.get("active_file", 0))
@@ -146,7 +146,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def anonymous_memory() -> str:
-    """Why anonymous shared memory cannot be had; empty where it can, and other processes can open it."""
+    """Returns why processes cannot share anonymous memory; empty if they can."""
     try:
         descriptor = os.memfd_create("tpfuse probe", os.MFD_CLOEXEC)
     except (OSError, AttributeError) as error:
@@ -170,7 +170,7 @@ def _dev_shm() -> str:
 
 
 def no_peer_access(devices: range | list[int]) -> list[str]:
-    """The pairs of these GPUs (numbers of torch) that do not reach each other's memory, as "cuda:0 and cuda:3"."""
+    """Returns the pairs of GPUs without access to each other's memory, as "cuda:0 and cuda:3". devices: torch's numbers."""
     return [
         f"cuda:{a} and cuda:{b}"
         for a in devices
@@ -180,7 +180,7 @@ def no_peer_access(devices: range | list[int]) -> list[str]:
 
 
 def _attribute(attribute: int, count: int) -> str:
-    """On which GPUs the driver says that it has something."""
+    """Returns on which GPUs the driver reports an attribute: "yes" (all), "no", their names, or "unknown"."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -195,7 +195,7 @@ def _attribute(attribute: int, count: int) -> str:
 
 
 def no_symmetric_memory() -> str:
-    """Why torch cannot share GPU memory between processes; empty where it can."""
+    """Returns why torch cannot share GPU memory between processes; empty if it can."""
     if not dist.is_available():
         return "this torch was built without torch.distributed"
     try:

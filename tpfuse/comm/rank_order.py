@@ -1,4 +1,4 @@
-"""What ranks have brought, combined on the host in absolute rank order: bitwise the same everywhere and always."""
+"""Sums and maxima of the ranks' tensors on the host, in absolute rank order: bitwise equal on every rank and run."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ HALF = (torch.bfloat16, torch.float16)  # summed in float32
 
 
 def summed_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of this dtype are summed, and their masters and moments kept."""
+    """Returns the dtype in which numbers of `dtype` are summed and their master copies and moments are kept."""
     return torch.float32 if dtype in HALF else dtype
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
+    """Computes out = ((parts[0] + parts[1]) + parts[2]) + …, half types in float32."""
     if out.dtype in HALF:
         total = parts[0].float()
         for part in parts[1:]:
@@ -30,12 +30,12 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def max_in_rank_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = the largest of parts, element by element; NaN wins."""
+    """Computes out = the largest of parts, element by element; it is NaN if one of them is."""
     out.copy_(parts[0])
     for part in parts[1:]:
         torch.maximum(out, part, out=out)
 
 
 def rows_of(x: Tensor, world: int) -> Tensor:
-    """The contiguous x as one row for each rank, [world, elements / world]; it may be empty."""
+    """Returns a view of the contiguous x with one row for each rank, [world, elements / world]; x may be empty."""
     return x.view(world, x.numel() // world)

@@ -1,6 +1,6 @@
-"""How ranks meet that share no memory yet: by what each writes into the store of their process group.
+"""An exchange for ranks that share no memory yet: each writes into the store of their process group.
 
-Not by a collective of the group, which cannot name a rank that does not come.
+A collective of the group would not serve, because it cannot name a rank that does not come.
 """
 
 import json
@@ -16,9 +16,9 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> list[Any]:
-    """What every rank says, in rank order: anything that JSON can hold. Collective.
+    """Returns every rank's value, in rank order. Collective. A value is anything that JSON can hold.
 
-    Raises PeerTimeout that names the first rank that does not come in `timeout` seconds.
+    Raises PeerTimeout, which names the first rank that does not come within `timeout` seconds.
     """
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)

@@ -1,4 +1,4 @@
-"""How ranks wait for each other: one setting for the whole process, to be made before the first collective."""
+"""The settings of every wait between ranks: one set for the whole process, made before the first collective."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,9 +7,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """timeout: seconds that a wait for another rank may take; fingerprint: compare operation, shapes and dtypes across
-    ranks before each operation (slow; to find ranks that disagree); flight_folder: where the last operations of every
-    rank are written, as JSON, when a wait expires (None: nowhere)."""
+    """The settings of this process.
+
+    timeout: the seconds that a wait for another rank may take; fingerprint: whether ranks compare operation, shapes and
+    dtypes before each operation (slow; it finds ranks that disagree); flight_folder: the folder into which the last
+    operations of every rank are written, as JSON, when a wait expires (None: they are not written).
+    """
 
     timeout: float = 60.0
     fingerprint: bool = False
@@ -24,7 +27,7 @@ _settings = Settings()
 
 
 def settings() -> Settings:
-    """The settings in force."""
+    """Returns the settings in force."""
     return _settings
 
 

@@ -1,7 +1,7 @@
 """Symmetric memory of the CPU ranks of one host, and of one rank alone.
 
-Every rank makes its part of a buffer as anonymous shared memory (`tpfuse.comm.control_block` says why) and maps the
-others'. Interpreted kernels and torch operations reach all parts as ordinary memory.
+Every rank allocates its part of a buffer as anonymous shared memory (`tpfuse.comm.control_block` gives the reason) and
+maps the parts of the others. Interpreted kernels and torch operations access all parts as ordinary memory.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from tpfuse.comm.settings import settings
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory, wrapped
 
 _ZERO = np.zeros(1, np.int32)
-_LARGE = 2**24  # bytes of all ranks, from which on it is worth a look whether there is so much
+_LARGE = 2**24  # bytes on all ranks together: for a buffer of this size the available memory is checked first
 
 
 class SharedMemory(HostCoordinatedMemory):
-    """See `SymmetricMemory`. Raises Unavailable where the ranks do not share a host."""
+    """The symmetric memory of CPU ranks, see `SymmetricMemory`. Raises Unavailable if they do not share a host."""
 
     backend = "shm"
 
@@ -56,7 +56,8 @@ class SharedMemory(HostCoordinatedMemory):
                         mapping if rank == self.rank and mapping is not None else Mapping(key, size, (pid, descriptor))
                     )
             except Unavailable as error:
-                # It has said that all was well, and was killed before it was read: files go before the process does.
+                # That rank had reported success and was killed before this rank opened its memory: the kernel closes
+                # a process's files before it ends the process.
                 if self.control.has_ended(rank, within=1.0):
                     raise self.control.fail(f"buffer {key}", rank, 0.0) from None
                 reason = str(error)
@@ -102,13 +103,13 @@ class SharedMemory(HostCoordinatedMemory):
             if not aborted and backoff.rest(address, seen):
                 self.control.compare()  # a rank in another operation may never signal
                 late = backoff.waited > self.timeout or self.control.has_left(peer)
-            # Before it left it may have written the word: look in this order.
+            # The peer may have written the word before it left, so the word is read after the check that it has left.
             if aborted or (late and wrapped(int(view[0]) - value) < 0):
                 raise self.control.fail(op, peer, backoff.waited)
 
 
 def _check_available(key: str, size: int, world: int) -> None:
-    """Raises Unavailable where the machine has not got that much: the kernel would kill a process, not say so."""
+    """Raises Unavailable if the machine has too little memory: the kernel would kill a process and refuse nothing."""
     if size * world < _LARGE:
         return
     available = available_memory()
@@ -119,7 +120,7 @@ def _check_available(key: str, size: int, world: int) -> None:
 
 
 class LocalMemory(SymmetricMemory):
-    """One rank alone: the same code runs, and nobody is waited for."""
+    """The symmetric memory of one rank alone: the same code runs, and no wait blocks."""
 
     backend = "local"
 

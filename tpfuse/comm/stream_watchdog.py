@@ -1,8 +1,8 @@
-"""Deadlines for operations on a stream, which the host begins and leaves behind.
+"""Deadlines for operations on a stream, which the host begins and does not wait for.
 
-Each leaves an event where it begins and one where it ends. A thread looks at them in order. The oldest one that has not
-ended is late when it began longer ago than its deadline: what the stream has to do before it does not count. Then every
-rank is told to stop waiting, and the error is kept for whoever asks next.
+Each operation has an event at its beginning and one at its end. A thread checks the operations in order. The oldest
+one that has not ended is late if it began longer ago than its deadline: the work on the stream before it does not
+count. The thread then tells every rank to stop waiting, and keeps the error for the next caller of `failure`.
 """
 
 import threading
@@ -19,7 +19,7 @@ from tpfuse.comm.watchdog import look_often, write_flight_record
 
 @dataclass
 class Pending:
-    """An operation between two events. peer: who is waited for, where that is known; running: since it has begun."""
+    """An operation between two events. peer: the rank that it waits for, if known; running: the time since it began."""
 
     op: str
     begun: Event
@@ -29,9 +29,9 @@ class Pending:
 
 
 class StreamWatchdog:
-    """Watches what is on the streams of the rank that owns `board`.
+    """Watches the operations on the streams of the rank that owns `control`. Each memory has one.
 
-    alarm: makes the rank's kernels stop waiting; enter: what the thread does first. One per memory.
+    alarm: makes the rank's kernels stop waiting; enter: the thread calls it first.
     """
 
     def __init__(self, control: ControlBlock, alarm: Callable[[], None], enter: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class StreamWatchdog:
             self._awake.set()
 
     def look(self) -> None:
-        """Forgets what has ended; when the oldest one is late, or a rank is gone or has given up, ends all waits."""
+        """Drops the operations that have ended. Ends all waits if the oldest one is late or a rank has left."""
         with self._lock:
             while self._pending and self._pending[0].ended.query():
                 self._pending.popleft()
@@ -71,13 +71,13 @@ class StreamWatchdog:
             self._alarmed = True
 
     def failure(self) -> PeerTimeout | Disagreement | None:
-        """What an operation has met, once."""
+        """Returns the error of an operation, once; None if there is none."""
         with self._lock:
             failure, self._failure = self._failure, None
             return failure
 
     def forget(self) -> None:
-        """When the device has done everything that it was given."""
+        """Drops all operations. Call it after the device has finished all its work."""
         with self._lock:
             self._pending.clear()
             self._failure, self._alarmed = None, False

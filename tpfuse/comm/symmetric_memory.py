@@ -1,21 +1,21 @@
-"""Symmetric memory: tensors that every rank of a group can address, and signals that order what is written to them.
+"""Symmetric memory: tensors that every rank of a group can address, and signals that order the writes to them.
 
-One interface, four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
+One interface has four backends: `cuda` (peer access over NVLink or PCIe), `shm` (shared by the CPU ranks of a host),
 `local` (one rank alone) and `simulated` (`tpfuse.testing.explore`: all ranks in one process, every access checked).
 
     memory = connect(group, device)
-    buffer = memory.buffer("halo", (1024,), torch.float32)    # the same on every rank; collective when first asked for
+    buffer = memory.buffer("halo", (1024,), torch.float32)    # the same call on every rank; the first one is collective
     flags = memory.signals("halo flags", 1)
     buffer.local.copy_(x)
     memory.signal(flags, memory.rank, 0, 1)                   # "my part is written", after everything before it
-    memory.wait_signal(flags, right, 0, 1, op="halo")         # until the right neighbour has said so
+    memory.wait_signal(flags, right, 0, 1, op="halo")         # until the right neighbour has signalled the same
     y = buffer.peers[right].clone()
 
 Kernels take `buffer.local`, `buffer.addresses` and the like as plain tensors, and signal by `tpfuse.kernels.signals`.
 
 Signals are int32 words that only grow: an epoch says "what belongs to epoch e is here". They are compared by their
-difference, so that they may wrap around. Every wait ends: with the signal, or with PeerTimeout on every rank that is
-still there, after `timeout` seconds or as soon as the peer's process has ended.
+difference, so that they may wrap around. Every wait ends: with the signal, or with PeerTimeout on every rank that
+still runs, after `timeout` seconds or as soon as the peer's process has ended.
 """
 
 from abc import ABC, abstractmethod
@@ -29,9 +29,10 @@ from tpfuse.kernels.signals import wrapped as wrapped
 
 
 class SymmetricBuffer:
-    """One tensor per rank, of the same shape and dtype, each of which every rank can read and write.
+    """One tensor per rank, all of the same shape and dtype. Every rank can read and write each of them.
 
-    key: its name in its memory. Zero at first. After `SymmetricMemory.free` every attribute raises ValueError.
+    key: the buffer's name in its memory. The tensors are zero at first. After `SymmetricMemory.free` every attribute
+    raises ValueError.
     """
 
     def __init__(self, key: str, peers: Sequence[Tensor], rank: int, addresses: Tensor) -> None:
@@ -51,16 +52,16 @@ class SymmetricBuffer:
 
     @property
     def peers(self) -> Sequence[Tensor]:
-        """Every rank's tensor, in rank order; peers[rank] is `local`."""
+        """The tensors of all ranks, in rank order; peers[rank] is `local`."""
         return self._alive()[0]
 
     @property
     def addresses(self) -> Tensor:
-        """int64 [world] on the memory's device: where each rank's tensor begins, as this rank's kernels see it."""
+        """The addresses of all ranks' tensors for this rank's kernels, int64 [world] on the memory's device."""
         return self._alive()[1]
 
     def check_signal(self, owner: int, index: int) -> None:
-        """Raises ValueError unless there is a word `index` of rank `owner`; for backends."""
+        """Raises ValueError unless rank `owner` has a word `index`. Backends call this."""
         words, world = self.shape.numel(), len(self.peers)
         if not (0 <= owner < world and 0 <= index < words):
             raise ValueError(
@@ -68,34 +69,36 @@ class SymmetricBuffer:
             )
 
     def forget(self) -> None:
-        """Drops the tensors; for backends."""
+        """Drops the tensors. Backends call this."""
         self._tensors = None
 
 
 class SymmetricMemory(ABC):
     """The symmetric memory of one group of ranks, as one of them sees it.
 
-    rank, world: of the group; device: where the tensors are; timeout: seconds that a wait may take; step: the caller's
-    step, for messages; generation: how often it was reset. All methods but `signal`, `wait_signal`, `guard` and
-    `check` are collective: every rank calls them in one order. One thread at a time may use a memory.
+    rank, world: this rank's number in the group and the group's size; device: the device of the tensors; timeout: the
+    seconds that a wait may take; step: the caller's step, for messages; generation: the number of resets. All methods
+    but `signal`, `wait_signal`, `guard` and `check` are collective: every rank calls them in one order. Only one thread
+    at a time may use a memory.
     """
 
     backend: str
-    resident_programs: int | None = None  # the most of a launch that waits, where ranks share a device; None: no limit
+    # The most programs of a launch that waits, if ranks share a device; None: no limit.
+    resident_programs: int | None = None
 
     def __init__(self, rank: int, world: int, device: torch.device, timeout: float) -> None:
         self.rank, self.world, self.device, self.timeout = rank, world, device, timeout
         self.step, self.generation = -1, 0
-        self.global_rank = rank  # its number in the world, where a backend knows it
+        self.global_rank = rank  # the rank's number in the world, if the backend knows it
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
 
-    @torch.inference_mode(False)  # what is kept serves calls that need gradients too
+    @torch.inference_mode(False)  # The buffers are kept, also for calls that need gradients.
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
-        """The buffer `key`, made and zeroed when it is first asked for.
+        """Returns the buffer `key`; the first call allocates it and fills it with zeros.
 
-        Raises ValueError where it was made with another shape or dtype, Disagreement where ranks ask for different
-        ones, Unavailable where there is not enough memory.
+        Raises ValueError if it exists with another shape or dtype, Disagreement if ranks request different buffers, and
+        Unavailable if there is not enough memory.
         """
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -108,13 +111,13 @@ class SymmetricMemory(ABC):
         return buffer
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
-        """`count` int32 words on every rank for `signal` and `wait_signal`; `reset` makes them 0 again."""
+        """Returns the buffer `key` of `count` int32 words on each rank, for `signal`. `reset` sets them to 0."""
         buffer = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return buffer
 
     def free(self, key: str) -> None:
-        """Gives the buffer back once every rank is here. Raises ValueError where there is none of this name."""
+        """Frees the buffer after every rank has called this. Raises ValueError if there is no buffer of this name."""
         if key not in self._buffers:
             raise ValueError(f"there is no symmetric buffer {key!r}")
         self.barrier(f"free {key}")
@@ -126,7 +129,7 @@ class SymmetricMemory(ABC):
     @property
     @abstractmethod
     def abort(self) -> Tensor:
-        """int32 [1] on the device: not 0 when this rank must stop waiting. Kernels poll it."""
+        """The abort word, int32 [1] on the device: it is not 0 if this rank must stop waiting. Kernels poll it."""
 
     @abstractmethod
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer: ...
@@ -138,40 +141,43 @@ class SymmetricMemory(ABC):
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
         """Sets word `index` of `owner`'s signals to `value`, after everything that this rank has written (release).
 
-        A tensor, int32 [1] on the device, is read where the current stream comes to it.
+        value: an int, or a tensor, int32 [1] on the device, which is read when the current stream comes to this call.
         """
 
     @abstractmethod
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
-        """Until word `index` of `owner`'s signals is at least `value`; what was written before it is seen (acquire).
+        """Waits until word `index` of `owner`'s signals is at least `value`.
 
-        peer: who is to set it (default: `owner`). Raises PeerTimeout.
+        Everything that was written before the signal is then visible (acquire). peer: the rank that sets the word
+        (default: `owner`). Raises PeerTimeout.
         """
 
     @abstractmethod
     def barrier(self, op: str = "barrier") -> None:
-        """Until every rank has come here. Raises PeerTimeout."""
+        """Waits until every rank has called this. Raises PeerTimeout."""
 
     @abstractmethod
     def guard(self, op: str, *, kernel: bool = False) -> AbstractContextManager[None]:
-        """Around an operation: it is recorded, and PeerTimeout is raised at its end if it was aborted.
+        """Returns a context for one operation: it records the operation, and raises PeerTimeout at its end if aborted.
 
-        op: name, shapes and dtypes, the same on every rank: Disagreement is raised on every rank where they are not,
-        before anything is read that another operation has written. kernel: it waits in a kernel, which needs a
-        watchdog. Raises RuntimeError where another thread is inside.
+        op: name, shapes and dtypes, the same on every rank: if they differ, Disagreement is raised on every rank before
+        it reads anything that another operation has written. kernel: whether the operation waits in a kernel, which
+        needs a watchdog. Raises RuntimeError if another thread is inside a guard of this memory.
         """
 
     def check(self) -> None:  # noqa: B027 - most backends have nothing left to raise
-        """At the end of each step. Raises PeerTimeout where an operation that is done on a stream has met it, and
-        Disagreement where one of the last operations was another one, or of another shape, on another rank.
+        """Raises the errors that are still pending. Call it at the end of each step.
+
+        It raises PeerTimeout if an operation on a stream was aborted, and Disagreement if one of the last operations
+        was another one, or had another shape, on another rank.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """After PeerTimeout, or a rank's own error, on every rank: all signals and aborts are 0 again.
+        """Sets all signals and abort words to 0. Call it on every rank after PeerTimeout or after a rank's own error.
 
-        The waits of ranks that are still in an operation end with PeerTimeout. Raises PeerTimeout where a rank does not
-        come.
+        The waits of ranks that are still in an operation end with PeerTimeout. Raises PeerTimeout if a rank does not
+        call this.
         """

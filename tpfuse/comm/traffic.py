@@ -1,13 +1,13 @@
-"""How many bytes of a rank's memory travel: counters of what data parallelism sends and receives."""
+"""Counters of the bytes that data parallelism sends and receives."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to others and received from them.
+    """The bytes that this rank has sent to others and received from them.
 
-    What lies in shared or peer memory counts where it is read from or written to another rank's part of it.
+    In shared or peer memory a read from another rank's part of it counts as received, and a write to it as sent.
     """
 
     sent: int = 0
@@ -19,5 +19,5 @@ class Traffic:
         self.received += received
 
     def exchange(self, nbytes: int) -> None:
-        """Counts as much each way."""
+        """Counts one transfer of `nbytes` each way."""
         self.add(nbytes, nbytes)

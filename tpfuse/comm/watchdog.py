@@ -1,7 +1,7 @@
-"""Deadlines for what cannot look at a clock itself: kernels that spin on a signal.
+"""Deadlines for kernels that spin on a signal, which cannot read a clock themselves.
 
-A thread per memory looks a few times a second. When an operation is late, or a peer's process has ended, it tells every
-rank to stop waiting; the kernels see it in their abort word and return.
+Each memory has a thread that checks a few times a second. If an operation is late, or a peer's process has ended, the
+thread tells every rank to stop waiting; the kernels see that in their abort word and return.
 """
 
 import json
@@ -20,7 +20,7 @@ INTERVAL = 0.1  # seconds
 
 
 class Watchdog:
-    """Watches one operation at a time of the rank that owns `board`."""
+    """Watches one operation at a time of the rank that owns `control`."""
 
     def __init__(self, control: ControlBlock) -> None:
         self._control = control
@@ -30,18 +30,18 @@ class Watchdog:
         look_often(self, self._begun)
 
     def watch(self, op: str) -> None:
-        """From now on."""
+        """Watches the operation `op` from now on."""
         self._watched = op, Stopwatch()
         self._begun.set()
 
     def unwatch(self) -> None:
-        """The operation has ended: from now on nobody is told to stop because of it."""
+        """Ends the watch: from now on no rank is told to stop because of the operation."""
         self._begun.clear()
         with self._lock:
             self._watched = None
 
     def look(self) -> None:
-        """Tells every rank to stop waiting if the operation is late or a peer is gone."""
+        """Tells every rank to stop waiting if the operation is late or a peer has left."""
         with self._lock:
             if self._watched is not None:
                 self._control.stop_if_others_differ()
@@ -52,16 +52,16 @@ class Watchdog:
 
 
 class Watcher(Protocol):
-    """What has something to look after."""
+    """An object that checks something when it is told to."""
 
     def look(self) -> None:
-        """Once, in the watchdog's thread."""
+        """Checks once. The watchdog's thread calls it."""
 
 
 def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
-    """Starts a thread that looks a few times a second while `awake` is set, as long as somebody holds the watchdog.
+    """Starts a thread that calls `watchdog.look` a few times a second while `awake` is set.
 
-    enter: what the thread does first.
+    The thread ends when the watchdog is no longer referenced. enter: the thread calls it first.
     """
     arguments = weakref.ref(watchdog), awake, enter
     threading.Thread(target=_look_often, args=arguments, name="tpfuse watchdog", daemon=True).start()
@@ -81,9 +81,9 @@ def _look_often(reference: "weakref.ref[Watcher]", awake: threading.Event, enter
 
 
 def write_flight_record(control: ControlBlock, error: BaseException) -> None:
-    """The last operations of every rank, as JSON in the folder of the settings, where `error` is a time-out.
+    """Writes the last operations of every rank as JSON into the folder of the settings, if `error` is a time-out.
 
-    A disk that fails must not hide the error, which says all that matters.
+    A disk that fails must not hide the error, so a failure to write is only noted on it.
     """
     folder = settings().flight_folder
     if folder is None or not isinstance(error, PeerTimeout) or error.waited is None:

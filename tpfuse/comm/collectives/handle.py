@@ -1,13 +1,13 @@
-"""What a collective that was begun is waited for by."""
+"""The handle of a collective that was begun."""
 
 from typing import Protocol
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """The handle of a collective under way."""
 
     def wait(self) -> object:
-        """Blocks (on CUDA: the current stream) until the result may be read."""
+        """Blocks the caller (on CUDA the current stream) until the result may be read."""
 
 
 class _Done:
@@ -15,4 +15,4 @@ class _Done:
         return None
 
 
-DONE: Handle = _Done()  # nothing is left to wait for
+DONE: Handle = _Done()  # the handle of a collective that has ended
