@@ -37,7 +37,7 @@ from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, put, wait
+from tpfuse.kernels.signals import advance, arrive, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -75,10 +75,10 @@ def _gather_chunks(
     chunks = 1
     for step in range(1, WORLD):
         source = (rank + step) % WORLD
-        if wait(here + source, epoch, abort_ptr):
+        if wait_signal(here + source, epoch, abort_ptr):
             chunk_ptr = gathered_ptr + tl.cast(source, tl.int64) * n
             _copy_share(slot(slots_ptr, source, epoch, slot_bytes, dtype), chunk_ptr, n, COPIERS, BLOCK)
-            put(ready_ptr + source * COPIERS + copier, epoch)
+            signal(ready_ptr + source * COPIERS + copier, epoch)
             chunks += 1
     if KEEP_OWN:
         _copy_share(x_ptr, gathered_ptr + tl.cast(rank, tl.int64) * n, n, COPIERS, BLOCK)
@@ -188,7 +188,7 @@ def all_gather_gemm_forward_kernel(
             for step in range(WORLD):
                 source = tl.cast((rank + step) % WORLD, tl.int64)
                 there = (shares < SHARES) & (step > 0)  # the own chunk needs no wait
-                if wait(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
+                if wait_signal(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
                     chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
                     kept_ptr = None
                     if preactivation_ptr is not None:

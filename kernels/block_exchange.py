@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.launch import cdiv
-from tpfuse.kernels.signals import arrive, peer_pointer, put, wait
+from tpfuse.kernels.signals import arrive, peer_pointer, signal, wait_signal
 
 _ALIGNMENT = 16  # words: a multiple that Triton takes note of, so that 16 bytes are moved at once
 
@@ -151,7 +151,7 @@ def bring_blocks(
         staged_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, rank, block_words) + start
         _copy_share(own_ptr, staged_ptr, words, COPIERS, BLOCK)
         if RING:
-            put(there + first + rank, epoch)
+            signal(there + first + rank, epoch)
         else:
             arrive(flags_ptr, epoch, rank, first, WORLD)
     blocks = 1
@@ -160,14 +160,14 @@ def bring_blocks(
         sender = left if RING else source
         hop = (step - 1) * COPIERS * WORLD if RING else 0
         if blocks == step:
-            if wait(here + first + hop + sender, epoch, abort_ptr):
+            if wait_signal(here + first + hop + sender, epoch, abort_ptr):
                 theirs_ptr = brought_block(slots_ptr, epoch, slot_bytes, sender, source, block_words) + start
                 ours_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words) + start
                 _copy_share(theirs_ptr, ours_ptr, words, COPIERS, BLOCK)
                 if RING:
                     if step < WORLD - 1:
-                        put(there + first + step * COPIERS * WORLD + rank, epoch)
-                put(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)
+                        signal(there + first + step * COPIERS * WORLD + rank, epoch)
+                signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)
                 blocks += 1
     return blocks
 
@@ -187,4 +187,4 @@ def await_block(
         source = (rank + WORLD - step) % WORLD
         copiers = tl.arange(0, triton.next_power_of_2(COPIERS))
         words = ready_ptr + (PART * WORLD + source) * COPIERS + copiers
-        return wait(words, epoch, abort_ptr, copiers < tl.where(step > 0, COPIERS, 0))
+        return wait_signal(words, epoch, abort_ptr, copiers < tl.where(step > 0, COPIERS, 0))

@@ -50,7 +50,7 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.endpoint import Endpoint, check_ready
 from tpfuse.kernels.gemm_reduce_scatter import sum_tile
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.signals import advance, begin, wait
+from tpfuse.kernels.signals import advance, begin, wait_signal
 
 
 @triton.jit(do_not_specialize=["owner"])
@@ -64,7 +64,7 @@ def await_part_kernel(
     BLOCK: tl.constexpr,
 ):
     index = tl.arange(0, BLOCK)
-    wait(stored_ptr + index * WORLD + owner, tl.load(stamp_ptr), abort_ptr, index < programs)
+    wait_signal(stored_ptr + index * WORLD + owner, tl.load(stamp_ptr), abort_ptr, index < programs)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -91,7 +91,7 @@ def sum_parts_kernel(
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         sources = tl.arange(0, triton.next_power_of_2(WORLD))
-        if wait(ready_ptr + sources, epoch, abort_ptr, (sources < WORLD) & (sources != rank)):
+        if wait_signal(ready_ptr + sources, epoch, abort_ptr, (sources < WORLD) & (sources != rank)):
             half_ptr = tl.multiple_of(tl.load(slots_ptr + rank).to(tl.pointer_type(dtype)), 16)
             tiles_n = tl.cdiv(N, BLOCK_N)
             for index in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * tiles_n, tl.num_programs(0)):

@@ -49,7 +49,7 @@ from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
 from tpfuse.kernels.launch import Launch, cdiv, planned
-from tpfuse.kernels.signals import advance, begin, peer_pointer, put, wait
+from tpfuse.kernels.signals import advance, begin, peer_pointer, signal, wait_signal
 from tpfuse.kernels.tiles import dot, grouped_tile
 
 
@@ -63,13 +63,13 @@ def _first_tile(owner, tiles):
 @triton.jit
 def _signal(flags_ptr, owner, epoch, rank, WORLD: tl.constexpr):
     """Tells the same program of an owner that this one has stored its tiles there."""
-    put(peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD + rank, epoch)
+    signal(peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD + rank, epoch)
 
 
 @triton.jit
 def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
     """Tells the copies to an owner that this program has stored its tiles of the owner's rows."""
-    put(stored_ptr + tl.program_id(0) * WORLD + owner, epoch)
+    signal(stored_ptr + tl.program_id(0) * WORLD + owner, epoch)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def gemm_reduce_scatter_forward_kernel(
             _signal(flags_ptr, rank, epoch, rank, WORLD)
             sources = tl.arange(0, triton.next_power_of_2(WORLD))
             words_ptr = peer_pointer(flags_ptr, rank, tl.int32) + tl.program_id(0) * WORLD
-            if wait(words_ptr + sources, epoch, abort_ptr, sources < WORLD):
+            if wait_signal(words_ptr + sources, epoch, abort_ptr, sources < WORLD):
                 half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
                 rows = min(max(M - rank * chunk, 0), chunk)
                 tiles_m = tl.cdiv(rows, BLOCK_M)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpfuse.kernels import launch
 from tpfuse.kernels.checks import check_device, check_integers, check_shape
-from tpfuse.kernels.signals import wait, wrapped
+from tpfuse.kernels.signals import wait_signal, wrapped
 
 
 @triton.jit(do_not_specialize=["epoch"])
@@ -19,7 +19,7 @@ def signal_wait_kernel(
     abort_ptr,  # [1] int32, read
     epoch,
 ):
-    wait(flag_ptr, epoch, abort_ptr)
+    wait_signal(flag_ptr, epoch, abort_ptr)
 
 
 def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:

@@ -9,8 +9,8 @@ values only grow and wrap around; the epoch is kept in device memory, so that a 
         ... read what peers have written ...
         advance(state, epoch)                  # the last program of the grid makes it the launch before
 
-Why that is enough, in the words of NVIDIA's PTX ISA, "Memory Consistency Model". `put` is a release pattern and `wait`
-an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and processes). The
+Why that is enough, in the words of NVIDIA's PTX ISA, "Memory Consistency Model". `signal` is a release pattern and
+`wait_signal` an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and processes). The
 acquire that observes the release synchronises with it, and base causality order then puts what the writing thread did
 before its release ahead of what the waiting thread does after its acquire. A program is many threads, and one of them
 signals: the barrier of the program before the release (`tl.debug_barrier`, which Triton 3.8 and older do not bring by
@@ -44,7 +44,7 @@ def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
 
 
 @triton.jit
-def put(flag_ptrs, epoch, mask=None):
+def signal(flag_ptrs, epoch, mask=None):
     """Sets words of peers' flags to `epoch`, after everything that this program has read and written (release).
 
     flag_ptrs: one pointer or a block of them, which neighbouring threads signal at once: one fence and not one each.
@@ -54,11 +54,11 @@ def put(flag_ptrs, epoch, mask=None):
 
 
 @triton.jit
-def wait(flag_ptrs, epoch, abort_ptr, mask=None):
+def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None):
     """Until words of this rank's flags all say `epoch` or later (acquire); False where the abort word ended the wait.
 
-    flag_ptrs: as for `put`. What the writers had done before is then visible to all threads of the program. The abort
-    word orders nothing.
+    flag_ptrs: as for `signal`. What the writers had done before is then visible to all threads of the program. The
+    abort word orders nothing.
     """
     late, aborted = 1, 0
     while (late != 0) & (aborted == 0):
@@ -84,7 +84,7 @@ def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
     """
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     there = tl.load(flags_ptr + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(tl.int32))
-    put(there + first + rank, epoch, ranks < WORLD)
+    signal(there + first + rank, epoch, ranks < WORLD)
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.co
     first = (ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD
     arrive(flags_ptr, epoch, rank, first, WORLD)
     here = peer_pointer(flags_ptr, rank, tl.int32)
-    return wait(here + first + ranks, epoch, abort_ptr, ranks < WORLD)
+    return wait_signal(here + first + ranks, epoch, abort_ptr, ranks < WORLD)
 
 
 @triton.jit

@@ -62,7 +62,7 @@ class Sum:
 
 @triton.jit
 def _wait_kernel(flags_ptr, abort_ptr, out_ptr):
-    heard = signals.wait(flags_ptr, 1, abort_ptr)
+    heard = signals.wait_signal(flags_ptr, 1, abort_ptr)
     tl.store(out_ptr, heard.to(tl.int32))
 
 

@@ -181,9 +181,9 @@ class TestGathering(GatherSuite):
         ),
         Fault(
             "ready for the next launch",
-            replace(all_gather_gemm._gather_chunks, "epoch", by="epoch + 1", call="put"),
+            replace(all_gather_gemm._gather_chunks, "epoch", by="epoch + 1", call="signal"),
         ),
-        Fault("ready for another chunk", replace(all_gather_gemm._gather_chunks, "source", by="rank", call="put")),
+        Fault("ready for another chunk", replace(all_gather_gemm._gather_chunks, "source", by="rank", call="signal")),
         Fault(
             "one share is a chunk",
             replace(all_gather_gemm.all_gather_gemm_forward_kernel, "shares < SHARES", by="shares < 1"),
@@ -274,7 +274,7 @@ class TestTwoStreams(GatherSuite):
         ),
         Fault(
             "one source is not waited for",
-            replace(signals.barrier, "ranks < WORLD", by="ranks < WORLD - 1", call="wait"),
+            replace(signals.barrier, "ranks < WORLD", by="ranks < WORLD - 1", call="wait_signal"),
         ),
         Fault(
             "stamped before the wait",
@@ -286,7 +286,7 @@ class TestTwoStreams(GatherSuite):
         ),
         Fault(
             "the product takes any epoch",
-            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "epoch", by="epoch - 1", call="wait"),
+            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "epoch", by="epoch - 1", call="wait_signal"),
         ),
     )
 

@@ -106,7 +106,9 @@ class TestEngineScatter(ProtocolSuite):
         Fault("another owner's part", replace(SEND, "parts[owner]", by="parts[rank]")),
         Fault(
             "one program is not awaited",
-            replace(engine_scatter.await_part_kernel, "index < programs", by="index < programs - 1", call="wait"),
+            replace(
+                engine_scatter.await_part_kernel, "index < programs", by="index < programs - 1", call="wait_signal"
+            ),
         ),
         Fault(
             "any epoch is awaited",
@@ -126,11 +128,11 @@ class TestEngineScatter(ProtocolSuite):
         ),
         Fault(
             "the sum takes any epoch",
-            replace(engine_scatter.sum_parts_kernel, "epoch", by="epoch - 1", call="wait"),
+            replace(engine_scatter.sum_parts_kernel, "epoch", by="epoch - 1", call="wait_signal"),
         ),
         Fault(
             "one source is not waited for",
-            replace(engine_scatter.sum_parts_kernel, "sources < WORLD", by="sources < WORLD - 1", call="wait"),
+            replace(engine_scatter.sum_parts_kernel, "sources < WORLD", by="sources < WORLD - 1", call="wait_signal"),
         ),
         Fault(
             "another rank's parts are summed",

@@ -72,14 +72,14 @@ class TestGemmReduceScatter(ProtocolSuite):
     modules = (signals, endpoint, gemm_reduce_scatter)
     needed = (gemm_reduce_scatter,)
     unneeded: ClassVar = {
-        (gemm_reduce_scatter._signal_copies, "put"): COPIES,
+        (gemm_reduce_scatter._signal_copies, "signal"): COPIES,
         (gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel, "_signal_copies"): COPIES,
     }
     worlds = ((2, 2), (2, 1), (3, 1), (3, 2))
     faults = (
         Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
-        Fault("the epoch before will do", replace(KERNEL, "epoch", by="epoch - 1", call="wait")),
+        Fault("the epoch before will do", replace(KERNEL, "epoch", by="epoch - 1", call="wait_signal")),
         Fault("the owner's word", replace(TELL, f"{WORDS} + rank", by=f"{WORDS} + owner")),
         Fault("the own words alone", replace(TELL, "owner", by="rank", call="peer_pointer")),
         Fault("one program signals for all", replace(TELL, "tl.program_id(0) * WORLD", by="0 * WORLD")),
@@ -103,7 +103,7 @@ class TestGemmReduceScatter(ProtocolSuite):
         Fault("another rank's part", replace(KERNEL, "rank * chunk * N", by="owner * chunk * N")),
         Fault("an owner is left out", replace(KERNEL, "WORLD + 1", by="WORLD", call="range")),
         Fault("no signal without rows", replace(KERNEL, SIGNAL, by=f"if rows > 0:\n    {SIGNAL}")),
-        Fault("one source too few", replace(KERNEL, "sources < WORLD", by="sources < WORLD - 1", call="wait")),
+        Fault("one source too few", replace(KERNEL, "sources < WORLD", by="sources < WORLD - 1", call="wait_signal")),
         Fault(
             "the half of the next epoch",
             replace(

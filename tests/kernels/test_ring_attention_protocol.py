@@ -128,13 +128,15 @@ class TestRing(RingSuite):
             ),
         ),
         Fault("told of the hop before", replace(BRING, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD")),
-        Fault("ready of another source", replace(BRING, "PART * WORLD + source", by="PART * WORLD + rank", call="put")),
+        Fault(
+            "ready of another source", replace(BRING, "PART * WORLD + source", by="PART * WORLD + rank", call="signal")
+        ),
         Fault(
             "ready for the next launch",
             replace(
                 BRING,
-                "put(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)",
-                by="put(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch + 1)",
+                "signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)",
+                by="signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch + 1)",
             ),
         ),
         Fault("one share is a block", replace(AWAIT, "COPIERS", by="1", call="where")),
@@ -157,8 +159,8 @@ class TestOwners(RingSuite):
     ring = False
     needed = (block_exchange, ring_attention_forward)
     unneeded: ClassVar = {
-        (BRING, "put(there + first + rank, epoch)"): THERE,
-        (BRING, "put(there + first + step * COPIERS * WORLD + rank, epoch)"): THERE,
+        (BRING, "signal(there + first + rank, epoch)"): THERE,
+        (BRING, "signal(there + first + step * COPIERS * WORLD + rank, epoch)"): THERE,
         **HERE,
     }
     worlds = ((2, 2), (3, 2))

@@ -93,7 +93,7 @@ def complaints(ptx: str, own_by_tma: bool = False) -> list[str]:
     return wrong
 
 
-# What each kernel has of put, wait, counts of programs, and looks at the abort word.
+# What each kernel has of signal, wait_signal, counts of programs, and looks at the abort word.
 SIGNALS = {
     "all_gather_forward_kernel": (1, 1, 1, 2),
     "all_to_all_forward_kernel": (1, 1, 1, 2),

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import signals
-from tpfuse.kernels.signals import advance, barrier, begin, peer_pointer, put, wait
+from tpfuse.kernels.signals import advance, barrier, begin, peer_pointer, signal, wait_signal
 from tpfuse.testing.explore import ExploreError, Sequential, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import Mutant, mutants_of, surviving
 from tpfuse.testing.tiers import exhaustive
@@ -28,10 +28,10 @@ def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr
     half = (epoch & 1) * 4
     if running:
         tl.store(peer_pointer(slots_ptr, rank, tl.float32) + half + offs, tl.load(x_ptr + offs))
-        put(peer_pointer(flags_ptr, left, tl.int32) + 1, epoch)
-        put(peer_pointer(flags_ptr, right, tl.int32), epoch)
+        signal(peer_pointer(flags_ptr, left, tl.int32) + 1, epoch)
+        signal(peer_pointer(flags_ptr, right, tl.int32), epoch)
         own = peer_pointer(flags_ptr, rank, tl.int32)
-        if wait(own, epoch, abort_ptr) & wait(own + 1, epoch, abort_ptr):
+        if wait_signal(own, epoch, abort_ptr) & wait_signal(own + 1, epoch, abort_ptr):
             total = tl.load(peer_pointer(slots_ptr, left, tl.float32) + half + offs)
             total += tl.load(peer_pointer(slots_ptr, right, tl.float32) + half + offs)
             tl.store(out_ptr + offs, total)
@@ -133,18 +133,18 @@ def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.co
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     first = {}
     arrive(flags_ptr, epoch, rank, first, WORLD)
-    return wait(peer_pointer(flags_ptr, rank, tl.int32) + first + ranks, epoch, abort_ptr, ranks < WORLD)
+    return wait_signal(peer_pointer(flags_ptr, rank, tl.int32) + first + ranks, epoch, abort_ptr, ranks < WORLD)
 """
 ARRIVE = """
 @triton.jit
 def arrive(flags_ptr, epoch, rank, first, WORLD: tl.constexpr):
     ranks = tl.arange(0, triton.next_power_of_2(WORLD))
     there = tl.load(flags_ptr + ranks, mask=ranks < WORLD, other=0).to(tl.pointer_type(tl.int32))
-    put(there + {}, epoch, ranks < WORLD)
+    signal(there + {}, epoch, ranks < WORLD)
 """
 WAIT = """
 @triton.jit
-def wait(flag_ptrs, epoch, abort_ptr, mask=None):
+def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None):
     late, aborted = 1, 0
     while (late != 0) & (aborted == 0):
         ahead = tl.atomic_add(flag_ptrs, 0, mask=mask, sem="acquire", scope="sys") - {}
@@ -164,7 +164,7 @@ def advance(state_ptr, epoch):
 RIGHT = {
     "barrier": BARRIER.format("(ROUND * tl.num_programs(0) + tl.program_id(0)) * WORLD"),
     "arrive": ARRIVE.format("first + rank"),
-    "wait": WAIT.format("epoch", "max"),
+    "wait_signal": WAIT.format("epoch", "max"),
     "advance": ADVANCE.format("tl.num_programs(0)"),
 }
 FAULTS = {

@@ -46,7 +46,11 @@ def test_results_are_right_on_more_ranks(name: str) -> None:
 
 def test_a_wait_that_is_missing_is_caught() -> None:
     """Those of the product, for copiers and for peers."""
-    mutants = [x for x in mutants_of(all_gather_gemm, among=[signals]) if x.text.startswith(("wait(", "if wait("))]
+    mutants = [
+        x
+        for x in mutants_of(all_gather_gemm, among=[signals])
+        if x.text.startswith(("wait_signal(", "if wait_signal("))
+    ]
     assert len(mutants) >= 2
     modules = [all_gather_gemm, fused_linear, rank_programs]
     assert not surviving(
