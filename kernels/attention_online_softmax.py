@@ -73,7 +73,7 @@ def attend_blocks(
     q,
     source,
     keys,
-    sight,
+    visible_range,
     dropout,
     scale,
     start,
@@ -90,7 +90,7 @@ def attend_blocks(
     """The state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
     k_rows, v_rows, tk, stride_kt, stride_vt = keys
-    q_pos, k_offset, ahead, behind = sight
+    q_pos, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
@@ -130,7 +130,7 @@ def attend_range(
     q,  # [BLOCK_M, BLOCK_D]
     source,
     keys,
-    sight,
+    visible_range,
     dropout,
     scale,
     seen,
@@ -145,22 +145,22 @@ def attend_range(
     """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
 
     source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (of `rows_of` k and v, their
-    number, stride_kt, stride_vt); sight: (q_pos, k_offset, ahead, behind), the last one a number, or one for each query
-    [BLOCK_M, 1]; dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
+    number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a
+    number, or one for each query [BLOCK_M, 1]; dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
     keys that are, (start, full_start, full_stop, stop) as of `attention_scores.key_range`.
     """
     start, full_start, full_stop, stop = seen
     # fmt: off
     if WARP_SPECIALIZE:
-        return attend_blocks(state, q, source, keys, sight, dropout, scale, start, stop, True,
+        return attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, stop, True,
                              HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, True)
     else:
         if HAS_BEHIND:
-            state = attend_blocks(state, q, source, keys, sight, dropout, scale, start, full_start, True,
+            state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, full_start, True,
                                   HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
-        state = attend_blocks(state, q, source, keys, sight, dropout, scale, full_start, full_stop, False,
+        state = attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_start, full_stop, False,
                               HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
-        return attend_blocks(state, q, source, keys, sight, dropout, scale, full_stop, stop, True,
+        return attend_blocks(state, q, source, keys, visible_range, dropout, scale, full_stop, stop, True,
                              HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, False)
     # fmt: on
 
@@ -173,7 +173,7 @@ def attend(
     q_last,
     source,
     keys,
-    sight,
+    visible_range,
     dropout,
     scale,
     HEAD_SIZE: tl.constexpr,
@@ -185,11 +185,11 @@ def attend(
     WARP_SPECIALIZE: tl.constexpr,
 ):
     """`attend_range` of the keys at positions k_offset, k_offset + 1, …; dropout: (of `dropout_rows`, threshold)."""
-    _, k_offset, ahead, behind = sight
+    _, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold = dropout
     seen = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
     # fmt: off
-    return attend_range(state, q, source, keys, sight, (dropout_row, dropout_threshold, 1), scale, seen,
+    return attend_range(state, q, source, keys, visible_range, (dropout_row, dropout_threshold, 1), scale, seen,
                         HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, WARP_SPECIALIZE)
     # fmt: on
 

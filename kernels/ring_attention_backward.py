@@ -27,7 +27,7 @@ from tpfuse.kernels.ring_attention_dkdv import ring_attention_dkdv_kernel
 from tpfuse.kernels.ring_attention_dq import ring_attention_dq_kernel
 from tpfuse.kernels.sequence_runs import SequenceRuns
 
-Sight = tuple[Tensor, Tensor]
+VisibleRange = tuple[Tensor, Tensor]
 
 
 def ring_attention_backward(
@@ -39,8 +39,8 @@ def ring_attention_backward(
     lse: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: Sight,
-    seen_by: Sight,
+    seen: VisibleRange,
+    seen_by: VisibleRange,
     *,
     exchange: BlockExchange,
     scale: float | None = None,
@@ -113,7 +113,7 @@ def ring_attention_dq(
     blocks: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: Sight,
+    seen: VisibleRange,
     sources: Sequence[int],
     *,
     scale: float | None = None,
@@ -141,7 +141,7 @@ def ring_attention_dkdv(
     runs: SequenceRuns,
     rank: int,
     source: int,
-    seen_by: Sight,
+    seen_by: VisibleRange,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -194,7 +194,7 @@ def _launch_dq(
     operator: str,
     queries: Sequence[Tensor],
     blocks: Tensor,
-    seen: Sight,
+    seen: VisibleRange,
     sources: Sequence[int] | None,
     exchange: BlockExchange | None,
     words: Tensor | None,
@@ -247,7 +247,7 @@ def _launch_dkdv(
     operator: str,
     queries: Sequence[Tensor],
     block: Tensor,
-    seen_by: Sight,
+    seen_by: VisibleRange,
     queries_rank: int,
     gradients: Tensor,
     everywhere: dict[str, Any],

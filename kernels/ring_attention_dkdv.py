@@ -22,7 +22,7 @@ from tpfuse.kernels.attention_backward_delta import LOG2_E, PADDING, load_tile
 from tpfuse.kernels.attention_scores import multiple_of_8
 from tpfuse.kernels.block_exchange import brought_block
 from tpfuse.kernels.dropout import hashed_rows, kept
-from tpfuse.kernels.ring_attention_sight import first_index, index_range, last_index
+from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.tiles import dot, rounded
 
@@ -40,7 +40,7 @@ def _add_queries(
     first_head,
     first_row,
     seen,
-    sight,
+    visible_range,
     dropout,
     group,
     n,
@@ -60,7 +60,7 @@ def _add_queries(
     keys, values, k, v, k_pos = key_tile
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     start, full_start, full_stop, stop = seen
-    first, last = sight[0][:, None], sight[1][:, None]
+    first, last = visible_range[0][:, None], visible_range[1][:, None]
     counters_ptr, counters_start, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tile_m = tl.arange(0, BLOCK_M)
     blocks = tl.cdiv(stop - start, BLOCK_M)

@@ -4,7 +4,7 @@
 
 A program holds a tile of queries of one head, of one run of positions, and walks over the blocks in the order in which
 they arrive; its sum stays in float32 in registers through all of them. Formulas and tiles are those of
-`attention_backward`; what a query sees of a run is an interval of indices (`ring_attention_sight`).
+`attention_backward`; what a query sees of a run is an interval of indices (`ring_attention_visibility`).
 """
 
 import triton
@@ -15,7 +15,7 @@ from tpfuse.kernels.attention_backward_delta import LOG2_E, PADDING, load_tile
 from tpfuse.kernels.attention_scores import multiple_of_8
 from tpfuse.kernels.block_exchange import await_block, bring_blocks, brought_block
 from tpfuse.kernels.dropout import hashed_rows, kept
-from tpfuse.kernels.ring_attention_sight import first_index, index_range, last_index
+from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.signals import advance, begin
 from tpfuse.kernels.tiles import dot, rounded
@@ -33,7 +33,7 @@ def _add_keys(
     sums,
     keys,
     seen,
-    sight,
+    visible_range,
     dropout,
     scale,
     HEAD_SIZE: tl.constexpr,
@@ -50,7 +50,7 @@ def _add_keys(
     log2_sum, delta = sums
     k_ptr, v_ptr, k_first, step, size = keys
     start, full_start, full_stop, stop = seen
-    first, last = sight[0][:, None], sight[1][:, None]
+    first, last = visible_range[0][:, None], visible_range[1][:, None]
     hashed, dropout_threshold, dropout_scale = dropout
     tile_n = tl.arange(0, BLOCK_N)
     for first_n in tl.range(start, stop, BLOCK_N):
@@ -82,7 +82,7 @@ def _walk(
     grads,
     sums,
     tile,
-    sight,
+    visible_range,
     dropout,
     blocks,
     sources,
@@ -132,8 +132,8 @@ def _walk(
                 k_ptr = block_ptr + multiple_of_8(keys_start + tl.cast(run * run_size, tl.int64) * HEAD_SIZE)
                 keys = (k_ptr, k_ptr + multiple_of_8(stride_v), start, run_step, run_size)
                 interval = (
-                    first_index(sight[0], start, run_step),
-                    last_index(sight[1], start, run_step, run_size),
+                    first_index(visible_range[0], start, run_step),
+                    last_index(visible_range[1], start, run_step, run_size),
                 )
                 dq = _add_keys(
                     dq, queries, grads, sums, keys, seen, interval, dropout, scale,
@@ -146,7 +146,7 @@ def _walk(
 def _dq_of_tile(
     tile,
     queries,
-    sights,
+    visible_ranges,
     dropout,
     blocks,
     sources,
@@ -168,7 +168,7 @@ def _dq_of_tile(
 ):
     """Stores dq of a tile of one run and one head; the rest of `_walk`'s answer."""
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
-    first_ptr, last_ptr = sights
+    first_ptr, last_ptr = visible_ranges
     counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     blocks_ptr, stride_v = blocks
     run_count, run_size, _, _ = runs

@@ -6,8 +6,8 @@ maximum, sum) of `attention_online_softmax` in registers from the first block to
 rounded in between, so that the result has the error of one rank's attention, however long the ring.
 
 Which keys a query sees is an interval of positions, whether by a causal mask, a window, documents or padding, and a
-block is one or two runs of positions (`ring_attention_sight`). Blocks of keys that no query of a tile sees are skipped,
-those that all see whole are not masked. Tiles of queries are of one run each, the later ones, which mostly see more,
+block is one or two runs of positions (`ring_attention_visibility`). Blocks of keys that no query of a tile sees are
+skipped, those that all see whole are not masked. Tiles of queries are of one run each, the later ones, which mostly see more,
 first.
 
 Where all blocks are here already the same kernel runs without copiers, one program for each tile.
@@ -28,7 +28,7 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.dropout import hashed_rows
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
-from tpfuse.kernels.ring_attention_sight import first_index, index_range, last_index
+from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import SequenceRuns, run_start
 from tpfuse.kernels.signals import advance, begin
 

@@ -10,7 +10,8 @@ values only grow and wrap around; the epoch is kept in device memory, so that a 
         advance(state, epoch)                  # the last program of the grid makes it the launch before
 
 Why that is enough, in the words of NVIDIA's PTX ISA, "Memory Consistency Model". `signal` is a release pattern and
-`wait_signal` an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and processes). The
+`wait_signal` an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and
+processes). The
 acquire that observes the release synchronises with it, and base causality order then puts what the writing thread did
 before its release ahead of what the waiting thread does after its acquire. A program is many threads, and one of them
 signals: the barrier of the program before the release (`tl.debug_barrier`, which Triton 3.8 and older do not bring by

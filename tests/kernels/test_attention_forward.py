@@ -40,8 +40,8 @@ def _check(inputs: dict[str, Tensor], out: Tensor, lse: Tensor, **options: Any) 
     grad = torch.zeros_like(inputs["q"])
     Expected(lambda **x: reference.attention(**x, **options)[0], inputs, grad).check("out", out)
     wide = {name: x.float() for name, x in inputs.items()}
-    sight = {name: x for name, x in options.items() if name != "dropout_mask"}
-    scores, _ = reference.attention_scores(inputs["q"].double(), inputs["k"].double(), **sight)
+    visibility = {name: x for name, x in options.items() if name != "dropout_mask"}
+    scores, _ = reference.attention_scores(inputs["q"].double(), inputs["k"].double(), **visibility)
     Expected(lse_of, wide, grad[..., 0].float()).check("out", _finite(lse), term=largest_term(scores))
     hidden = reference.attention(**wide, **options)[1] == -torch.inf
     assert torch.equal(lse == -torch.inf, hidden)

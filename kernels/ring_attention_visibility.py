@@ -1,4 +1,4 @@
-"""ring_attention_sight: an interval of positions that a token sees, as indices of a run of tokens that lie elsewhere.
+"""ring_attention_visibility: an interval of positions that a token sees, as indices of a run of other tokens.
 
 Tokens are spread in runs (`sequence_runs`), whose positions go up in steps. What a token sees of a run is an interval
 of indices, so that a walk over it needs not know where the run lies in the sequence. Both ends of the intervals never
