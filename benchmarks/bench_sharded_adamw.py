@@ -33,7 +33,7 @@ class Ranks:
 
     def __init__(self, world: int, m: int, sent: torch.dtype, stage: Stage) -> None:
         device = stage.device
-        self.world, self.m, self.border, self._device = world, m, m // 2, device
+        self.world, self.m, self.decay_end, self._device = world, m, m // 2, device
         self.own = slice(_RANK * m, (_RANK + 1) * m)
         self.gradients = stage.normal(world, world * m, dtype=sent)
         self.values = torch.zeros(world, world * m, dtype=torch.bfloat16, device=device)
@@ -72,7 +72,7 @@ class Ranks:
             self.exp_avg,
             self.exp_avg_sq,
             start=self.own.start,
-            border=self.border,
+            decay_end=self.decay_end,
             endpoint=self._endpoint,
             **RATES,
             **self._scalars,
@@ -83,7 +83,7 @@ class Ranks:
         sent = [x[self.own].to(dtype) for x in self.gradients]
         state = (x.to(dtype) for x in (self.exp_avg, self.exp_avg_sq))
         return reference.sharded_adamw(
-            self.master.to(dtype), sent, *state, border=self.border, **RATES, **self._numbers()
+            self.master.to(dtype), sent, *state, decay_end=self.decay_end, **RATES, **self._numbers()
         )
 
     def verdict(self) -> str:

@@ -146,7 +146,8 @@ def attend_range(
 
     source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (of `rows_of` k and v, their
     number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a
-    number, or one for each query [BLOCK_M, 1]; dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
+    number, or one for each query [BLOCK_M, 1];
+    dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
     keys that are, (start, full_start, full_stop, stop) as of `attention_scores.key_range`.
     """
     start, full_start, full_stop, stop = seen

@@ -29,11 +29,11 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _picker(places: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What picks the values at these places as a tuple, which operator.itemgetter makes of two or more alone."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: tuple([values[place] for place in places])
+def _picker(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """What picks the values at these indices as a tuple, which operator.itemgetter makes of two or more alone."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple([values[index] for index in indices])
 
 
 class _Form:
@@ -46,13 +46,13 @@ class _Form:
     def __init__(self, kernel: Any, types: Sequence[type]) -> None:
         tensors, changing, keyed = [], [], []
         assert not any(issubclass(of, tuple) for of in types), "a tuple of tensors would be compared with others"
-        for place, (parameter, of) in enumerate(zip(kernel.params, types, strict=True)):
+        for index, (parameter, of) in enumerate(zip(kernel.params, types, strict=True)):
             if issubclass(of, Tensor):
-                tensors.append(place)
+                tensors.append(index)
             elif of is int and parameter.do_not_specialize and not parameter.is_constexpr:
-                changing.append(place)
+                changing.append(index)
             elif of is not float or parameter.is_constexpr:
-                keyed.append(place)
+                keyed.append(index)
         self.tensors, self._changing, self._keyed = _picker(tensors), _picker(changing), _picker(keyed)
         self.started: dict[tuple[object, ...], Started] = {}
 

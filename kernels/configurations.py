@@ -38,7 +38,7 @@ class Configuration:
     measured: str
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def key(self) -> tuple[object, ...]:
         """What a row is for; no two rows of a table have the same."""
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
@@ -94,7 +94,7 @@ def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
     """
     assert not _overriding, "a tuner is running already"
     _served.clear()
-    _overriding.update({configuration.place: configuration for configuration in configurations})
+    _overriding.update({configuration.key: configuration for configuration in configurations})
     forget_plans()
     try:
         yield _served
@@ -133,10 +133,10 @@ def forget() -> None:
 
 
 def _instead_of(row: Configuration) -> Configuration:
-    if row.place not in _overriding:
+    if row.key not in _overriding:
         return row
-    _served.append(_overriding[row.place])
-    return _overriding[row.place]
+    _served.append(_overriding[row.key])
+    return _overriding[row.key]
 
 
 def choose(

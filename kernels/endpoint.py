@@ -106,11 +106,11 @@ class Endpoint:
 
 def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
     """x, out and the elements n of a row, in the widest integers that all three are made of, for what moves bytes."""
-    places = [n * x.element_size()]
+    offsets = [n * x.element_size()]
     for tensor in (x, out):
-        places += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
-    word = next(dtype for dtype in _WORDS if not any(place % dtype.itemsize for place in places))
-    return x.reshape(-1).view(word), out.reshape(-1).view(word), places[0] // word.itemsize
+        offsets += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
+    word = next(dtype for dtype in _WORDS if not any(offset % dtype.itemsize for offset in offsets))
+    return x.reshape(-1).view(word), out.reshape(-1).view(word), offsets[0] // word.itemsize
 
 
 def check_summed(operator: str, x: Tensor) -> None:

@@ -121,10 +121,10 @@ def norm_backward_kernel(
         if grad_summed_ptr is not None:
             dx += load_rows(grad_summed_ptr, rows, grad_summed_stride, offs_c[None, :], mask)
         tl.store(dx_ptr + rows * C + offs_c[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=mask)
-    place = pid.to(tl.int64) * C + offs_c
-    tl.store(dweight_parts_ptr + place, tl.sum(dweight, axis=0), mask=mask_c)
+    offs = pid.to(tl.int64) * C + offs_c
+    tl.store(dweight_parts_ptr + offs, tl.sum(dweight, axis=0), mask=mask_c)
     if dbias_parts_ptr is not None:
-        tl.store(dbias_parts_ptr + place, tl.sum(dbias, axis=0), mask=mask_c)
+        tl.store(dbias_parts_ptr + offs, tl.sum(dbias, axis=0), mask=mask_c)
 
 
 @triton.jit

@@ -6,7 +6,7 @@
     rope              (a, b) -> (a cos - b sin, b cos + a sin) for each pair of a head's elements
     adamw             p = p - lr decay p - lr m̂ / (sqrt(v̂) + eps)
     shard_sum         sum = g_0 + g_1 + …, rank 0 first
-    sharded_adamw     adamw of clip shard_sum, decayed before a border
+    sharded_adamw     adamw of clip shard_sum, decayed before decay_end
     cross_entropy     loss = log Σ exp(logit) - logit[target]
     linear_cross_entropy  Σ weights * cross_entropy(x Wᵀ)
     attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
@@ -123,18 +123,18 @@ def sharded_adamw(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     *,
-    border: int,
+    decay_end: int,
     clip: float,
     weight_decay: float,
     **rates: Any,
 ) -> tuple[Tensor, ...]:
     """[m] each, gradients of each rank -> (parameter, exp_avg, exp_avg_sq) after an update with `adamw`'s rates.
 
-    Elements before `border` are decayed, the others are not.
+    Elements before `decay_end` are decayed, the others are not.
     """
     state = parameter, clip * shard_sum(gradients), exp_avg, exp_avg_sq
-    decayed = adamw(*(x[:border] for x in state), weight_decay=weight_decay, **rates)
-    others = adamw(*(x[border:] for x in state), weight_decay=0.0, **rates)
+    decayed = adamw(*(x[:decay_end] for x in state), weight_decay=weight_decay, **rates)
+    others = adamw(*(x[decay_end:] for x in state), weight_decay=0.0, **rates)
     return tuple(torch.cat(pair) for pair in zip(decayed, others, strict=True))
 
 

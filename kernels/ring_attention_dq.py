@@ -173,8 +173,10 @@ def _dq_of_tile(
     blocks_ptr, stride_v = blocks
     run_count, run_size, _, _ = runs
     tiles = tl.cdiv(run_size, BLOCK_M)
-    place = run_count * tiles - 1 - tile % (run_count * tiles)  # the later ones mostly see more, and so come first
-    first_row, first_m = place // tiles * run_size, place % tiles * BLOCK_M
+    reversed_tile = (
+        run_count * tiles - 1 - tile % (run_count * tiles)
+    )  # the later ones mostly see more, and so come first
+    first_row, first_m = reversed_tile // tiles * run_size, reversed_tile % tiles * BLOCK_M
     head = tl.cast(tile // (run_count * tiles), tl.int64)  # of all heads of the batch
     row = head * run_count * run_size + first_row
     tile_m = tl.arange(0, BLOCK_M)

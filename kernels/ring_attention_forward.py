@@ -7,8 +7,8 @@ rounded in between, so that the result has the error of one rank's attention, ho
 
 Which keys a query sees is an interval of positions, whether by a causal mask, a window, documents or padding, and a
 block is one or two runs of positions (`ring_attention_visibility`). Blocks of keys that no query of a tile sees are
-skipped, those that all see whole are not masked. Tiles of queries are of one run each, the later ones, which mostly see more,
-first.
+skipped, those that all see whole are not masked. Tiles of queries are of one run each, the later ones, which mostly see
+more, first.
 
 Where all blocks are here already the same kernel runs without copiers, one program for each tile.
 """

@@ -30,7 +30,7 @@ from tpfuse.kernels.signals import advance, barrier, begin
 from tpfuse.kernels.tiles import rounded
 
 
-@triton.jit(do_not_specialize=["rank", "border"])
+@triton.jit(do_not_specialize=["rank", "decay_end"])
 def sharded_adamw_kernel(
     values_ptr,  # [size] bf16, this rank's parameters: read where master_ptr is None
     value_addresses_ptr,  # [WORLD] int64, addresses of [size] bf16, written
@@ -47,7 +47,7 @@ def sharded_adamw_kernel(
     abort_ptr,  # [1] int32, read
     m,
     start,
-    border,
+    decay_end,
     rank,
     rate1,  # 1 - β₁
     log_beta1,
@@ -79,7 +79,7 @@ def sharded_adamw_kernel(
                     master = tl.load(values_ptr + start + offs, mask=mask, other=0.0)
                 exp_avg = tl.load(exp_avg_ptr + offs, mask=mask, other=0.0)
                 exp_avg_sq = tl.load(exp_avg_sq_ptr + offs, mask=mask, other=0.0)
-                decay = tl.where(offs < border, weight_decay, 0.0)
+                decay = tl.where(offs < decay_end, weight_decay, 0.0)
                 master, exp_avg, exp_avg_sq = updated(
                     master, clip * gradient, exp_avg, exp_avg_sq,
                     lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, decay,
@@ -105,7 +105,7 @@ def sharded_adamw_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     start: int,
-    border: int,
+    decay_end: int,
     lr: Tensor,
     beta1: float,
     beta2: float,
@@ -120,9 +120,9 @@ def sharded_adamw_(
     values: [size] float32, float16 or bfloat16, this rank's parameters; gradients: [size] of one of these too, this
     rank's; their addresses: [world] int64, where every rank's begin, multiples of 16. gradient_addresses None: the
     gradients are [m], the sums over all ranks. master, exp_avg, exp_avg_sq: [m] float32; master None where values are
-    float32 and so their own master. All contiguous. border: elements of the shard before it are decayed, the others are
-    not. lr, step, clip: one element each, float32, step float32 or int64; the sum is multiplied by clip. One that is
-    not finite goes into the state as it is.
+    float32 and so their own master. All contiguous. decay_end: elements of the shard before it are decayed, the others
+    are not. lr, step, clip: one element each, float32, step float32 or int64; the sum is multiplied by clip. One that
+    is not finite goes into the state as it is.
 
     All ranks bring the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
     order, every rank's values are new wherever somebody owns them, and every rank may write its gradients again. Raises
@@ -158,7 +158,7 @@ def sharded_adamw_(
         clip_ptr=clip,
         m=m,
         start=start,
-        border=border,
+        decay_end=decay_end,
         **rates(beta1, beta2, eps, weight_decay),
         **row.blocks,
         **endpoint.signals(),

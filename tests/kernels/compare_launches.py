@@ -147,10 +147,10 @@ def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
 def _endpoints(world: int) -> list[Endpoint]:
     """Of two ranks, and of one that may start fewer programs."""
     tables, words = torch.empty(2, world, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
-    places = [(0, 132), (1, 132), (1, 66)]
+    cases = [(0, 132), (1, 132), (1, 66)]
     return [
         Endpoint(rank, world, tables[0], 2**20, tables[1], 8 * world, words[:2], words[2:3], programs=programs)
-        for rank, programs in places
+        for rank, programs in cases
     ]
 
 
@@ -190,10 +190,10 @@ def _described(call: Any) -> tuple[object, ...]:
     """What a call starts. Tensors by layout, and by what they are of the call: an argument, a result or neither."""
     started.clear()
     tensors = [*call(), *call.keywords.values()]
-    places = {x.data_ptr(): place for place, x in enumerate(tensors) if isinstance(x, Tensor)}
+    argument_indices = {x.data_ptr(): index for index, x in enumerate(tensors) if isinstance(x, Tensor)}
 
     def described(x: object) -> object:
-        return (x.dtype, x.shape, x.stride(), places.get(x.data_ptr())) if isinstance(x, Tensor) else x
+        return (x.dtype, x.shape, x.stride(), argument_indices.get(x.data_ptr())) if isinstance(x, Tensor) else x
 
     return tuple((id(each), *rest, tuple(map(described, values))) for each, *rest, values in started)
 

@@ -71,6 +71,6 @@ def test_ranks_share_their_copies_alike() -> None:
     found: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
     for row in read_table(configurations.TABLE):
         if row.operator == "all_gather_gemm" and "M" not in row.at_most:
-            place = row.family, row.bits
-            found.setdefault(place, set()).add(tuple(row.blocks.get(name) for name in shared))
+            family = row.family, row.bits
+            found.setdefault(family, set()).add(tuple(row.blocks.get(name) for name in shared))
     assert len(found) >= 4 and all(len(copies) == 1 for copies in found.values()), found

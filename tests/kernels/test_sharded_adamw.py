@@ -27,7 +27,7 @@ CASES = (
     (37, 0, CLIP, True),
     (64, 64, CLIP, False),
     (1, 1, None, True),
-)  # m, border, clip, summed
+)  # m, decay_end, clip, summed
 TAIL = 5  # elements behind the last shard, which are nobody's
 Connect = Callable[..., Endpoint]
 
@@ -67,11 +67,11 @@ class Bucket:
         moments = tuple(x[own].clone() for x in self.moments)
         return None if self.values.dtype == F32 else self.master[own].clone(), *moments
 
-    def after(self, own: slice, border: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
+    def after(self, own: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
         """A shard's master, moments and values, updated by the kernel for one rank: both parts of the sum."""
         total = reference.shard_sum([x[own] for x in self.gradients])
         state = [x[own].clone() for x in (self.master, *self.moments, self.values)]
-        for part, decay in ((slice(border), 0.1), (slice(border, None), 0.0)):
+        for part, decay in ((slice(decay_end), 0.1), (slice(decay_end, None), 0.0)):
             master, exp_avg, exp_avg_sq, value = (x[part] for x in state)
             rates = RATES | {"weight_decay": decay}
             parameter = None if value.dtype == F32 else value
@@ -95,7 +95,7 @@ def test_as_the_sum_and_the_update_one_after_the_other(
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
         lr, squares = torch.tensor([1e-2]), torch.empty(3)
-        for number, (m, border, clip, summed) in enumerate(CASES, 1):
+        for number, (m, decay_end, clip, summed) in enumerate(CASES, 1):
             bucket, step = Bucket.draw(100 * number, world, m, dtype, sent), torch.tensor(float(number))
             shards = [slice(r * m, (r + 1) * m) for r in range(world)]
             values = memory.buffer(f"values {number}", bucket.values.shape, dtype)
@@ -110,20 +110,20 @@ def test_as_the_sum_and_the_update_one_after_the_other(
             state = bucket.state(shards[rank])
             tensors = values.local, values.addresses, *taken, *state
             numbers = {"lr": lr, "step": step, "clip": clip, "endpoint": endpoint} | RATES
-            sharded_adamw_(*tensors, start=shards[rank].start, border=border, **numbers)
-            expected = [bucket.after(own, border, lr, step, clip) for own in shards]
+            sharded_adamw_(*tensors, start=shards[rank].start, decay_end=decay_end, **numbers)
+            expected = [bucket.after(own, decay_end, lr, step, clip) for own in shards]
             for actual, after in zip(state, expected[rank], strict=False):
                 assert actual is None or torch.equal(actual, after)
             whole = torch.cat([after[3] for after in expected])
-            assert torch.equal(values.local, torch.cat([whole, bucket.values[-TAIL:]])), (m, border, clip, summed)
+            assert torch.equal(values.local, torch.cat([whole, bucket.values[-TAIL:]])), (m, decay_end, clip, summed)
 
     once(program, world)
 
 
-@pytest.mark.parametrize("border", [13, *exhaustive(0, 100)])
-def test_against_reference(connect: Connect, border: int) -> None:
+@pytest.mark.parametrize("decay_end", [13, *exhaustive(0, 100)])
+def test_against_reference(connect: Connect, decay_end: int) -> None:
     bucket, m = Bucket.draw(1, 2, 100, BF16, BF16), 100
-    options: dict[str, Any] = {"lr": 1e-2, "step": 7, "border": border, "clip": 0.3} | RATES
+    options: dict[str, Any] = {"lr": 1e-2, "step": 7, "decay_end": decay_end, "clip": 0.3} | RATES
 
     def program(memory: SimulatedMemory) -> None:
         rank = memory.rank
@@ -133,7 +133,7 @@ def test_against_reference(connect: Connect, border: int) -> None:
         state = bucket.state(own)
         numbers = {name: torch.tensor(float(options[name])) for name in ("lr", "step", "clip")} | RATES
         tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        sharded_adamw_(*tensors, start=own.start, border=border, **numbers, endpoint=connect(memory))
+        sharded_adamw_(*tensors, start=own.start, decay_end=decay_end, **numbers, endpoint=connect(memory))
         plain, truth = (
             reference.sharded_adamw(
                 bucket.master[own].to(dtype),
@@ -162,7 +162,7 @@ def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) 
         state = bucket.state(slice(rank * m, (rank + 1) * m))
         tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
         numbers = {"lr": lr, "step": step, "clip": None} | RATES
-        sharded_adamw_(*tensors, start=rank * m, border=m, **numbers, endpoint=endpoint)
+        sharded_adamw_(*tensors, start=rank * m, decay_end=m, **numbers, endpoint=endpoint)
         after = [bucket.after(slice(r * m, (r + 1) * m), m, lr, step, None)[3] for r in range(2)]
         assert torch.equal(values.local[:-TAIL], torch.cat(after))
 
@@ -194,7 +194,7 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     endpoint = Endpoint(1, 3, table, 16, table, 12, words, words[:1], programs=2)
     arguments: dict[str, Any] = {name: torch.zeros(24) for name in ("values", "gradients")}
-    arguments |= {"value_addresses": table, "gradient_addresses": table, "master": None, "start": 16, "border": 3}
+    arguments |= {"value_addresses": table, "gradient_addresses": table, "master": None, "start": 16, "decay_end": 3}
     arguments |= {name: torch.zeros(8) for name in ("exp_avg", "exp_avg_sq")} | RATES
     arguments |= {name: torch.ones(1) for name in ("lr", "step", "clip")}
     with pytest.raises(ValueError, match=f"sharded_adamw: {message}"):

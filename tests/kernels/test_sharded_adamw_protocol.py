@@ -34,7 +34,7 @@ class Bucket:
     """Parameters and gradients of all ranks, shards of m elements."""
 
     def __init__(self, memory: SimulatedMemory, end: Endpoint, m: int, dtype: torch.dtype) -> None:
-        self.memory, self.end, self.m, self.border = memory, end, m, m // 2
+        self.memory, self.end, self.m, self.decay_end = memory, end, m, m // 2
         shape = (m * memory.world,)
         self.values = memory.buffer(f"values {m}", shape, dtype)
         self.gradients = memory.buffer(f"gradients {m}", shape, torch.float32)
@@ -63,12 +63,12 @@ class Bucket:
         taken = (flat.local[self.own], None) if summed else (flat.local, flat.addresses)
         tensors = self.values.local, self.values.addresses, *taken, self.master, *self.moments
         current(sharded_adamw).sharded_adamw_(
-            *tensors, start=self.own.start, border=self.border, **RATES, **numbers, endpoint=self.end
+            *tensors, start=self.own.start, decay_end=self.decay_end, **RATES, **numbers, endpoint=self.end
         )
 
     def expect(self, total: Tensor) -> None:
         """Masters after one more update."""
-        decay = torch.arange(len(total)) % self.m < self.border
+        decay = torch.arange(len(total)) % self.m < self.decay_end
         self.masters -= LR * RATES["weight_decay"] * decay * self.masters
         self.masters -= LR * (total / (total.abs() + 1))
 
@@ -122,7 +122,7 @@ class TestShardedAdamW(ProtocolSuite):
         Fault("parameters for this rank alone", replace(KERNEL, "(rank + distance) % WORLD", by="rank")),
         Fault("a rank gets none", replace(KERNEL, "WORLD", by="WORLD - 1", call="static_range")),
         Fault("a shard that is cut short", replace(KERNEL, "offs < m", by="offs < m - 1")),
-        Fault("decayed beyond the border", replace(KERNEL, "offs < border", by="offs <= border")),
+        Fault("decayed beyond decay_end", replace(KERNEL, "offs < decay_end", by="offs <= decay_end")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:

@@ -227,7 +227,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
                 kept = None if sizes.dtype == torch.float32 else master
                 sharded_adamw_(
                     values.local, values.addresses, sent, addresses, kept, mean, square,
-                    start=start, border=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
+                    start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
                 )  # fmt: skip
                 found |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
             return found
@@ -241,10 +241,10 @@ def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: li
         parts = []
         for owner in range(world):
             parameter, *gradients = (x.chunk(world)[owner].to(dtype) for x in (first, *every))
-            zero, border = torch.zeros_like(parameter), len(parameter) // 2
+            zero, decay_end = torch.zeros_like(parameter), len(parameter) // 2
             parts.append(
                 reference.sharded_adamw(
-                    parameter, gradients, zero, zero, border=border, clip=1.0, lr=_LR, step=_STEP, **_RATES
+                    parameter, gradients, zero, zero, decay_end=decay_end, clip=1.0, lr=_LR, step=_STEP, **_RATES
                 )
             )
         return torch.cat([part[0] for part in parts]), parts[rank][2]

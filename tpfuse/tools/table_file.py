@@ -78,7 +78,7 @@ def with_rows(text: str, rows: Iterable[Configuration]) -> str:
     What is between operators stays, comments included; an operator's own lines have no comments. Raises ValueError for
     a row whose place the text does not have.
     """
-    left = {row.place: row for row in rows}
+    left = {row.key: row for row in rows}
     operators = {row.operator for row in left.values()}
     lines, block = [], list[str]()
     for line in text.splitlines():
@@ -86,7 +86,7 @@ def with_rows(text: str, rows: Iterable[Configuration]) -> str:
             block.append(line)
             if line == "]":
                 known = rows_of("\n".join(block), "the table")
-                lines += section(known[0].operator, [left.pop(row.place, row) for row in known])
+                lines += section(known[0].operator, [left.pop(row.key, row) for row in known])
                 block = []
         else:
             lines.append(line)

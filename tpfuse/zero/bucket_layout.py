@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """A bucket of `size` elements in equal shards for `world` ranks. Elements before `decay_end` have weight decay."""
+    """A bucket of `size` elements, those before `decay_end` decayed, cut into equal shards for `world` ranks."""
 
     kind: Kind
     dtype: torch.dtype

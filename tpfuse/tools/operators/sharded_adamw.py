@@ -15,7 +15,7 @@ from tpfuse.testing.inputs import normal
 from tpfuse.tools.case import Case
 
 _RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_LR, _STEPS, _START, _BORDER, _CLIP = 0.25, 3, 16, 500, 0.5
+_LR, _STEPS, _START, _DECAY_END, _CLIP = 0.25, 3, 16, 500, 0.5
 
 
 def _address(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
             shard_sum(sent, _address(sent), sums, squares, _START, endpoint)
         numbers = _RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
         tensors = values, _address(values), taken, addresses, master, exp_avg, exp_avg_sq
-        sharded_adamw_(*tensors, start=_START, border=_BORDER, **numbers, endpoint=endpoint)
+        sharded_adamw_(*tensors, start=_START, decay_end=_DECAY_END, **numbers, endpoint=endpoint)
     del memory  # in the order of the stream, or at once where kernels are interpreted
     return values
 
@@ -61,7 +61,7 @@ def _reference(gradients: Tensor) -> Tensor:
     values = normal(2, len(gradients), dtype=gradients.dtype).to(gradients.device)
     parameter = values[_START:].to(dtype)
     moments = [torch.zeros_like(parameter) for _ in range(2)]
-    numbers = _RATES | {"border": _BORDER, "clip": _CLIP, "lr": _LR}
+    numbers = _RATES | {"decay_end": _DECAY_END, "clip": _CLIP, "lr": _LR}
     for step in range(1, _STEPS + 1):
         sent = (gradients * step).detach()[_START:]
         parameter, *moments = reference.sharded_adamw(parameter, [sent.to(dtype)], *moments, step=step, **numbers)
@@ -101,4 +101,4 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
         shard_sum(gradients, table, sums, empty(64), start, endpoint)
         for taken, addresses in ((gradients, table), (sums, None)):
             tensors = values, table, taken, addresses, master, sums, sums
-            sharded_adamw_(*tensors, start=start, border=m // 3, **numbers, endpoint=endpoint)
+            sharded_adamw_(*tensors, start=start, decay_end=m // 3, **numbers, endpoint=endpoint)

@@ -78,7 +78,7 @@ class FusedReducer(DirectReducer):
             update.exp_avg,
             update.exp_avg_sq,
             start=shard.start,
-            border=min(max(update.decay_end, 0), len(shard)),
+            decay_end=min(max(update.decay_end, 0), len(shard)),
             lr=scalar[:1],
             beta1=rates.beta1,
             beta2=rates.beta2,
