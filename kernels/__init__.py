@@ -1,1 +1,1 @@
-"""Triton device code and its launchers, imported as `tpfuse.kernels`: plain tensors in, tensors out."""
+"""Triton device code and its launchers, imported as `tpfuse.kernels`: launchers take and return plain tensors."""

@@ -1,13 +1,14 @@
 """activation_backward: P = grad ⊙ act'(pre-activation), in one elementwise pass that also sums P's columns.
 
-P is the gradient of x Wᵀ + bias in front of an activation. Both products of backward, P W and Pᵀ x, read it, and the
-sums of its columns are the bias gradient. Were P computed in front of the products, in registers, it would be computed
-again for every column of tiles, and these instructions would bound the products: by a count of the instructions in
-their compiled loops, an H100's tensor cores would reach 18 to 48 % of their rate.
+P is the gradient of x Wᵀ + bias, the argument of an activation. Both products of the backward pass, P W and Pᵀ x, read
+P, and the sums of its columns are the bias gradient. If the products computed P themselves, in registers, they would
+compute it again for every column of tiles, and these instructions would bound the products: by a count of the
+instructions in their compiled loops, an H100's tensor cores would reach 18 to 48 % of their rate.
 
-A program takes a tile's columns of some rows. Where sums are wanted, it adds the rounded elements in float32, one
-partial sum for each place in a tile, then those of a column; parts of the rows are added in order. No atomics: results
-are the same in every run on one kind of GPU.
+A program takes the columns of one tile in some of the rows. Where sums are requested, it adds the rounded elements in
+float32: it first keeps one partial sum for each element of a tile and then adds those of a column. The partial sums of
+different rows are added in order. The kernel uses no atomics, so the results are the same in every run on one kind of
+GPU.
 """
 
 import torch
@@ -22,13 +23,13 @@ from tpfuse.kernels.gemm_tiles import load_tile, store_tile
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.tiles import rounded
 
-_PROGRAMS = 8  # for each multiprocessor, where the rows are enough: they hide each other's waits for memory
+_PROGRAMS = 8  # for each multiprocessor if there are enough rows: programs hide each other's waits for memory
 
 
 @triton.jit
 def activation_backward_kernel(
     grad_ptr,  # [M, N] bf16, read
-    gate_ptr,  # [M, N] bf16, read: the pre-activation, of a gated pair its first half
+    gate_ptr,  # [M, N] bf16, read: the pre-activation, or the first half of a gated pair
     up_ptr,  # [M, N] bf16, read: the second half of a gated pair, or None
     out_ptr,  # [M, N] bf16, [M, 2 N] gated, written
     sums_ptr,  # [parts, N] float32, [parts, 2 N] gated, written; or None
@@ -73,7 +74,7 @@ def activation_backward_kernel(
 def activation_backward(
     grad: Tensor, preactivation: Tensor, activation: str, *, with_sums: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(P = grad ⊙ act'(preactivation) [M, N], the sums of its columns [N] if `with_sums`), contiguous.
+    """Returns (P = grad ⊙ act'(preactivation) [M, N], the sums of its columns [N] if `with_sums`), contiguous.
 
     grad: [M, N], for a gated activation [M, N / 2]; preactivation: [M, N], for a gated activation [gate | up]; both of
     one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Both results have that dtype; the sums are

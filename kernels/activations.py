@@ -11,8 +11,8 @@
 | "swiglu"    | silu(gate) up                            | arXiv:2002.05202    |
 | "geglu"     | gelu(gate) up                            | the same            |
 
-(1 + tanh u) / 2 is sigmoid(2u), which loses no digits where tanh is near -1 and cannot overflow. relu selects instead
-of multiplying, as torch does: NaN passes, and a gradient of inf where x <= 0 gives 0, not NaN.
+(1 + tanh u) / 2 is computed as sigmoid(2u), which loses no digits where tanh is near -1 and cannot overflow. relu
+selects instead of multiplying, as torch does: NaN passes, and a gradient of inf where x <= 0 gives 0, not NaN.
 """
 
 import triton
@@ -21,7 +21,7 @@ import triton.language as tl
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "relu2", "silu", "swiglu", "geglu")
 GATED = frozenset({"swiglu", "geglu"})
 
-# Interpreted, a constexpr must stand on the right of a tensor.
+# Triton's interpreter needs a constexpr to be the right operand of a product with a tensor.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 _INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -29,7 +29,7 @@ _CUBIC = tl.constexpr(0.044715)
 
 
 def check_activation(operator: str, name: str | None) -> None:
-    """Raises ValueError, listing the names there are, for one that is not among them."""
+    """Raises ValueError, which lists the known names, unless `name` is one of them."""
     if name not in ACTIVATIONS:
         expected = ", ".join(str(known) for known in ACTIVATIONS)
         raise ValueError(f"{operator}: activation {name!r} is not known: expected one of {expected}")
@@ -37,7 +37,7 @@ def check_activation(operator: str, name: str | None) -> None:
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """act(x) of float32 x; of a gated pair, the activation of its gate."""
+    """Returns act(x) of float32 x; for a gated activation, the activation of its gate."""
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
         return 0.5 * x * (1.0 + tl.math.erf(x * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
@@ -56,7 +56,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def sigmoid_and_slope(x):
-    """sigmoid(x) and its derivative, without the cancellation in sigmoid(x) (1 - sigmoid(x))."""
+    """Returns sigmoid(x) and its derivative, without the cancellation in sigmoid(x) (1 - sigmoid(x))."""
     e = tl.exp(-tl.abs(x))
     scale = 1.0 / (1.0 + e)
     return tl.where(x < 0.0, e, 1.0) * scale, e * scale * scale
@@ -64,12 +64,12 @@ def sigmoid_and_slope(x):
 
 @triton.jit
 def activation_gradient(grad, x, ACTIVATION: tl.constexpr):
-    """grad act'(x), both float32; of a gated pair, of the activation of its gate."""
+    """Returns grad act'(x), both float32; for a gated activation, the gradient of its gate's activation."""
     if ACTIVATION == "gelu" or ACTIVATION == "geglu":
         cdf = 0.5 * (1.0 + tl.math.erf(x * _SQRT_HALF))
         return grad * (cdf + x * (tl.exp(-0.5 * x * x) * _INVERSE_SQRT_2PI))
     elif ACTIVATION == "gelu_tanh":
-        square = tl.minimum(x * x, 1e4)  # finite; the factor beside it is 0 long before that
+        square = tl.minimum(x * x, 1e4)  # stays finite; the factor beside it is 0 long before this limit
         s, s_slope = sigmoid_and_slope((x + x * x * x * _CUBIC) * _TWICE_SQRT_2_OVER_PI)
         slope = (1.0 + square * (3.0 * _CUBIC)) * _TWICE_SQRT_2_OVER_PI
         return grad * (s + x * s_slope * slope)

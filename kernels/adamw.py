@@ -3,10 +3,10 @@
     g = gradient scale clip        p = p - lr decay p        m = m + (1 - β₁) (g - m)        v = β₂ v + (1 - β₂) g²
     p = p - lr / (1 - β₁ᵗ) m / (sqrt(v) / sqrt(1 - β₂ᵗ) + eps)
 
-The learning rate, the number t of the update, the gradient's scale and its clip factor are read from device memory:
-nothing waits for the device, and a CUDA graph of the step sees new values. 1 - βᵗ is computed as 1 - exp(t log β), by
-a series where that is small, so that it keeps float32's relative accuracy; βᵗ rounded first would leave three digits of
-1 - 0.999. The parameter in its half type is written in the same pass.
+The kernel reads the learning rate, the number t of the update, the gradient's scale and its clip factor from device
+memory, so that the host does not wait for the device and a replayed CUDA graph of the step sees new values. It computes
+1 - βᵗ as 1 - exp(t log β), by a series where that is small, so that the value keeps float32's relative accuracy. If βᵗ
+were rounded first, three digits of 1 - 0.999 would be left. The same pass writes the parameter in its half type.
 """
 
 import math
@@ -25,9 +25,9 @@ from tpfuse.kernels.tiles import rounded
 
 @triton.jit
 def _one_minus_exp(y):
-    """1 - exp(y) of y <= 0 with float32's relative accuracy."""
+    """Returns 1 - exp(y) of y <= 0 with float32's relative accuracy."""
     series = y * 0.0 + 1.0
-    for i in tl.static_range(8):  # Σ y^k / (k + 1)!, from the inside; the next term is below 2^-30 at y = -1/2
+    for i in tl.static_range(8):  # Σ y^k / (k + 1)! by Horner's scheme; the next term is below 2^-30 at y = -1/2
         series = 1.0 + series * y / (9 - i)
     return tl.where(y > -0.5, -y * series, 1.0 - tl.exp(y))
 
@@ -36,7 +36,9 @@ def _one_minus_exp(y):
 def updated(
     master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
 ):
-    """(p, m, v) after update t = step, element by element in float32; weight_decay: of all, or of each element."""
+    """Returns (p, m, v) after update t = step, element by element in float32; weight_decay: one number, or one per
+    element.
+    """
     master -= lr * weight_decay * master
     exp_avg += rate1 * (gradient - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + rate2 * gradient * gradient
@@ -106,12 +108,13 @@ def adamw_(
     scale: Tensor | None = None,
     clip: Tensor | None = None,
 ) -> None:
-    """Update number `step` (from 1: the caller has advanced it) of master and moments, and of parameter from master.
+    """Makes update number `step` of master and moments, and writes parameter from master.
 
-    master, exp_avg, exp_avg_sq: [n] float32, gradient and parameter: [n] float32, float16 or bfloat16, all contiguous;
-    parameter None where master is the parameter. lr, step, scale, clip: one element each on the same device, float32,
-    step float32 or int64. The gradient is multiplied by scale and clip; one that is not finite goes into the state as
-    it is: whether to skip the update is the caller's to decide. Raises ValueError for other shapes, dtypes, devices.
+    step counts from 1, and the caller has already increased it. master, exp_avg, exp_avg_sq: [n] float32, gradient and
+    parameter: [n] float32, float16 or bfloat16, all contiguous; parameter is None where master is the parameter. lr,
+    step, scale, clip: one element each on the same device; lr, scale and clip float32, step float32 or int64. The
+    gradient is multiplied by scale and clip. A gradient that is not finite goes into the state unchanged: the caller
+    decides whether to skip the update. Raises ValueError for other shapes, dtypes, devices.
     """
     scalars = {"lr": lr, "step": step, "scale": scale, "clip": clip}
     check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
@@ -139,7 +142,7 @@ def adamw_(
 
 
 def rates(beta1: float, beta2: float, eps: float, weight_decay: float) -> dict[str, Any]:
-    """What `updated` takes of them."""
+    """Returns the keyword arguments of `updated` that follow from these rates."""
     return {
         "rate1": 1.0 - beta1,
         "log_beta1": _log(beta1),
@@ -164,7 +167,7 @@ def check_shard(
     scalars: dict[str, Tensor | None],
     operator: str = "adamw",
 ) -> None:
-    """Raises ValueError unless these are what `adamw_` takes, but for a state in float64 too."""
+    """Raises ValueError unless `adamw_` takes these tensors; a state in float64 is accepted too."""
     if master.ndim != 1 or master.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"{operator}: master is {master.dtype} {tuple(master.shape)}: expected float32 [n]")
     state, rest = (master.dtype,), (torch.float16, torch.bfloat16, master.dtype)

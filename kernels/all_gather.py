@@ -1,7 +1,7 @@
-"""all_gather: every rank's x, in rank order.
+"""all_gather: gathers every rank's x, in rank order.
 
-Each rank stages its x, waits for the others and copies all slots, its own first and then those of rank + 1, rank + 2,
-…, so that not all ranks read the same one at once. `kernels/endpoint.py` has the protocol.
+Each rank stages its x, waits for the others and copies all slots. It copies its own slot first and then those of rank +
+1, rank + 2, …, so that not all ranks read the same slot at once. `kernels/endpoint.py` describes the protocol.
 """
 
 import torch
@@ -45,17 +45,17 @@ def all_gather_forward_kernel(
 
 
 def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """out[r] = rank r's x, on every rank, once all have called this; in stream order.
+    """Sets out[r] to rank r's x on every rank, once all ranks have called this; in stream order.
 
-    x: [n], out: [world, n], contiguous, of one dtype, whichever; x may be out[rank]. All ranks bring the same n and
-    dtype. Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the
+    x: [n], out: [world, n], contiguous, of one dtype, which may be any; x may be out[rank]. All ranks pass the same n
+    and dtype. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
     channel has too few flags.
     """
     n = x.numel()
     endpoint.check("all_gather", x, (n,), out, (endpoint.world, n))
     x_words, out_words, words = as_words(x, out, n)
     row = choose("all_gather", x.device, torch.int64)
-    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # tiles are the same bytes on all ranks
+    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
     launch(
         all_gather_forward_kernel,
         endpoint.grid("all_gather", x.nbytes, cdiv(words, block)),

@@ -1,26 +1,32 @@
 """all_gather_gemm: act(all_gather(x) Wᵀ + bias), one persistent program that multiplies what is here while more comes.
 
-x of each rank is a chunk of rows. The first programs of the grid, the copiers, move chunks: copier p stages its share
-of x in the own slot, tells copier p of every rank, and then, for rank + 1, rank + 2, …, waits for that rank's copier p
-and copies its share of that slot into `gathered`. The other programs multiply, the tiles of the own chunk first, then
-those of rank + 1, …: before they read a chunk they wait until each copier has said, in a word of `ready`, that its
-share is there. So links and tensor cores are busy at once, whichever is the slower, and not all ranks read from one.
+Each rank's x is a chunk of rows. The first programs of the grid, the copiers, move chunks. Copier p stages its share of
+x in this rank's slot and signals copier p of every rank. Then, for rank + 1, rank + 2, …, it waits for that rank's
+copier p and copies its share of that rank's slot into `gathered`. The other programs multiply: they compute the tiles
+of this rank's chunk first, then those of rank + 1, …. Before they read a chunk they wait until each copier has said, in
+a word of `ready`, that its share is there. So links and tensor cores are busy at the same time, whichever of them is
+slower, and not all ranks read from one rank at once.
 
-Nobody waits for a program behind it in its grid: a copier waits for the same copier of a peer, which has told of its
-share before it waits itself, and products wait for copiers. All programs of a grid must run at once, as everywhere.
+No program waits for a later program of its grid: a copier waits for the same copier of a peer, which has signalled its
+share before it waits itself, and products wait for copiers. All programs of a grid must run at once, as in every kernel
+that waits for peers.
 
-Who may write what when. The own slot's half of epoch e is written in epoch e, and again in e + 2, as in
+Who may write what when. This rank's slot has a half for epoch e, which is written in epoch e, and again in e + 2, as in
 `kernels/endpoint.py`: at least copier 0 has waited for all signals of e + 1 in between, also where there is nothing to
-multiply or to gather. `gathered` and `ready` are of this rank alone, one launch after another on one stream. A word of
-ready says the epoch in which its share has come, and only ever gets later ones; so launches with different numbers of
-copiers share them. An aborted launch leaves words of ready behind, which are zeroed with the signals.
+multiply or to gather. `gathered` and `ready` belong to this rank alone, and its launches use them one after another on
+one stream. A word of ready says the epoch in which its share has come, and later values are always later epochs; so
+launches with different numbers of copiers share these words. An aborted launch leaves words of ready set; they are
+zeroed with the signals.
 
-With `copied` copy engines bring the chunks, and all programs multiply: `kernels/engine_gather.py` has that protocol.
+With `copied`, copy engines write the chunks, and all programs multiply: `kernels/engine_gather.py` describes that
+protocol.
 
-x and what copiers have written are read by ordinary loads, which a signal orders, the weight by TMA where it can be. A
-reduction is never split and runs in the order of k, so that results are those of `gemm` with the same tiles.
+Ordinary loads read x and what copiers have written, because a signal orders ordinary loads; the weight is read by TMA
+where its layout permits. A reduction is never split and runs in the order of k, so that results are those of `gemm`
+with the same tiles.
 
-Chunks that are multiplied as they come: Wang et al., ASPLOS 2023 (overlap by decomposition); Flux, arXiv:2406.06858.
+Multiplying chunks as they arrive is described by Wang et al., ASPLOS 2023 (overlap by decomposition), and Flux,
+arXiv:2406.06858.
 """
 
 from typing import NamedTuple
@@ -43,7 +49,7 @@ from tpfuse.kernels.tiles import dot, grouped_tile
 
 @triton.jit
 def _copy_share(source_ptr, target_ptr, n, COPIERS: tl.constexpr, BLOCK: tl.constexpr):
-    """This copier's tiles of the n elements of a chunk: the same ones of every chunk, on every rank."""
+    """Copies this copier's tiles of the n elements of a chunk: the same tiles of every chunk, on every rank."""
     for tile in range(tl.program_id(0), tl.cdiv(n, BLOCK), COPIERS):
         offs = tile * BLOCK + tl.arange(0, BLOCK)
         tl.store(target_ptr + offs, tl.load(source_ptr + offs, mask=offs < n), mask=offs < n)
@@ -66,7 +72,7 @@ def _gather_chunks(
     KEEP_OWN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What a copier does; returns of how many chunks it has its share, which are all unless a wait was cut short."""
+    """Does a copier's work; returns how many chunks have its share here: WORLD unless a wait was cut short."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     copier = tl.program_id(0)
     _copy_share(x_ptr, slot(slots_ptr, rank, epoch, slot_bytes, dtype), n, COPIERS, BLOCK)
@@ -88,7 +94,7 @@ def _gather_chunks(
 @triton.jit
 def _multiply_chunk(
     chunk_ptr,  # [M, K] bf16, read
-    w,  # of `weight_matrix`, like the next one
+    w,  # made by `weight_matrix`, as is w_up
     w_up,
     bias_ptr,
     kept_ptr,  # the chunk's part of the pre-activation, or None
@@ -110,7 +116,7 @@ def _multiply_chunk(
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
 ):
-    """The tiles first, first + workers, … of a chunk's rows of the result."""
+    """Computes the tiles first, first + workers, … of a chunk's rows of the result."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in range(first, tiles_m * tiles_n, workers):
         pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
@@ -138,8 +144,8 @@ def all_gather_gemm_forward_kernel(
     bias_ptr,  # [N] bf16, [2 N] gated, read; or None
     preactivation_ptr,  # [WORLD M, N] bf16, [WORLD M, 2 N] gated, written; or None
     out_ptr,  # [WORLD M, N] bf16, written
-    gathered_ptr,  # [WORLD, M, K] bf16, written by copiers, or before, and read
-    ready_ptr,  # [WORLD, COPIERS] int32, of copy engines [WORLD]
+    gathered_ptr,  # [WORLD, M, K] bf16, written by copiers or copy engines, and read
+    ready_ptr,  # [WORLD, COPIERS] int32; with copy engines [WORLD]
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, all are read
     flags_ptr,  # [WORLD] int64, addresses of int32 words
     state_ptr,  # [2] int32
@@ -153,7 +159,7 @@ def all_gather_gemm_forward_kernel(
     slot_bytes,
     rank,
     WORLD: tl.constexpr,
-    COPIERS: tl.constexpr,  # 0: copy engines
+    COPIERS: tl.constexpr,  # 0: copy engines copy
     KEEP_OWN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     K_ADJACENT: tl.constexpr,
@@ -184,10 +190,10 @@ def all_gather_gemm_forward_kernel(
         if worker >= 0:
             shares = tl.arange(0, triton.next_power_of_2(SHARES))
             tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-            first = worker  # counted on from chunk to chunk, so that no program has two tiles more than another
+            first = worker  # continues from chunk to chunk, so that no program has two tiles more than another
             for step in range(WORLD):
                 source = tl.cast((rank + step) % WORLD, tl.int64)
-                there = (shares < SHARES) & (step > 0)  # the own chunk needs no wait
+                there = (shares < SHARES) & (step > 0)  # this rank's chunk needs no wait
                 if wait_signal(ready_ptr + source * SHARES + shares, epoch, abort_ptr, there):
                     chunk_ptr = x_ptr if step == 0 else gathered_ptr + source * M * K
                     kept_ptr = None
@@ -218,21 +224,22 @@ def all_gather_gemm_forward(
     copied: bool = False,
     other_tiles: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
+    """Returns act(X Wᵀ + bias) of all ranks' rows X, rank 0's first, and on request X Wᵀ + bias; in stream order.
 
     x: [m, K], this rank's rows, any strides; weight: [N, K], any strides; bias: [N]; for a gated activation weight and
-    bias are [gate | up] of N / 2 each. All of one dtype of float32, float16, bfloat16, any size from 0 up. All ranks
-    bring the same m, K, N and dtype. gathered: [world, m, K], contiguous, in that dtype: what the ranks' x are copied
-    to, complete after the launch but for the own rows, which are copied with keep_own alone. ready: int32, contiguous,
-    at least [world], as many on every rank, zeroed with the signals; a launch has no more copiers than it has words for
-    each rank (8 are enough). Both are this rank's alone, and nobody else touches ready.
+    bias are [gate | up] of N / 2 each. All have one dtype of float32, float16, bfloat16 and any size from 0 up. All
+    ranks pass the same m, K, N and dtype. gathered: [world, m, K], contiguous, in that dtype: the ranks' x are copied
+    into it. It is complete after the launch except for this rank's rows, which are copied only with keep_own. ready:
+    int32, contiguous, at least [world], with the same number of words on every rank, zeroed with the signals; a launch
+    has no more copiers than ready has words for each rank (8 are enough). gathered and ready are used by this rank
+    alone, and nothing else may write to ready.
 
-    copied: as `engine_gather` has it, copy engines of the other ranks write to gathered and then to ready: no program
-    copies, and one multiprocessor is left free for the launch in front of the copies. other_tiles: as in `choose`.
+    copied: copy engines of the other ranks write to gathered and then to ready, as in `engine_gather`: no program
+    copies, and one multiprocessor is left free for the launch that precedes the copies. other_tiles: as in `choose`.
 
     Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
-    ValueError for other shapes, dtypes, devices or names of activations, where x is more than a slot holds, where flags
-    are too few, and for a channel of one program, which cannot both copy and multiply.
+    ValueError for other shapes, dtypes, devices or names of activations, where x is larger than a slot, where flags are
+    too few, and for a channel of one program, which cannot both copy and multiply.
     """
     plan = _plan(x, weight, bias, gathered, ready, endpoint, activation, keep_own, copied, other_tiles)
     out = torch.empty(plan.rows, plan.width, dtype=x.dtype, device=x.device)
@@ -251,7 +258,7 @@ def all_gather_gemm_forward(
 
 
 class _Plan(NamedTuple):
-    """What a call comes to. rows, width: of the result; columns: of the product, gate and up."""
+    """The sizes and the launch of a call. rows, width: of the result; columns: of the product, gate and up."""
 
     rows: int
     width: int
@@ -307,14 +314,18 @@ def _plan(
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
-    """How many programs copy: no more than there are shares, flags and words of ready; one where there is nothing."""
+    """Returns how many programs copy: at most one per share, flag and word of ready; one where there is nothing to
+    copy.
+    """
     shares = cdiv(x.numel(), row.blocks["BLOCK_COPY"])
     wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
     return endpoint.grid(operator, x.nbytes, wanted)[0]
 
 
 def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> int:
-    """All programs. Without a tile too there is one: it waits for all ranks, and advances the epoch."""
+    """Returns the number of all programs, at least one: without a tile too one waits for all ranks and advances the
+    epoch.
+    """
     if copiers == 0:
         return max(min(tiles, endpoint.programs - 1), 1)
     if tiles and endpoint.programs == copiers:

@@ -1,10 +1,11 @@
-"""all_reduce: the sum over all ranks, on every rank, in one shot or in two.
+"""all_reduce: computes the sum over all ranks, on every rank, in one shot or in two.
 
-One shot, for what is small: each rank stages x, waits for the others and sums all slots. Two shots, for what is large:
-each rank sums one part of x out of all slots into its own, and a second round of signals later all copy each other's
-parts; so world times less is read. A part of its own slot is read by its rank alone until it holds the sum, which
-takes its place. Both sum rank 0 first, half types in float32 rounded once: the result is bitwise the same on every
-rank, in one shot and in two. `kernels/endpoint.py` has the protocol.
+One shot is for small tensors: each rank stages x, waits for the others and sums all slots. Two shots are for large
+tensors: each rank sums one part of x out of all slots and stores the sum in its own slot; after a second round of
+signals all ranks copy each other's parts, so that each rank reads world times less. The part that a rank sums is read
+in its own slot by this rank alone until the sum replaces it. Both add rank 0's tensor first and sum half types in
+float32 with one rounding: the result is bitwise the same on every rank, in one shot and in two. `kernels/endpoint.py`
+describes the protocol.
 """
 
 import triton
@@ -47,7 +48,7 @@ def all_reduce_one_shot_kernel(
 def _sum_part(
     slots_ptr, epoch, slot_bytes, rank, part, n, dtype: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """This program's tiles of part `rank` of this rank's own slot become the sum over all slots."""
+    """Replaces this program's tiles of part `rank` of this rank's slot by the sum over all slots."""
     own_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)
     for tile in range(tl.program_id(0), tl.cdiv(part, BLOCK), tl.num_programs(0)):
         column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -91,18 +92,18 @@ def all_reduce_two_shot_kernel(
 
 
 def all_reduce_forward(x: Tensor, out: Tensor, endpoint: Endpoint, *, two_shot: bool) -> None:
-    """out = the sum over all ranks of their x, once all have called this; in stream order.
+    """Sets out to the sum over all ranks of their x, once all ranks have called this; in stream order.
 
-    x, out: [n], contiguous, of one of SUMMED; they may be the same tensor. All ranks bring the same n, dtype and
+    x, out: [n], contiguous, of one of SUMMED; they may be the same tensor. All ranks pass the same n, dtype and
     two_shot. The sum is taken in rank order, half types in float32, integers in their own type, in which they wrap
-    around. Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the
-    channel has too few flags (two shots need twice as many).
+    around. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the channel
+    has too few flags (two shots need twice as many).
     """
     n = x.numel()
     endpoint.check("all_reduce", x, (n,), out, (n,))
     check_summed("all_reduce", x)
     row = choose("all_reduce", x.device, configured(x.dtype))
-    # Parts of whole groups of 16 elements, so that each begins where wide accesses can.
+    # Parts are whole groups of 16 elements, so that each begins at an address where wide accesses can begin.
     part = cdiv(n, endpoint.world * 16) * 16 if two_shot else n
     tiles = cdiv(part, row.blocks["BLOCK"])
     launch(

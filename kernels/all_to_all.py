@@ -1,8 +1,8 @@
 """all_to_all: rank r's row s becomes rank s's row r.
 
-Each rank stages all of its rows, waits for the others and copies the row that is its own out of every slot, its own
-slot first and then those of rank + 1, rank + 2, …, so that not all ranks read the same one at once.
-`kernels/endpoint.py` has the protocol.
+Each rank stages all of its rows, waits for the others and copies its row out of every slot. It copies from its own slot
+first and then from those of rank + 1, rank + 2, …, so that not all ranks read the same slot at once.
+`kernels/endpoint.py` describes the protocol.
 """
 
 import torch
@@ -46,17 +46,18 @@ def all_to_all_forward_kernel(
 
 
 def all_to_all_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """out[s] = rank s's x[rank], on every rank, once all have called this; in stream order.
+    """Sets out[s] to rank s's x[rank] on every rank, once all ranks have called this; in stream order.
 
-    x, out: [world, n], contiguous, of one dtype, whichever; they may be the same tensor. All ranks bring the same n and
-    dtype. Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the
+    x, out: [world, n], contiguous, of one dtype, which may be any; they may be the same tensor. All ranks pass the same
+    n and dtype. Raises ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the
     channel has too few flags.
     """
     n = x.numel() // endpoint.world
     endpoint.check("all_to_all", x, (endpoint.world, n), out, (endpoint.world, n))
     x_words, out_words, words = as_words(x, out, n)
     row = choose("all_to_all", x.device, torch.int64)
-    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # tiles are the same bytes on all ranks
+    block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
+
     launch(
         all_to_all_forward_kernel,
         endpoint.grid("all_to_all", x.nbytes, cdiv(words, block)),
