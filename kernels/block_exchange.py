@@ -79,8 +79,8 @@ class BlockExchange:
         if room == 0:
             raise ValueError(f"{operator}: ready has {len(self.ready)} words: expected at least {len(parts) * world}")
         copiers = min(wanted, max(shares, 1), room, max(end.programs - 1, 1))
-        hops = max(world - 1, 1) if self.ring else 1
-        return int(end.grid(operator, 4 * world * part_starts(parts)[-1], copiers, len(parts) * hops)[0])
+        steps = max(world - 1, 1) if self.ring else 1
+        return int(end.grid(operator, 4 * world * part_starts(parts)[-1], copiers, len(parts) * steps)[0])
 
     def programs(self, operator: str, copiers: int, tiles: int) -> int:
         """All programs of a launch whose other ones share `tiles` tiles.
@@ -113,14 +113,14 @@ def _copy_share(source_ptr, target_ptr, words, COPIERS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words):
+def block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words):
     """An int32 pointer to the block of `source` in the own slot, or to where it will be; a multiple of 16 bytes."""
     half = slot(slots_ptr, rank, epoch, slot_bytes, tl.int32)
     return tl.multiple_of(half + source * (block_words // 16 * 16), 16)
 
 
 @triton.jit
-def bring_blocks(
+def copy_blocks(
     own_ptr,  # [words] int32, read: the part of the own block, where the caller has it
     ready_ptr,  # [PARTS, WORLD, COPIERS] int32, written
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes: its own is written, peers' are read
@@ -142,13 +142,13 @@ def bring_blocks(
 
     Returns of how many blocks it has its share: WORLD, unless a wait was cut short, behind which it does no more.
     """
-    HOPS: tl.constexpr = WORLD - 1 if RING else 1
+    STEPS: tl.constexpr = WORLD - 1 if RING else 1
     copier = tl.program_id(0)
     left, right = (rank + WORLD - 1) % WORLD, (rank + 1) % WORLD
     here, there = peer_pointer(flags_ptr, rank, tl.int32), peer_pointer(flags_ptr, right, tl.int32)
-    first = (PART * HOPS * COPIERS + copier) * WORLD  # the copier's flag word of the first hop, and rank 0
+    first = (PART * STEPS * COPIERS + copier) * WORLD  # the copier's flag word of the first step and of rank 0
     if WORLD > 1:
-        staged_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, rank, block_words) + start
+        staged_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, rank, block_words) + start
         _copy_share(own_ptr, staged_ptr, words, COPIERS, BLOCK)
         if RING:
             signal(there + first + rank, epoch)
@@ -158,11 +158,11 @@ def bring_blocks(
     for step in range(1, WORLD):
         source = (rank + WORLD - step) % WORLD
         sender = left if RING else source
-        hop = (step - 1) * COPIERS * WORLD if RING else 0
+        step_words = (step - 1) * COPIERS * WORLD if RING else 0
         if blocks == step:
-            if wait_signal(here + first + hop + sender, epoch, abort_ptr):
-                theirs_ptr = brought_block(slots_ptr, epoch, slot_bytes, sender, source, block_words) + start
-                ours_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words) + start
+            if wait_signal(here + first + step_words + sender, epoch, abort_ptr):
+                theirs_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, sender, source, block_words) + start
+                ours_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words) + start
                 _copy_share(theirs_ptr, ours_ptr, words, COPIERS, BLOCK)
                 if RING:
                     if step < WORLD - 1:

@@ -20,7 +20,7 @@ import triton.language as tl
 from tpfuse.kernels.attention_backward import sliced_product, store_tile
 from tpfuse.kernels.attention_backward_delta import LOG2_E, PADDING, load_tile
 from tpfuse.kernels.attention_scores import multiple_of_8
-from tpfuse.kernels.block_exchange import brought_block
+from tpfuse.kernels.block_exchange import block_in_slot
 from tpfuse.kernels.dropout import hashed_rows, kept
 from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
@@ -114,7 +114,7 @@ def _queries_of(queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.conste
         slots_ptr, state_ptr, slot_bytes, block_words, queries_start, rank = exchange
         dtype: tl.constexpr = grad_out_ptr.dtype.element_ty
         rows = tl.cast(batch * heads, tl.int64) * n
-        words = brought_block(slots_ptr, tl.load(state_ptr), slot_bytes, rank, source, block_words)
+        words = block_in_slot(slots_ptr, tl.load(state_ptr), slot_bytes, rank, source, block_words)
         q_ptr = (words + queries_start // 16 * 16).to(tl.pointer_type(dtype))
         grad_out_ptr = q_ptr + rows * HEAD_SIZE
         log2_sum_ptr = (grad_out_ptr + rows * HEAD_SIZE).to(tl.pointer_type(tl.float32))

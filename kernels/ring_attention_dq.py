@@ -13,7 +13,7 @@ import triton.language as tl
 from tpfuse.kernels.attention_backward import sliced_product, store_tile
 from tpfuse.kernels.attention_backward_delta import LOG2_E, PADDING, load_tile
 from tpfuse.kernels.attention_scores import multiple_of_8
-from tpfuse.kernels.block_exchange import await_block, bring_blocks, brought_block
+from tpfuse.kernels.block_exchange import await_block, block_in_slot, copy_blocks
 from tpfuse.kernels.dropout import hashed_rows, kept
 from tpfuse.kernels.ring_attention_visibility import first_index, index_range, last_index
 from tpfuse.kernels.sequence_runs import run_start
@@ -114,8 +114,8 @@ def _walk(
     for step in range(steps):
         source = (source_first + step * source_step) % WORLD
         if COPIERS > 0:
-            brought_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words)
-            block_ptr = blocks_ptr if step == 0 else brought_ptr.to(element)
+            received_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words)
+            block_ptr = blocks_ptr if step == 0 else received_ptr.to(element)
         else:
             block_ptr = blocks_ptr + tl.cast(step, tl.int64) * 2 * stride_v
         for run in range(run_count):
@@ -266,12 +266,12 @@ def ring_attention_dq_kernel(
             if tl.program_id(0) < COPIERS:
                 start = queries_start // 16 * 16  # it is, so that 16 bytes are moved at once
                 missing = 2 * WORLD
-                missing -= bring_blocks(
+                missing -= copy_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip
                 if missing == WORLD:
-                    missing -= bring_blocks(
+                    missing -= copy_blocks(
                         queries_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, start, queries_words,
                         block_words, slot_bytes, epoch, rank, WORLD, COPIERS, RING, 1, BLOCK_COPY,
                     )  # fmt: skip

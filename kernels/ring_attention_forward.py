@@ -23,7 +23,7 @@ from torch import Tensor
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.attention_online_softmax import attend_range, finish, initial_state, load_rows
 from tpfuse.kernels.attention_scores import aligned, multiple_of_8
-from tpfuse.kernels.block_exchange import BlockExchange, await_block, bring_blocks, brought_block
+from tpfuse.kernels.block_exchange import BlockExchange, await_block, block_in_slot, copy_blocks
 from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.dropout import hashed_rows
 from tpfuse.kernels.launch import cdiv, launch
@@ -128,8 +128,8 @@ def _attend_tile(
         if COPIERS == 0:
             block_ptr = blocks_ptr + tl.cast(step, tl.int64) * multiple_of_8(2 * stride_v)
         else:
-            brought_ptr = brought_block(slots_ptr, epoch, slot_bytes, rank, source, block_words).to(element)
-            block_ptr = tl.multiple_of(tl.where(step == 0, blocks_ptr, brought_ptr), 16)
+            received_ptr = block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words).to(element)
+            block_ptr = tl.multiple_of(tl.where(step == 0, blocks_ptr, received_ptr), 16)
         awaited = tl.where((tile < workers) & (run == 0), step, 0)
         if (aborted == 0) & await_block(ready_ptr, abort_ptr, awaited, epoch, rank, WORLD, COPIERS, 0):
             k_ptr = block_ptr + (kv_head + run * run_size) * HEAD_SIZE
@@ -211,7 +211,7 @@ def ring_attention_forward_kernel(
         if running:
             aborted = 0
             if worker < 0:
-                blocks = bring_blocks(
+                blocks = copy_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
                     epoch, rank, WORLD, COPIERS, RING, 0, BLOCK_COPY,
                 )  # fmt: skip

@@ -123,7 +123,7 @@ class BackwardSuite(ProtocolSuite):
             assert group.end.state.tolist() == [0, 0]
 
 
-BRING = block_exchange.bring_blocks
+COPY_BLOCKS = block_exchange.copy_blocks
 KERNEL = ring_attention_dq.ring_attention_dq_kernel
 
 
@@ -141,20 +141,20 @@ class TestRing(BackwardSuite):
             replace(KERNEL, "missing == WORLD", by="missing == 1"),
             replace(KERNEL, "missing = 2 * WORLD", by="missing = WORLD"),
         ),
-        Fault("second parts in the first ones' place", replace(KERNEL, "start", by="0", call="bring_blocks")),
-        Fault("one part's flags for both", replace(BRING, "PART * HOPS * COPIERS + copier", by="copier")),
+        Fault("second parts in the first ones' place", replace(KERNEL, "start", by="0", call="copy_blocks")),
+        Fault("one part's flags for both", replace(COPY_BLOCKS, "PART * STEPS * COPIERS + copier", by="copier")),
         Fault(
             "a stale half",
             replace(
                 ring_attention_dkdv._queries_of,
                 "tl.load(state_ptr)",
                 by="tl.load(state_ptr) + 1",
-                call="brought_block",
+                call="block_in_slot",
             ),
         ),
         Fault(
             "the own queries again",
-            replace(ring_attention_dkdv._queries_of, "source", by="rank", call="brought_block"),
+            replace(ring_attention_dkdv._queries_of, "source", by="rank", call="block_in_slot"),
         ),
         Fault(
             "a rank left out",

@@ -104,7 +104,7 @@ class RingSuite(ProtocolSuite):
             assert group.end.state.tolist() == [0, 0]
 
 
-BRING, AWAIT = block_exchange.bring_blocks, block_exchange.await_block
+COPY_BLOCKS, AWAIT = block_exchange.copy_blocks, block_exchange.await_block
 KERNEL, TILE = ring_attention_forward.ring_attention_forward_kernel, ring_attention_forward._attend_tile
 HERE = {(KERNEL, "_attend_tile"): "all blocks are here: nothing is awaited"}
 THERE = "the copier's words are those of the other way"
@@ -113,28 +113,31 @@ THERE = "the copier's words are those of the other way"
 class TestRing(RingSuite):
     ring = True
     needed = (block_exchange, ring_attention_forward)
-    unneeded: ClassVar = {(BRING, "arrive"): THERE, **HERE}
+    unneeded: ClassVar = {(COPY_BLOCKS, "arrive"): THERE, **HERE}
     worlds = ((3, 2), (2, 1))
     faults = (
         Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
-        Fault("a neighbour on the other side", replace(BRING, "(rank + 1) % WORLD", by="(rank + 2) % WORLD")),
+        Fault("a neighbour on the other side", replace(COPY_BLOCKS, "(rank + 1) % WORLD", by="(rank + 2) % WORLD")),
         Fault(
             "the neighbour's own block",
             replace(
-                BRING,
-                "brought_block(slots_ptr, epoch, slot_bytes, sender, source, block_words)",
-                by="brought_block(slots_ptr, epoch, slot_bytes, sender, sender, block_words)",
+                COPY_BLOCKS,
+                "block_in_slot(slots_ptr, epoch, slot_bytes, sender, source, block_words)",
+                by="block_in_slot(slots_ptr, epoch, slot_bytes, sender, sender, block_words)",
             ),
         ),
-        Fault("told of the hop before", replace(BRING, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD")),
         Fault(
-            "ready of another source", replace(BRING, "PART * WORLD + source", by="PART * WORLD + rank", call="signal")
+            "told of the step before", replace(COPY_BLOCKS, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD")
+        ),
+        Fault(
+            "ready of another source",
+            replace(COPY_BLOCKS, "PART * WORLD + source", by="PART * WORLD + rank", call="signal"),
         ),
         Fault(
             "ready for the next launch",
             replace(
-                BRING,
+                COPY_BLOCKS,
                 "signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)",
                 by="signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch + 1)",
             ),
@@ -144,12 +147,12 @@ class TestRing(RingSuite):
         Fault(
             "another copier's signal",
             replace(
-                BRING,
-                "here + first + hop + sender",
-                by="here + (COPIERS - 1 - copier) * WORLD + hop + sender",
+                COPY_BLOCKS,
+                "here + first + step_words + sender",
+                by="here + (COPIERS - 1 - copier) * WORLD + step_words + sender",
             ),
         ),
-        Fault("another block", replace(TILE, "source", by="rank", call="brought_block")),
+        Fault("another block", replace(TILE, "source", by="rank", call="block_in_slot")),
         Fault("the other way around", replace(TILE, "step * sources[1]", by="step")),
     )
     late_faults = (Fault("an epoch of parts", replace(KERNEL, "aborted == 0", by="aborted < WORLD")),)
@@ -159,8 +162,8 @@ class TestOwners(RingSuite):
     ring = False
     needed = (block_exchange, ring_attention_forward)
     unneeded: ClassVar = {
-        (BRING, "signal(there + first + rank, epoch)"): THERE,
-        (BRING, "signal(there + first + step * COPIERS * WORLD + rank, epoch)"): THERE,
+        (COPY_BLOCKS, "signal(there + first + rank, epoch)"): THERE,
+        (COPY_BLOCKS, "signal(there + first + step * COPIERS * WORLD + rank, epoch)"): THERE,
         **HERE,
     }
     worlds = ((2, 2), (3, 2))
