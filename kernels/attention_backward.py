@@ -1,17 +1,18 @@
-"""attention_backward: attention's gradients, from what forward keeps: the output and the scores' log-sum-exp.
+"""attention_backward: attention's gradients, from what forward saves: the output and the scores' log-sum-exp.
 
     p = exp(scale q kᵀ - lse)        delta = rowsum(grad_out * out) - grad_lse
     dv = pᵀ grad_out                 ds = p * (grad_out vᵀ - delta)
     dk = scale dsᵀ q                 dq = scale ds k
 
-The probabilities are computed again tile by tile (FlashAttention-2, arXiv:2307.08691). With dropout's mask m, 0 or
-1 / (1 - p), the p of dv is m p, and the grad_out vᵀ of ds is m (grad_out vᵀ). The log-sum-exp's own gradient reaches
-the scores as p * grad_lse; where partial results are merged, as in ring attention, it is not zero.
+The kernels compute the probabilities again tile by tile (FlashAttention-2, arXiv:2307.08691). With dropout's mask m, 0
+or 1 / (1 - p), the p of dv is m p, and the grad_out vᵀ of ds is m (grad_out vᵀ). The gradient of the log-sum-exp itself
+reaches the scores as p * grad_lse; it is not zero where partial results are merged, as in ring attention.
 
-Two kernels: a program of one holds a tile of keys and walks the queries that see it, in all heads that share the keys;
-one of the other holds a tile of queries and walks the keys that it sees. That computes the scores twice, but nobody
-adds to what another program writes: no atomics, the same bits in every run, sums that stay in float32 in registers. The
-kernel of dk and dv holds scores as [keys, queries], so that they go from one product into the next without a transpose.
+There are two kernels. A program of the first holds a tile of keys and loops over the queries that see it, in all heads
+that share the keys. A program of the second holds a tile of queries and loops over the keys that it sees. So the scores
+are computed twice, but no program adds to what another program writes: the kernels need no atomics, every run gives the
+same bits, and sums stay in float32 in registers. The kernel of dk and dv holds scores as [keys, queries], so that they
+go from one product into the next without a transpose.
 """
 
 from typing import Any
@@ -39,16 +40,17 @@ from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import dot, rounded
 
 _OPERATOR = "attention_backward"
-# Numbers that change from call to call: no kernel of their own for 1 and multiples of 16.
+# Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
 _CHANGING = ["tq", "tk", "tiles", "documents", "q_offset", "k_offset", "ahead", "behind", "dropout_width"]
 _CHANGING += ["dropout_threshold"]
 
 
 @triton.jit
 def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """a bᵀ in slices of the head that are loaded as they are needed.
+    """Returns a bᵀ, computed in slices of the head size that are loaded when they are needed.
 
-    Three tf32 products keep two parts of each operand in registers; those of wide heads would not fit.
+    A float32 product as three tf32 products keeps two parts of each operand in registers; those of wide heads would not
+    fit.
     """
     acc = tl.zeros((a_rows[2].shape[0], b_rows[2].shape[0]), tl.float32)
     for first_d in tl.range(0, HEAD_SIZE, SLICE_D):
@@ -61,7 +63,8 @@ def sliced_product(a_rows, b_rows, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexp
 def store_tile(rows, tile, HEAD_SIZE: tl.constexpr):
     """Stores `tile` [len(offs), BLOCK_D] as the rows (ptr, first, offs, stop, stride) of a matrix [stop, HEAD_SIZE].
 
-    The rows are compared otherwise than in `load_tile`: one comparison for both would stay in registers between them.
+    The comparison of rows is written differently from that in `load_tile`: one comparison for both would stay in
+    registers between them.
     """
     ptr, first, offs, stop, stride = rows
     offs_d = tl.arange(0, tile.shape[1])
@@ -146,14 +149,14 @@ def attention_backward_dkdv_kernel(
     k_first = k_offset + first_n
     k_last = k_offset + min(first_n + BLOCK_N, length_k) - 1
     k_pos = k_first + tile_n
-    # The queries that see a key: ahead and behind change sides.
+    # For the queries that see a key, ahead and behind are exchanged.
     start, full_start, full_stop, stop = key_range(
         k_first, k_last, q_offset, length_q, behind, ahead, HAS_BEHIND, HAS_AHEAD, BLOCK_M
     )
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     blocks = tl.cdiv(stop - start, BLOCK_M)
-    # The heads' blocks in one loop: the loads of the next head are under way while this one's last block is computed.
+    # One loop goes over all heads' blocks, so that the next head's loads overlap the last block of this head.
     for step in tl.range(0, group * blocks):
         head = kv_head * group + step // blocks
         first_m = start + step % blocks * BLOCK_M
@@ -329,16 +332,16 @@ def attention_backward(
     grad_lse: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attention_forward`'s q, k and v; see there for q, k, v and the options.
+    """Returns the gradients of `attention_forward`'s q, k and v; see there for q, k, v and the options.
 
-    out: [B, H, Tq, D] in q's dtype; lse: [B, H, Tq] float32, of these keys, or of more of them where out is the merged
-    output of several sets of keys: the result is then this set's part. grad_out: out's shape and dtype; grad_lse:
-    lse's, None for zero. max_seqlen_q, max_seqlen_k: the lengths of the longest documents, or more; needed with
-    cu_seqlens. grad_dtype: of the results, default q's; float32 for callers that go on adding.
+    out: [B, H, Tq, D] in q's dtype; lse: [B, H, Tq] float32. They belong to these keys, or to more keys where out is
+    the merged output of several sets of keys: the result is then this set's part. grad_out: out's shape and dtype;
+    grad_lse: lse's, None for zero. max_seqlen_q, max_seqlen_k: the lengths of the longest documents, or more; needed
+    with cu_seqlens. grad_dtype: the dtype of the results, default q's; float32 for callers that add to the results.
 
-    Returns dq, dk, dv in the shapes of q, k, v, as views of [B, T, H, D]; 0 behind the last document. A query that sees
-    no key (lse -inf) adds nothing. Deterministic. Raises ValueError that names the argument, what was received and what
-    is accepted.
+    Returns dq, dk, dv in the shapes of q, k, v, as views of [B, T, H, D]; rows after the last document are 0. A query
+    that sees no key (lse -inf) adds nothing. Deterministic. Raises ValueError that names the argument, what was
+    received and what is accepted.
     """
     # fmt: off
     arguments = score_arguments(
@@ -370,7 +373,7 @@ def attention_backward(
 
 
 def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> None:
-    """Raises ValueError unless what forward returned, and its gradients, fit q."""
+    """Raises ValueError unless the results of forward and their gradients fit q."""
     check_floats(_OPERATOR, q=q, out=out, grad_out=grad_out)
     check_shape(_OPERATOR, "out", out, tuple(q.shape))
     check_shape(_OPERATOR, "grad_out", grad_out, tuple(q.shape))
@@ -384,14 +387,16 @@ def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tens
 
 
 def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
-    """Room for x's gradient, [B, T, H, D]; zero: where nobody writes what is behind the last document."""
+    """Allocates x's gradient, [B, T, H, D]; zero: no kernel writes the rows after the last document, so they start at
+    0.
+    """
     batch, heads, length, size = x.shape
     make = torch.zeros if zero else torch.empty
     return make((batch, length, heads, size), dtype=dtype, device=x.device)
 
 
 def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor, dv: Tensor) -> None:
-    """dk and dv in one launch, or where their sums do not fit the registers one after the other."""
+    """Computes dk and dv in one launch, or in one launch each if the sums of both do not fit in the registers."""
     row = _row("dkdv", arguments)
     blocks = {"BLOCK_M": row.blocks["BLOCK_M"], "BLOCK_N": row.blocks["BLOCK_N"]}
     tiles = cdiv(longest, blocks["BLOCK_N"])
@@ -413,6 +418,7 @@ def _launch_dkdv(arguments: dict[str, Any], heads: int, longest: int, dk: Tensor
 
 
 def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) -> None:
+    """Computes dq in one launch."""
     row = _row("dq", arguments)
     tiles = cdiv(longest, row.blocks["BLOCK_M"])
     launch(
@@ -428,6 +434,7 @@ def _launch_dq(arguments: dict[str, Any], heads: int, longest: int, dq: Tensor) 
 
 
 def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
+    """Returns the configuration of the kernel "dkdv" or "dq" for these arguments."""
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
     row = choose(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)

@@ -1,10 +1,10 @@
-"""attention_backward_delta: what the gradients of attention need of each query, in one pass over out and its gradient.
+"""attention_backward_delta: what attention's gradients need of each query, in one pass over out and its gradient.
 
     log2_sum = lse log2(e)        delta = rowsum(grad_out * out) - grad_lse
 
 log2_sum is +inf for a query that sees no key, so that its probabilities 2^(score - log2_sum) are 0. Both are padded
-behind each document with queries that see no key: the kernels read whole tiles without a mask, which spares registers
-for it.
+after each document with queries that see no key: the kernels then read whole tiles without a mask, which saves the
+mask's registers.
 """
 
 import torch
@@ -18,12 +18,14 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.launch import cdiv, launch
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-PADDING: tl.constexpr = tl.constexpr(128)  # rows behind each document: the largest BLOCK_M of those who read them
+PADDING: tl.constexpr = tl.constexpr(128)  # rows after each document: the largest BLOCK_M of the kernels that read them
 
 
 @triton.jit
 def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """Columns first_d, … of the rows (ptr, first, offs, stop, stride): first + offs of a matrix [stop, HEAD_SIZE]."""
+    """Loads columns first_d, … of the rows (ptr, first, offs, stop, stride): first + offs of a matrix [stop,
+    HEAD_SIZE].
+    """
     ptr, first, offs, stop, stride = rows
     offs_d = tl.arange(0, SLICE_D)
     stride = multiple_of_8(stride)
@@ -36,7 +38,7 @@ def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
 
 @triton.jit
 def query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN: tl.constexpr):
-    """The place of a document's first query in log2_sum and delta, [B, H, Tq + documents * PADDING]."""
+    """Returns the index of a document's first query in log2_sum and delta, [B, H, Tq + documents * PADDING]."""
     padding = sequence * PADDING if VARLEN else 0
     return (batch * heads + head) * (tq + documents * PADDING) + first_q + padding
 
@@ -100,10 +102,11 @@ def attention_backward_delta(
     sequences: int,
     longest: int,
 ) -> dict[str, Tensor]:
-    """log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as the arguments of the kernels that read them.
+    """Returns log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as keyword arguments of the kernels that
+    read them.
 
-    grad_out, out: [B, H, Tq, D], `aligned`; lse, grad_lse: [B, H, Tq] float32; sequences: documents, or B without them;
-    longest: the longest document of queries, or more. `attention_backward` checks them.
+    grad_out, out: [B, H, Tq, D], `aligned`; lse, grad_lse: [B, H, Tq] float32; sequences: the number of documents, or B
+    without them; longest: the length of the longest document of queries, or more. `attention_backward` checks them.
     """
     batch, heads, tq, size = out.shape
     documents = 1 if cu_seqlens_q is None else sequences

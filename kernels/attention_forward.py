@@ -1,9 +1,9 @@
 """attention_forward: out = dropout(softmax(mask(q kᵀ scale))) v, and the log-sum-exp of the scores, in one pass.
 
-A program holds one tile of queries of one head and walks over the keys that it sees (`attention_online_softmax`). Where
-the mask leaves later tiles more work, they start first. Whole heads follow each other, so that their keys stay in the
-L2 cache. Tiles come by TMA where the configuration asks for it, by masked pointers otherwise. out is stored as
-[B, Tq, H, D]: what the projection behind it reads is then contiguous.
+A program holds one tile of queries of one head and loops over the keys that it sees (`attention_online_softmax`). Where
+the mask gives later tiles more work, they start first. Heads are computed one after another, so that a head's keys stay
+in the L2 cache. Tiles are loaded by TMA where the configuration requests it, by masked pointers otherwise. out is
+stored as [B, Tq, H, D], so that the projection that follows reads contiguous memory.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, mul
 from tpfuse.kernels.configurations import Configuration, choose
 from tpfuse.kernels.launch import cdiv, launch
 
-# Arguments that change from call to call and gain nothing from a compilation of their own.
+# Arguments that change from call to call and for whose values a separate compilation gains nothing.
 NOT_SPECIALIZED = ["tq", "tk", "chunks", "tiles_m", "q_offset", "k_offset", "ahead", "behind"]
 NOT_SPECIALIZED += ["dropout_width", "dropout_threshold"]
 
@@ -133,25 +133,25 @@ def attention_forward(
     head_rows: Tensor | None = None,
     dropout_width: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ scale) v over the keys that each query sees, and the natural log-sum-exp of its scores.
+    """Returns softmax(q kᵀ scale) v over the keys that each query sees, and the natural log-sum-exp of its scores.
 
-    q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of
-    8 from 16 to 256; float32, float16 or bfloat16, any strides (copied where `aligned` has to).
-    Query i has position q_offset + i, key j has k_offset + j. causal: keys behind the query's position are not seen;
-    window: nor are those at a distance of window or more. scale: positive, default 1 / sqrt(D).
+    q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of 8
+    from 16 to 256; float32, float16 or bfloat16, any strides (copied where `aligned` has to). Query i has position
+    q_offset + i, key j has k_offset + j. causal: a query does not see keys after its position; window: it does not see
+    keys at a distance of window or more. scale: positive, default 1 / sqrt(D).
 
     cu_seqlens_q, cu_seqlens_k: [S + 1] int32 on the device, from 0 to the number of rows, where the rows of one batch
-    element are S documents behind each other; each sees itself alone and has positions of its own. max_seqlen_q: the
-    length of the longest in q, or more. Rows behind the last document have 0 and -inf.
+    element are S concatenated documents; each document sees only itself and counts positions from its own start.
+    max_seqlen_q: the length of the longest document in q, or more. Rows after the last document have 0 and -inf.
 
-    dropout_p, dropout_key: of the probabilities, `tpfuse.ops.dropout`'s mask of row head_rows * dropout_width +
-    query position and column key position; dropout_key: [] int64; head_rows: [B, H] ([S, H] with documents) int64;
-    dropout_width: default Tk.
+    dropout_p, dropout_key: dropout of the probabilities, by `tpfuse.ops.dropout`'s mask of row head_rows *
+    dropout_width + query position and column key position; dropout_key: [] int64; head_rows: [B, H] ([S, H] with
+    documents) int64; dropout_width: default Tk.
 
     Returns out, in q's dtype and shape and a view of [B, Tq, H, D], and lse [B, H, Tq] float32, without dropout. A
-    query that sees no key (or none with a score above -inf) has 0 and -inf. Values in a block at the border of what is
-    seen must be finite even where they are hidden: they are multiplied with 0, as torch does.
-    Raises ValueError that names the argument, what was received and what is accepted.
+    query that sees no key (or none with a score above -inf) has 0 and -inf. Values of keys in a block that is only
+    partly seen must be finite even where they are hidden: they are multiplied by 0, as in torch. Raises ValueError that
+    names the argument, what was received and what is accepted.
     """
     name = "attention_forward"
     # fmt: off
@@ -171,7 +171,7 @@ def attention_forward(
     q, k, v = aligned(q), aligned(k), aligned(v)
     out = torch.empty((batch, tq, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tq), dtype=torch.float32, device=q.device)
-    if cu_seqlens_q is not None:  # nobody else writes what is behind the last document
+    if cu_seqlens_q is not None:  # no program writes the rows after the last document
         out.zero_()
         lse.fill_(float("-inf"))
     row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
@@ -197,10 +197,10 @@ def attention_forward(
 
 
 def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
-    """What the kernel is launched with by its row: blocks, num_warps and num_stages. q, k, v: `aligned`.
+    """Returns the launch options from the table's row: blocks, num_warps and num_stages. q, k, v: `aligned`.
 
-    TMA reads rows that do not overlap. Triton specializes no warps without it, nor in a kernel that may return early,
-    as this one does behind the end of a document; all warps multiply then.
+    TMA needs rows that do not overlap. Triton does not specialize warps without TMA, nor in a kernel that may return
+    early, as this one does after the end of a document; all warps multiply then.
     """
     blocks = dict(row.blocks)
     blocks["TMA"] = blocks["TMA"] and all(x.numel() > 0 and x.stride(2) >= x.shape[3] for x in (q, k, v))
@@ -210,5 +210,5 @@ def _tile_options(row: Configuration, varlen: bool, q: Tensor, k: Tensor, v: Ten
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """The strides of x [B, H, T, D] as kernels take them: stride_<name>b, …h and …t."""
+    """Returns the strides of x [B, H, T, D] by the kernels' argument names: stride_<name>b, …h and …t."""
     return {f"stride_{name}{letter}": x.stride(dim) for dim, letter in enumerate("bht")}

@@ -1,10 +1,10 @@
-"""attention_merge: attention to two disjoint sets of keys as one.
+"""attention_merge: merges the results of attention to two disjoint sets of keys into the result for all keys.
 
     lse = log(exp lse_a + exp lse_b),    out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-in float32, with the larger of both subtracted first, so that nothing overflows; a set of which a query sees nothing
-(-inf) weighs nothing. Ring attention (arXiv:2310.01889) and flash decoding put their parts together so: out_a may be a
-float32 sum that out_b, of a half type, is added to in place.
+The kernel computes in float32 and subtracts the larger of both first, so that nothing overflows. A set of which a query
+sees no key (lse -inf) has weight 0. Ring attention (arXiv:2310.01889) and flash decoding merge their parts in this way:
+out_a may be a float32 sum to which out_b, of a half type, is added in place.
 """
 
 import torch
@@ -72,10 +72,11 @@ def attention_merge_kernel(
 def attention_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of two disjoint sets of keys from those of each; -inf and out 0 for a query that saw none.
+    """Returns (out, lse) for two disjoint sets of keys from the results of each; 0 and -inf for a query that saw no
+    key.
 
     out_a, out_b: [B, H, T, D] with contiguous rows, of one dtype, or out_a float32 and out_b a half type; lse_a, lse_b:
-    [B, H, T] float32. Returns out in out_a's dtype and layout and lse, float32; in_place: they are out_a and lse_a.
+    [B, H, T] float32. Returns out in out_a's dtype and layout and lse, float32; with in_place they are out_a and lse_a.
     Raises ValueError that names the argument, what was received and what is accepted.
     """
     check_outputs(out_a, lse_a, out_b, lse_b, in_place)
@@ -109,7 +110,7 @@ def attention_merge(
 
 
 def check_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, in_place: bool) -> None:
-    """Raises ValueError unless these are two attentions' results of one shape."""
+    """Raises ValueError unless these are the results of two attentions of one shape."""
     name = "attention_merge"
     check_floats(name, out_a=out_a)
     check_floats(name, out_b=out_b)

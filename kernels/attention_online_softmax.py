@@ -1,13 +1,13 @@
-"""The walk of a tile of queries over keys with the online softmax, which the forward kernels of attention share.
+"""The loop of a tile of queries over keys with the online softmax, which the forward kernels of attention share.
 
-A state (output, maximum, sum) of the keys seen so far is carried along (Milakov and Gimelshein 2018, arXiv:1805.02867;
+The loop updates a state (output, maximum, sum) of the keys seen so far (Milakov and Gimelshein 2018, arXiv:1805.02867;
 flash attention, arXiv:2205.14135 and 2307.08691), so that no score leaves the chip. Powers are of two, with scale
-log2(e) folded into one multiply-add for each score. Blocks of keys that no query of the tile sees are skipped, and only
-those at the border of what is seen, or at the end of the keys, are masked: up to three loops over one body.
+log2(e) folded into one multiply-add for each score. Blocks of keys that no query of the tile sees are skipped. Only the
+blocks that are partly seen, and the block at the end of the keys, are masked: up to three loops over one body.
 
-Where warps are specialized, four of them load what two groups of four multiply, each for half of the queries and
-without a barrier between the groups: the softmax of one runs beside the products of the other. Triton 3.6 to 3.9
-specialize one loop of a kernel, and no branch in it, so that all blocks are masked there.
+With warp specialization, four warps load what two groups of four warps multiply. Each group computes half of the
+queries, without a barrier between the groups, so that the softmax of one group overlaps the products of the other.
+Triton 3.6 to 3.9 specialize one loop of a kernel, and no branch in it, so that all blocks are masked there.
 """
 
 import triton
@@ -22,7 +22,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def rows_of(ptr, stop, stride, columns, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr):
-    """What `load_rows` reads from: the pointer itself, or a descriptor of tiles [BLOCK_ROWS, BLOCK_D]."""
+    """Returns the source that `load_rows` reads: the pointer itself, or a descriptor of tiles [BLOCK_ROWS, BLOCK_D]."""
     if TMA:
         return tl.make_tensor_descriptor(ptr, [stop, columns], [stride, 1], [BLOCK_ROWS, BLOCK_D])
     else:
@@ -33,9 +33,10 @@ def rows_of(ptr, stop, stride, columns, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.co
 def load_rows(
     source, first, offs, stop, stride, columns, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
 ):
-    """Rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
+    """Loads rows first + offs of a matrix [stop, columns] as a tile [len(offs), BLOCK_D]; MASKED: 0 from row `stop` on.
 
-    source: of `rows_of`; its pointer is aligned to 16 bytes and stride a multiple of 8 (`attention_scores.aligned`).
+    source: made by `rows_of`; its pointer is aligned to 16 bytes and stride is a multiple of 8
+    (`attention_scores.aligned`).
     """
     offs_d = tl.arange(0, BLOCK_D)
     if TMA:
@@ -53,9 +54,9 @@ def load_rows(
 
 @triton.jit
 def scores_in_parts(source, k_ptr, first, offs_n, tk, stride_kt, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """q kᵀ by 64 elements of the head size at a time, read again for each block of keys.
+    """Returns q kᵀ, computed from 64 elements of the head size at a time, which are read again for each block of keys.
 
-    For large float32 heads: as three tf32 products they do not fit into the registers as a whole.
+    It is for large float32 heads: as three tf32 products, whole heads do not fit into the registers.
     """
     q_ptr, q_first, length_q, stride_qt = source
     scores = tl.zeros((BLOCK_M, offs_n.shape[0]), tl.float32)
@@ -78,7 +79,7 @@ def attend_blocks(
     scale,
     start,
     stop,
-    MASKED: tl.constexpr,  # whether some of these blocks are not seen whole by all queries
+    MASKED: tl.constexpr,  # whether some queries do not see all keys of these blocks
     HEAD_SIZE: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_BEHIND: tl.constexpr,
@@ -87,14 +88,14 @@ def attend_blocks(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """The state after the keys from start to stop; for the tuples see `attend_range`."""
+    """Returns the state after the keys from start to stop; for the tuples see `attend_range`."""
     acc, row_max, row_sum = state
     k_rows, v_rows, tk, stride_kt, stride_vt = keys
     q_pos, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold, dropout_step = dropout
     offs_n = tl.arange(0, BLOCK_N)
     scale_log2 = scale * _LOG2_E
-    if WARP_SPECIALIZE:  # where all blocks are masked, a comparison with offs_n takes fewer instructions
+    if WARP_SPECIALIZE:  # all blocks are masked there, and a comparison with offs_n takes fewer instructions
         first_seen, last_seen = seen_keys(q_pos[:, None], k_offset, tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
     for first in tl.range(start, stop, BLOCK_N, warp_specialize=WARP_SPECIALIZE):
         k_pos = k_offset + first + offs_n
@@ -142,13 +143,13 @@ def attend_range(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """The state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
+    """Returns the state (acc, row_max of the unscaled scores, row_sum) of the queries after one more set of keys.
 
-    source: where q is from, (q_ptr, first row, number of rows, stride_qt); keys: (of `rows_of` k and v, their
-    number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a
-    number, or one for each query [BLOCK_M, 1];
-    dropout: (of `dropout_rows`, threshold, columns from one key to the next); seen: the indices of the
-    keys that are, (start, full_start, full_stop, stop) as of `attention_scores.key_range`.
+    source: where q was loaded from, (q_ptr, first row, number of rows, stride_qt); keys: (`rows_of` k and v, their
+    number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a number, or one for
+    each query [BLOCK_M, 1]; dropout: (the result of `dropout_rows`, threshold, columns from one key to the next); seen:
+    the indices of the keys that the queries see, (start, full_start, full_stop, stop) as from
+    `attention_scores.key_range`.
     """
     start, full_start, full_stop, stop = seen
     # fmt: off
@@ -185,7 +186,9 @@ def attend(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """`attend_range` of the keys at positions k_offset, k_offset + 1, …; dropout: (of `dropout_rows`, threshold)."""
+    """Calls `attend_range` for keys at positions k_offset, k_offset + 1, …; dropout: (result of `dropout_rows`,
+    threshold).
+    """
     _, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold = dropout
     seen = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
@@ -197,7 +200,7 @@ def attend(
 
 @triton.jit
 def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The state of `attend` before any key."""
+    """Returns the state of `attend` before any key."""
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     return acc, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
 
@@ -205,8 +208,8 @@ def initial_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def finish(
     state,
-    out_ptr,  # [Tq, H, D] bf16, written: rows q_first and behind, of one head
-    lse_ptr,  # [Tq] fp32, written: likewise
+    out_ptr,  # [Tq, H, D] bf16, written: the rows from q_first on, of one head
+    lse_ptr,  # [Tq] fp32, written: the rows from q_first on
     heads,
     q_first,
     length_q,
@@ -214,9 +217,10 @@ def finish(
     dropout_scale,
     HEAD_SIZE: tl.constexpr,
 ):
-    """Stores what a state of `attend` comes to; 0 and -inf where a query saw no key.
+    """Stores the output and log-sum-exp that follow from a state of `attend`; 0 and -inf where a query saw no key.
 
-    The rows are compared otherwise than in `load_rows`: one comparison for both would stay in registers between them.
+    The comparison of rows is written differently from that in `load_rows`: one comparison for both would stay in
+    registers between them.
     """
     acc, row_max, row_sum = state
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)

@@ -1,9 +1,9 @@
 """What attention's kernels share: which scores count, and which probabilities dropout keeps.
 
 Query i has position q_offset + i, key j position k_offset + j, within the document for variable lengths. The query at
-position p sees the keys from p - behind to p + ahead; causal is ahead = 0, a window w is behind = w - 1, and ahead =
-w - 1 too where not causal. One pair of bounds serves every mask, and turned around (ahead for behind) it tells which
-queries see a key, so that forward and backward skip whole blocks by the same function.
+position p sees the keys from p - behind to p + ahead. A causal mask is ahead = 0. A window w is behind = w - 1, and
+also ahead = w - 1 where it is not causal. One pair of bounds serves every mask. With ahead and behind exchanged the
+same bounds tell which queries see a key, so that forward and backward skip whole blocks by the same function.
 
 Dropout is the mask of `kernels.dropout`, with row = head_row * width + query position and column = key position.
 """
@@ -22,7 +22,9 @@ from tpfuse.kernels.dropout import hashed_rows, threshold
 
 @triton.jit
 def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Whether the query at q_pos sees the key at k_pos (they broadcast); k_stop: the position behind the last key."""
+    """Returns whether the query at q_pos sees the key at k_pos (they broadcast); k_stop: the position after the last
+    key.
+    """
     last = k_stop - 1
     if HAS_AHEAD:
         last = tl.minimum(last, q_pos + ahead)
@@ -34,9 +36,10 @@ def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BE
 
 @triton.jit
 def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """The indices of the first and the last key that the query at q_pos sees; without HAS_BEHIND the first is 0.
+    """Returns the indices of the first and the last key that the query at q_pos sees; without HAS_BEHIND the first is
+    0.
 
-    The same as `visible` says of each key, for loops that compare their keys with both.
+    They agree with `visible` for each key, and are for loops that compare their keys with both.
     """
     last = tl.full(q_pos.shape, 0, tl.int32) + (tk - 1)
     first = tl.full(q_pos.shape, 0, tl.int32)
@@ -51,12 +54,13 @@ def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_B
 def key_range(
     q_first, q_last, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Indices (start, full_start, full_stop, stop) of the keys that queries at q_first to q_last (both included) see.
+    """Returns indices (start, full_start, full_stop, stop) of the keys that queries at q_first to q_last, inclusive,
+    see.
 
-    Keys outside start to stop are seen by none of them; the blocks of BLOCK keys from full_start to full_stop are seen
-    whole by all, so that only those before and behind are masked. start, full_start and full_stop are multiples of
-    BLOCK, except where full_start is stop. For the queries that see a range of keys, swap the sides: key positions,
-    q_offset, tq, behind as ahead and ahead as behind.
+    None of the queries sees keys outside start to stop; all of them see all keys of the blocks of BLOCK keys from
+    full_start to full_stop, so that only the blocks before and after those are masked. start, full_start and full_stop
+    are multiples of BLOCK, except where full_start is stop. For the queries that see a range of keys, exchange the
+    sides: pass key positions, q_offset, tq, behind as ahead and ahead as behind.
     """
     start = tl.full((), 0, tl.int32)
     full_start = tl.full((), 0, tl.int32)
@@ -76,7 +80,7 @@ def key_range(
 
 @triton.jit
 def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
-    """(first row, int64, and length) of document `index`; 0 and `length` without variable lengths."""
+    """Returns (first row, int64, and length) of document `index`; 0 and `length` without variable lengths."""
     if VARLEN:
         first = tl.load(cu_seqlens_ptr + index)
         return first.to(tl.int64), tl.load(cu_seqlens_ptr + index + 1) - first
@@ -86,27 +90,28 @@ def document(cu_seqlens_ptr, index, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def dropout_rows(head_row, q_pos, width, key):
-    """uint64, the rows' part of the hash of `dropout.kept`; head_row: int64, q_pos: any shape, key: 64 bits."""
+    """Returns the rows' part of the hash of `dropout.kept`, uint64; head_row: int64, q_pos: any shape, key: 64 bits."""
     return hashed_rows(head_row * width + q_pos, width, key)
 
 
 @triton.jit
 def multiple_of_8(x):
-    """x, which is one (see `aligned`): Triton learns of an argument only whether it is a multiple of 16."""
+    """Returns x, a multiple of 8 (see `aligned`): Triton itself knows only whether an argument is a multiple of 16."""
     return x // 8 * 8
 
 
 def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
-    """(ahead, behind): how far a query sees to both sides; None without limit."""
+    """Returns (ahead, behind): how far a query sees in each direction; None without a limit."""
     if window is None:
         return (0 if causal else None), None
     return (0 if causal else window - 1), window - 1
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x [..., D], or a copy, so that every row of D elements is contiguous and starts at a multiple of 16 bytes.
+    """Returns x [..., D], or a copy, so that every row of D elements is contiguous and starts at a multiple of 16
+    bytes.
 
-    Kernels may then load 16 bytes at once also where the strides are no multiples of 16, as Triton would want.
+    Kernels may then load 16 bytes at once even where the strides are not the multiples of 16 that Triton requires.
     """
     if x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0:
         return x
@@ -131,11 +136,11 @@ def score_arguments(
     head_rows: Tensor | None,
     dropout_width: int | None,
 ) -> dict[str, Any]:
-    """Checks the arguments that forward and backward share; returns what their kernels take of them, by keyword.
+    """Checks the arguments that forward and backward share; returns the kernels' arguments that follow from them.
 
-    Cumulative lengths are cut to the rows that there are, so that no document lies outside. That is a small kernel of
-    its own: in the attention kernels the same costs registers, and dkdv of sm_80 would spill.
-    Raises ValueError that names the argument, what was received and what is accepted.
+    Cumulative lengths are clamped to the number of rows, so that no document ends outside the tensors. That is a small
+    kernel of its own: in the attention kernels the same clamp costs registers, and dkdv of sm_80 would spill. Raises
+    ValueError that names the argument, what was received and what is accepted.
     """
     sequences = check_heads(operator, q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_scores(operator, q, sequences, window, scale, dropout_p, dropout_key, head_rows)
@@ -207,7 +212,7 @@ def check_scores(
     head_rows: Tensor | None,
     key_name: str = "dropout_key",
 ) -> None:
-    """Raises ValueError for a window, a scale or a dropout that means nothing."""
+    """Raises ValueError for a window, a scale or dropout arguments that are not valid."""
     if window is not None and window < 1:
         raise ValueError(f"{operator}: window {window}: expected at least 1, or None")
     if scale is not None and not 0.0 < scale < math.inf:

@@ -1,4 +1,6 @@
-"""What launchers refuse: one line that names the argument, what was received and what is accepted."""
+"""Checks of launchers' arguments: each error is one line that names the argument, what was received and what is
+accepted.
+"""
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ def check_shape(operator: str, name: str, x: Tensor, shape: tuple[int, ...]) -> 
 
 
 def check_floats(operator: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError unless all are of one dtype of FLOATS on one device; None is skipped."""
+    """Raises ValueError unless all tensors have one dtype of FLOATS and are on one device; None is skipped."""
     present = {name: x for name, x in tensors.items() if x is not None}
     first_name, first = next(iter(present.items()))
     for name, x in present.items():
@@ -25,7 +27,7 @@ def check_floats(operator: str, **tensors: Tensor | None) -> None:
 
 
 def check_device(operator: str, first_name: str, first: Tensor, name: str, x: Tensor) -> None:
-    """Raises ValueError unless both are on one device."""
+    """Raises ValueError unless both tensors are on one device."""
     if x.device != first.device:
         raise ValueError(f"{operator}: {name} is on {x.device}, {first_name} on {first.device}: expected one device")
 

@@ -1,12 +1,13 @@
-"""A launch as Triton's `kernel[grid](…)` makes it, without what that finds out again each time.
+"""Launches a compiled kernel as Triton's `kernel[grid](…)` does, without the work that Triton repeats for each launch.
 
-Triton compiles a kernel anew for other types of its arguments, for other values of its constexprs, and where an integer
-is 1 or not, or 16 divides an integer or an address or does not. Its binder looks at every argument for that, and makes
-texts of what it found to look the compiled kernel up by: 15 µs a launch (benchmarks/host_time.py). Here a compiled
-kernel is found by a key from which all of that follows, and started as Triton starts it, with the same arguments.
+Triton compiles a kernel again for other types of its arguments, for other values of its constexprs, and when an integer
+changes between 1 and another value, or when an integer or an address changes between a multiple of 16 and none. Its
+binder looks at every argument for that, and builds strings from the result to look the compiled kernel up: 15 µs a
+launch (benchmarks/host_time.py). Here a compiled kernel is found by a key from which all of that follows, and started
+as Triton starts it, with the same arguments.
 
-Triton's own path is taken by the first launch of a key, and by all launches while somebody has asked Triton to be told
-of them, as profilers do. What Triton's settings (triton.knobs) were at the first launch of a key holds for the others.
+The first launch of a key takes Triton's own path, and so do all launches while a hook is registered with Triton, as
+profilers do. Triton's settings (triton.knobs) at the first launch of a key apply to the later launches.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,22 +26,24 @@ _Kept = TypeVar("_Kept")
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Global memory of one launch, where kernels make TMA descriptors; the stream's order keeps it from early reuse."""
+    """Allocates a launch's global memory for TMA descriptors; the stream's order prevents too early reuse."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _picker(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """What picks the values at these indices as a tuple, which operator.itemgetter makes of two or more alone."""
+    """Returns a function that picks the values at these indices as a tuple; operator.itemgetter does so for two or more
+    only.
+    """
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple([values[index] for index in indices])
 
 
 class _Form:
-    """The launches of a kernel with arguments of the same Python types, and what was compiled for them.
+    """The launches of a kernel with arguments of the same Python types, and the kernels compiled for them.
 
-    Constexprs and integers are in the key with their values. Of an integer that Triton does not specialise only the
-    width matters, and of a float nothing.
+    The key contains constexprs and integers with their values. An integer that Triton does not specialise adds only its
+    width to the key, and a float adds nothing.
     """
 
     def __init__(self, kernel: Any, types: Sequence[type]) -> None:
@@ -57,7 +60,7 @@ class _Form:
         self.started: dict[tuple[object, ...], Started] = {}
 
     def key(self, values: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> tuple[object, ...]:
-        """What else than the types Triton compiles for. values: all arguments; tensors: those among them."""
+        """Returns what Triton compiles for, besides the types. values: all arguments; tensors: those among them."""
         return (
             self._keyed(values),
             *[(x if x >= 0 else ~x).bit_length() // 32 for x in self._changing(values)],  # int32, int64 or uint64
@@ -67,10 +70,10 @@ class _Form:
 
 
 class _Kernel:
-    """A kernel and the forms of its launches that there were."""
+    """A kernel and the forms of its launches so far."""
 
     def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel  # which must live as long as it is found by its id
+        self.kernel = kernel  # keeps the kernel alive as long as it is looked up by its id
         self.in_order = _picker(kernel.arg_names)
         self.forms: dict[tuple[type, ...], _Form] = {}
 
@@ -86,27 +89,29 @@ def _known(kernel: Any) -> _Kernel:
 
 
 class Started(NamedTuple):
-    """A compiled kernel that has run, on a device. It may run again with what it was compiled for."""
+    """A compiled kernel that has run on a device, and may run again with the arguments for which it was compiled."""
 
     kernel: _Kernel
     compiled: Any
     device: int
 
     def again(self, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-        """Runs it. arguments: of all parameters, by name."""
+        """Runs the kernel. arguments: the values of all parameters, by name."""
         self.start(grid, self.kernel.in_order(arguments))
 
     def start(self, grid: tuple[int, ...], values: tuple[Any, ...]) -> None:
-        """Does what the end of Triton's JITFunction.run does, where nobody is to be told of it.
+        """Does what the end of Triton's JITFunction.run does when no hook is registered.
 
-        values: of all parameters, in their order.
+        values: those of all parameters, in their order.
         """
         active = driver.active
         if active.get_current_device() != self.device:
             with torch.cuda.device(self.device):
                 self.start(grid, values)
             return
-        triton.set_allocator(_scratch)  # each time: of a context, and backward runs in a thread with another one
+        triton.set_allocator(
+            _scratch
+        )  # at each launch: the allocator belongs to a context, and backward runs in a thread with another context
         x, y, z = (*grid, 1, 1)[:3]
         stream, compiled = active.get_current_stream(self.device), self.compiled
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
@@ -115,9 +120,11 @@ class Started(NamedTuple):
 def run(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int
 ) -> Started | None:
-    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: of all its parameters.
+    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: those of all its
+    parameters.
 
-    Returns what may run again; None where Triton does not give it, or gives what was compiled for a profiler.
+    Returns a `Started` that may run again; None where Triton does not return one, or returns one compiled for a
+    profiler.
     """
     known = _known(kernel)
     values = known.in_order(arguments)
@@ -140,13 +147,15 @@ def run(
 
 
 def watched(kernel: Any) -> bool:
-    """Whether somebody is to be told of launches of this kernel. A chain of hooks may be empty."""
+    """Returns whether a hook must be called for launches of this kernel. A chain of hooks may be empty."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or kernel.pre_run_hooks)
 
 
 def keep(table: dict[tuple[object, ...], _Kept], key: tuple[object, ...], value: _Kept) -> _Kept:
-    """Puts a value into a table that is emptied when it is full, since shapes may be new in each step; returns it."""
+    """Stores a value in a table that is emptied when it is full, since shapes may be new in each step; returns the
+    value.
+    """
     if len(table) >= MOST_KEPT:
         table.clear()
     table[key] = value

@@ -1,12 +1,12 @@
 """Tile sizes, warps and stages of every kernel: a table per operator, in configurations.toml.
 
-A line of the table holds for some GPU families and element types. It is a row for each of them, which holds for the
-sizes that its `at_most` names. Of an operator's rows for a family and an element type the first that fits is taken, and
-the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
+A line of the table applies to some GPU families and element types. It is one row for each of them, which applies to the
+sizes that its `at_most` names. `choose` takes the first row that fits among an operator's rows for a family and an
+element type; the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
 
 One size is computed from the row itself: `idle`, the percentage of multiprocessors' time that its tiles leave unused,
-because the last wave of tiles is not full or tiles hang over the edges. So a product can pass over a wide tile, whose
-loop is the quickest, where a narrower one keeps more multiprocessors busy.
+because the last wave of tiles is not full or tiles extend beyond the edges. So a product can skip a wide tile, whose
+loop is the fastest, where a narrower tile keeps more multiprocessors busy.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("configurations.toml")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row. blocks: the constexprs that the kernel takes, by name (BLOCK_M, …)."""
+    """One row of the table. blocks: the constexprs that the kernel takes, by name (BLOCK_M, …)."""
 
     operator: str
     family: str
@@ -39,11 +39,13 @@ class Configuration:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a row is for; no two rows of a table have the same."""
+        """Returns the operator, family, bits and limits of the row; no two rows of a table have the same."""
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
     def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
-        """Whether the row is for elements of `bits` bits and these sizes; busy: and within its limit of idle time."""
+        """Returns whether the row is for elements of `bits` bits and these sizes; busy: apply its limit of idle time
+        too.
+        """
         if bits != self.bits:
             return False
         limits = {name: limit for name, limit in self.at_most.items() if busy or name != "idle"}
@@ -51,11 +53,13 @@ class Configuration:
 
     @property
     def tile(self) -> tuple[object, ...]:
-        """The shape of its tiles of the result, and whether they come by TMA."""
+        """Returns the shape of the row's tiles of the result, and whether TMA loads them."""
         return tuple(self.blocks.get(name) for name in ("BLOCK_M", "BLOCK_N", "TMA"))
 
     def idle(self, sizes: Mapping[str, int]) -> float:
-        """Percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave unused."""
+        """Returns the percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave
+        unused.
+        """
         block_m, block_n = int(self.blocks["BLOCK_M"]), int(self.blocks["BLOCK_N"])
         tiles = sizes.get("chunks", 1) * cdiv(sizes["M"], block_m) * cdiv(sizes["N"], block_n)
         done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)
@@ -64,12 +68,12 @@ class Configuration:
 
 
 def read_table(path: Path) -> list[Configuration]:
-    """The rows of a table file, in order. Raises ValueError that names the file and the line of the operator."""
+    """Returns the rows of a table file, in order. Raises ValueError with the file and the line of the operator."""
     return rows_of(path.read_text(encoding="utf-8"), str(path))
 
 
 def rows_of(text: str, name: str) -> list[Configuration]:
-    """The rows of a table's text, in order. Raises ValueError that begins with `name`."""
+    """Returns the rows of a table's text, in order. Raises ValueError that begins with `name`."""
     rows = []
     for operator, lines in tomllib.loads(text).items():
         for number, line in enumerate(lines, 1):
@@ -88,9 +92,9 @@ _served: list[Configuration] = []
 
 @contextlib.contextmanager
 def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
-    """Within the block `choose` gives these in the place of the table's rows; yields a list of those it has given.
+    """Makes `choose` return these configurations instead of the table's rows; yields a list of those it has returned.
 
-    For the whole process, backward's threads included, so for one tuner at a time.
+    The override applies to the whole process, including backward's threads, so only one tuner may use it at a time.
     """
     assert not _overriding, "a tuner is running already"
     _served.clear()
@@ -118,14 +122,14 @@ def _first_that_fits(operator: str, name: str, bits: int, sizes: tuple[tuple[str
 
 @functools.lru_cache(4096)
 def _with_other_tiles(operator: str, name: str, bits: int, sizes: tuple[tuple[str, int], ...]) -> Configuration:
-    """The first row that fits, whatever its idle time, with other tiles than `_first_that_fits`; else that."""
+    """Returns the first row that fits, at any idle time, with other tiles than `_first_that_fits`; else that row."""
     first = _first_that_fits(operator, name, bits, sizes)
     fitting = (row for row in _rows(operator, name) if row.fits(bits, dict(sizes), busy=False))
     return next((row for row in fitting if row.tile != first.tile and row.tile[2] == first.tile[2]), first)
 
 
 def forget() -> None:
-    """Makes `choose` read the table anew, after it was written."""
+    """Makes `choose` read the table again after it was written."""
     _rows.cache_clear()
     _first_that_fits.cache_clear()
     _with_other_tiles.cache_clear()
@@ -142,10 +146,10 @@ def _instead_of(row: Configuration) -> Configuration:
 def choose(
     operator: str, device: torch.device, dtype: torch.dtype, *, other_tiles: bool = False, **sizes: int
 ) -> Configuration:
-    """The configuration of `operator` for tensors of `dtype` on `device` with these sizes.
+    """Returns the configuration of `operator` for tensors of `dtype` on `device` with these sizes.
 
-    other_tiles: the second best by the table, with tiles of another shape, for measurements on the machine at hand; the
-    best where there is no other. Raises ValueError where Triton cannot run on the device.
+    other_tiles: return the second best row of the table, with tiles of another shape, for measurements on this machine;
+    the best row where there is no other. Raises ValueError where Triton cannot run on the device.
     """
     find = _with_other_tiles if other_tiles else _first_that_fits
     row = find(operator, family(device), dtype.itemsize * 8, tuple(sizes.items()))
