@@ -5,13 +5,13 @@
     loss = log total - (target's logit - maximum)
     d loss / d logit = exp(logit - maximum) / total - [logit is the target's]
 
-The running maximum and sum (Milakov and Gimelshein, arXiv:1805.02867) are kept by every lane for itself, so that
-threads meet once a row, not once a block: with d = logit - maximum one exponential, exp(-|d|), serves both cases, the
-sum that shrinks and the term that is added. Backward takes maximum and total rather than their log-sum-exp: at logits
-of 10^4 the rounding of a log-sum-exp is an error of 10^-3 in every probability, here there is none.
+Each lane keeps its own running maximum and sum (Milakov and Gimelshein, arXiv:1805.02867), so that threads combine once
+per row, not once per block. With d = logit - maximum one exponential, exp(-|d|), serves both cases: it scales the sum,
+or it is the term that is added. The backward pass takes maximum and total rather than their log-sum-exp: at logits of
+10^4 the rounding of a log-sum-exp is an error of 10^-3 in every probability, which this avoids.
 
-Rows are read where they lie. A vocabulary of 50257 puts every row at another alignment, so each is cut into a body of
-whole 32-byte pieces, which vectors of 16 bytes read and write without a mask inside them, and at most 15 elements on
+Rows are read in place. A vocabulary of 50257 gives every row another alignment. Each row is therefore cut into a body
+of whole 32-byte pieces, which vectors of 16 bytes read and write without a mask inside them, and at most 15 elements on
 either side. Half types are upcast in registers; no float32 copy of the logits exists.
 """
 
@@ -28,16 +28,19 @@ from tpfuse.kernels.tiles import rounded
 IGNORE = -1  # the target of a row that has no loss
 
 _IGNORE: tl.constexpr = tl.constexpr(IGNORE)
-_PIECE: tl.constexpr = tl.constexpr(16)  # elements: 16 bytes or more of every type, what Triton specialises strides for
-_UNROLL: tl.constexpr = tl.constexpr(3)  # blocks whose loads are under way together; of 4 ptxas spills some
-_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32: -inf - _LOWEST is -inf, not NaN
+_PIECE: tl.constexpr = tl.constexpr(
+    16
+)  # elements: 16 bytes or more of every type; Triton specialises strides for multiples of it
+_UNROLL: tl.constexpr = tl.constexpr(3)  # blocks whose loads overlap; with 4 blocks ptxas spills registers
+_LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the lowest float32: -inf - _LOWEST is -inf, not NaN
 
 
 @triton.jit
 def aligned_body(row, width):
-    """The part of rows of `width` elements at offsets `row` that whole pieces make up.
+    """Returns the part of rows of `width` elements at offsets `row` that consists of whole pieces.
 
-    Returns (offset of its first element, int64; columns before it; its length), the first and last multiples of _PIECE.
+    The result is (offset of its first element, int64; columns before it; its length), from the first to the last
+    multiple of _PIECE.
     """
     first = (row + _PIECE - 1) // _PIECE * _PIECE
     head = (first - row).to(tl.int32)
@@ -47,7 +50,7 @@ def aligned_body(row, width):
 
 @triton.jit
 def edge_columns(width, head, length):
-    """Columns before and behind the body, [BLOCK_M, 2 _PIECE], and which of them exist."""
+    """Returns the columns before and after the body, [BLOCK_M, 2 _PIECE], and which of them exist."""
     lane = tl.arange(0, 2 * _PIECE)[None, :]
     before = lane < _PIECE
     columns = tl.where(before, lane, (head + length)[:, None] + lane - _PIECE)
@@ -99,13 +102,13 @@ def cross_entropy_forward_kernel(
 
 
 def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
-    """[3, M] float32: for each row the maximum, the sum of exp(logit - maximum) and the target's logit.
+    """Returns [3, M] float32: for each row the maximum, the sum of exp(logit - maximum) and the target's logit.
 
     logits: [M, V] float32, float16 or bfloat16, the vocabulary's entries from `start` on, rows of adjacent elements at
-    any stride; target: [M] int64, numbers of the whole vocabulary. The target's logit is 0 where the target
-    is not among these V, or -1. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
-    target's logit, if it is here, -inf); a NaN or +inf in a row makes its sum NaN. Raises ValueError for other shapes,
-    dtypes or devices.
+    any stride; target: [M] int64, indices into the whole vocabulary. The target's logit is 0 where the target is not
+    among these V, or is -1. A shard without entries, and a row that is -inf throughout, give -inf, 0 and 0 (the
+    target's logit is -inf if it is in such a row); a NaN or +inf in a row makes its sum NaN. Raises ValueError for
+    other shapes, dtypes or devices.
     """
     _check("cross_entropy_forward", logits, target)
     rows, width = logits.shape
@@ -161,11 +164,12 @@ def cross_entropy_combine_kernel(
 
 
 def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The losses [M] float32 and what backward wants, maximum and total [2, M] float32, of the whole vocabulary.
+    """Returns the losses [M] float32, and maximum and total [2, M] float32 of the whole vocabulary for the backward
+    pass.
 
-    statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order;
-    target: [M] int64. A target of -1 has loss 0; one that is not in the vocabulary has loss NaN and makes
-    its row's gradient NaN, as a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
+    statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order; target: [M] int64.
+    A target of -1 has loss 0. A target that is not in the vocabulary has loss NaN and makes its row's gradient NaN,
+    because a kernel cannot raise. Raises ValueError for other shapes, dtypes or devices.
     """
     operator = "cross_entropy_combine"
     check_integers(operator, "target", target, (torch.int64,))
@@ -196,7 +200,9 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
 
 @triton.jit
 def logit_gradient(x, columns, column, maximum, inverse, scale, live):
-    """(exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 in rows that are not live."""
+    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 in rows that are not
+    live.
+    """
     gradient = tl.exp(x.to(tl.float32) - maximum[:, None]) * inverse[:, None]
     gradient = tl.where(columns == column[:, None], gradient - 1.0, gradient)
     return tl.where(live[:, None], gradient * scale[:, None], 0.0)
@@ -248,7 +254,7 @@ def cross_entropy_backward_kernel(
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, start: int, normalizer: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """`cross_entropy_backward_` into a new, contiguous tensor; the logits stay as they are."""
+    """Computes `cross_entropy_backward_` into a new, contiguous tensor; the logits are not changed."""
     _check("cross_entropy_backward", logits, target)
     if not logits.is_contiguous():
         return cross_entropy_backward_(logits.contiguous(), target, start, normalizer, scale)
@@ -261,8 +267,8 @@ def cross_entropy_backward_(
     """Replaces the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; returns them.
 
     logits, target, start: as in `cross_entropy_forward`; normalizer: [2, M] float32 of `cross_entropy_combine`; scale:
-    [M] float32, what each row's gradient is multiplied with, 1 where it is None. Rows whose target is -1 become 0,
-    whatever is in them. Raises ValueError for other shapes, dtypes or devices.
+    [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 become 0, whatever they
+    contain. Raises ValueError for other shapes, dtypes or devices.
     """
     _check("cross_entropy_backward_", logits, target)
     if len(logits) > 1 and logits.stride(0) < logits.shape[1]:

@@ -1,9 +1,9 @@
-"""dropout: x / (1 - p) where the hash of (key, row * C + column) keeps it, 0 elsewhere; its own gradient too.
+"""dropout: x / (1 - p) where the hash of (key, row * C + column) keeps it, 0 elsewhere; it computes the gradient too.
 
-The mask of `tpfuse.ops.dropout`, formed in registers: splitmix64's output function (Steele, Lea and Flood 2014) of the
-counter times the golden ratio plus the key. Modulo 2^64 the product splits into a part of the row and one of the
-column, which leaves one addition and two products for each element. The key comes from device memory: another step's
-mask needs no other launch, so that a CUDA graph can be replayed.
+The kernel computes the mask of `tpfuse.ops.dropout` in registers: splitmix64's output function (Steele, Lea and Flood
+2014) of the counter times the golden ratio plus the key. Modulo 2^64 the product splits into a part of the row and one
+of the column, which leaves one addition and two products for each element. The key is read from device memory: another
+step's mask needs no other launch, so that a CUDA graph can be replayed.
 """
 
 import torch
@@ -23,13 +23,13 @@ _MIX_2: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def hashed_rows(row, width, key):
-    """uint64, the rows' part of the hash of `kept`; row: int64, key: 64 bits."""
+    """Returns the rows' part of the hash of `kept`, uint64; row: int64, key: 64 bits."""
     return (row * width).to(tl.uint64) * _GOLDEN + key.to(tl.uint64)
 
 
 @triton.jit
 def kept(rows, column, threshold):
-    """Whether dropout keeps each element; rows: of `hashed_rows`, column: integers (they broadcast)."""
+    """Returns whether dropout keeps each element; rows: from `hashed_rows`, column: integers (they broadcast)."""
     x = rows + column.to(tl.uint64) * _GOLDEN
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
@@ -38,7 +38,7 @@ def kept(rows, column, threshold):
 
 
 def threshold(p: float) -> int:
-    """An element is kept where its hash, read as int64 and so uniform in [-2^63, 2^63), is at least this."""
+    """Returns the int64 from which on a hash keeps its element; hashes, read as int64, are uniform in [-2^63, 2^63)."""
     return round(p * 2.0**64) - 2**63
 
 
@@ -68,11 +68,12 @@ def dropout_kernel(
 
 
 def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
-    """x [M, C] with each element kept with probability 1 - p and divided by that, or zeroed (NaN and inf stay NaN).
+    """Keeps each element of x [M, C] with probability 1 - p, divided by 1 - p, and multiplies the others by 0.
 
-    x: float32, float16 or bfloat16, rows of any stride; rows: [M] int64, their numbers in the unsharded tensor; key:
-    one int64 element. Returns a contiguous tensor of x's dtype. Of the gradient it makes x's gradient. Raises
-    ValueError for other shapes, dtypes or devices and for p outside [0, 1).
+    x: float32, float16 or bfloat16, rows of any stride, and NaN and inf times 0 are NaN; rows: [M] int64, their indices
+    in the unsharded tensor; key: one int64 element. Returns a contiguous tensor of x's dtype. Applied to the gradient
+    of that tensor, it returns x's gradient. Raises ValueError for other shapes, dtypes or devices and for p outside [0,
+    1).
     """
     check_floats("dropout", x=x)
     if x.ndim != 2:

@@ -1,13 +1,13 @@
 """One rank's end of a channel, as kernels see it, and how they move tiles through its slots.
 
-Every collective is "stage, signal, wait, combine": a rank writes what others need into a slot of its own, program p
-signals program p of every rank and waits for its signal, and then reads their slots (pull). Each slot has two halves;
-epoch e uses half e % 2. So no second barrier is needed before a half is written again: that happens in epoch e + 2,
-whose launch follows one that waited for every rank's signal of e + 1, and a rank gives that only after its launch of e
+Every collective is "stage, signal, wait, combine": a rank writes what others need into its own slot, program p signals
+program p of every rank and waits for its signal, and then reads their slots (pull). Each slot has two halves; epoch e
+uses half e % 2. So no second barrier is needed before a half is written again: that happens in epoch e + 2, whose
+launch follows one that waited for every rank's signal of e + 1, and a rank gives that signal only after its launch of e
 has ended, with all its reads.
 
-Program p of each rank works on the same tiles of every row, p, p + programs, …: a tile is the same bytes on all ranks,
-however their tensors are aligned. The launches of a channel must be the same ones, in one order, on every rank.
+Program p of each rank works on the same tiles of every row, p, p + programs, …: a tile has the same bytes on all ranks,
+whatever the alignment of their tensors. The launches of a channel must be the same, in one order, on every rank.
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """What the launchers of collectives are given of a channel. All tensors are on one device.
+    """The arguments that launchers of collectives take from a channel. All tensors are on one device.
 
-    slots: [world] int64, the address of each rank's slot, a multiple of 16; slot_bytes: of each of its two halves, a
-    multiple of 16 too and at most 2^30, so that kernels count what is in them in 32 bits. flags: [world] int64, the
-    address of each rank's signals; flag_count: how many int32 words they are. state: [2] int32 and abort: [1] int32,
-    this rank's alone; the state is zeroed with the signals, and nobody else touches it. programs: the most that a
-    launch may start, the same on every rank and no more than the smallest GPU of the group has multiprocessors: all
-    programs of a launch must run at once.
+    slots: [world] int64, the address of each rank's slot, a multiple of 16; slot_bytes: the size of each of its two
+    halves, also a multiple of 16 and at most 2^30, so that kernels count the contents in 32 bits. flags: [world] int64,
+    the address of each rank's signals; flag_count: the number of their int32 words. state: [2] int32 and abort: [1]
+    int32, used by this rank alone; the state is zeroed with the signals, and only kernels of this channel write to it.
+    programs: the most that a launch may start, the same on every rank and at most the number of multiprocessors of the
+    group's smallest GPU: all programs of a launch must run at once.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Endpoint:
     programs: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a rank, shape, dtype or device that cannot be."""
+        """Raises ValueError for a rank, shape, dtype or device that is not valid."""
         if not 0 <= self.rank < self.world:
             raise ValueError(f"endpoint: rank {self.rank} of {self.world}: expected 0 <= rank < world")
         if self.slot_bytes % 16 or not 0 < self.slot_bytes <= 2**30:
@@ -77,7 +77,7 @@ class Endpoint:
             check_contiguous(operator, name, tensor)
 
     def grid(self, operator: str, nbytes: int, tiles: int, rounds: int = 1) -> tuple[int]:
-        """How many programs share `tiles` tiles of each row; none where there is nothing to do.
+        """Returns how many programs share `tiles` tiles of each row; 0 where there is no tile.
 
         nbytes: what each rank stages; rounds: barriers in a launch. Raises ValueError where slots or flags are too few.
         """
@@ -90,7 +90,7 @@ class Endpoint:
         return (min(self.programs, tiles, room),)
 
     def signals(self) -> dict[str, Any]:
-        """What every kernel takes."""
+        """Returns the arguments that every kernel takes."""
         return {
             "flags_ptr": self.flags,
             "state_ptr": self.state,
@@ -100,12 +100,14 @@ class Endpoint:
         }
 
     def arguments(self) -> dict[str, Any]:
-        """What a kernel takes that moves something through slots."""
+        """Returns the arguments that a kernel takes that moves data through slots."""
         return {"slots_ptr": self.slots, "slot_bytes": self.slot_bytes, **self.signals()}
 
 
 def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
-    """x, out and the elements n of a row, in the widest integers that all three are made of, for what moves bytes."""
+    """Returns x, out and the elements n of a row as the widest integers that divide all three, for kernels that move
+    bytes.
+    """
     offsets = [n * x.element_size()]
     for tensor in (x, out):
         offsets += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
@@ -114,12 +116,12 @@ def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
 
 
 def check_summed(operator: str, x: Tensor) -> None:
-    """Raises ValueError unless x is of a dtype that is summed."""
+    """Raises ValueError unless x has a dtype that can be summed."""
     check_integers(operator, "x", x, SUMMED)
 
 
 def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
-    """Raises ValueError unless these are int32 words, one for each rank at least, on the channel's device."""
+    """Raises ValueError unless `ready` is int32 words, at least one for each rank, on the channel's device."""
     check_device(operator, "the channel", endpoint.slots, "ready", ready)
     check_integers(operator, "ready", ready, (torch.int32,))
     if ready.ndim != 1 or len(ready) < endpoint.world or not ready.is_contiguous():
@@ -128,20 +130,22 @@ def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
 
 
 def configured(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose row of configurations.toml elements of `dtype` are summed by; 64 bits have none of their own."""
+    """Returns the dtype whose rows of configurations.toml are used to sum `dtype`; 64-bit types have no rows of their
+    own.
+    """
     return torch.float32 if dtype.itemsize == 8 else dtype
 
 
 @triton.jit
 def slot(slots_ptr, peer, epoch, slot_bytes, dtype: tl.constexpr):
-    """A pointer to the half of `peer`'s slot that belongs to `epoch`."""
+    """Returns a pointer to the half of `peer`'s slot that belongs to `epoch`."""
     base = peer_pointer(slots_ptr, peer, tl.int8) + (epoch & 1) * slot_bytes
     return tl.multiple_of(base, 16).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
-    """This program's tiles of each row of x into the slot, at the same place; rows are cut at `total` elements."""
+    """Copies this program's tiles of each row of x to the same offsets in the slot; rows end at `total` elements."""
     for row in range(rows):
         for tile in range(tl.program_id(0), tl.cdiv(stride, BLOCK), tl.num_programs(0)):
             column = tile * BLOCK + tl.arange(0, BLOCK)
@@ -152,7 +156,7 @@ def stage(x_ptr, own_ptr, rows, stride, total, BLOCK: tl.constexpr):
 
 @triton.jit
 def _widened(x):
-    """Half types in float32, in which they are summed."""
+    """Converts half types to float32, in which they are summed."""
     if x.dtype == tl.float16 or x.dtype == tl.bfloat16:
         return x.to(tl.float32)
     else:
@@ -161,7 +165,7 @@ def _widened(x):
 
 @triton.jit
 def sum_of_slots(slots_ptr, epoch, slot_bytes, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
-    """The sum over all ranks of what they have staged at `offs`, rank 0 first, rounded once to `dtype`."""
+    """Returns the sum over all ranks of what they have staged at `offs`, rank 0 first, rounded once to `dtype`."""
     total = _widened(tl.load(slot(slots_ptr, 0, epoch, slot_bytes, dtype) + offs, mask=mask))
     for source in tl.static_range(1, WORLD):
         total += _widened(tl.load(slot(slots_ptr, source, epoch, slot_bytes, dtype) + offs, mask=mask))

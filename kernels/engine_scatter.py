@@ -1,13 +1,13 @@
-"""engine_scatter: partial sums that copy engines take to their owners; the launches around the copies.
+"""engine_scatter: copy engines copy partial sums to their owners; the launches around these copies.
 
 `gemm_reduce_scatter` lets programs store finished tiles in the memory of their owners. Programs of one wave end at the
-same time, so their stores meet on the links, and a program that waits for a store does not multiply. Here the product
-stores all tiles in its own rank's memory, and copy engines take them away, an owner's rows at a time, while the product
-multiplies the next owner's rows. On each rank, P being the stream of the product and C the one of the copies:
+same time, so their stores compete for the links, and a program that waits for a store does not multiply. Here the
+product stores all tiles in its own rank's memory. Copy engines copy them, one owner's rows at a time, while the product
+multiplies the next owner's rows. On each rank, P is the stream of the product and C the stream of the copies:
 
     C: waits for P
     C: open_copies(endpoint, stamp)          all ranks have come here; the stamp, a word, says which epoch this is
-    P: gemm_for_copies(…, stored)            the tiles of owner rank + 1 first, the own ones last
+    P: gemm_for_copies(…, stored)            the tiles of owner rank + 1 first, this rank's tiles last
     C: for owner = rank + 1, rank + 2, …
            await_part(…, owner)              every program of this rank has stored its tiles of the owner
            owner's received[rank] = part     by a copy engine
@@ -15,28 +15,30 @@ multiplies the next owner's rows. On each rank, P being the stream of the produc
     P: sum_parts(…, ready)                   waits for all sources, sums in rank order, and advances the epoch
     P: waits for C, after which the parts may be written again
 
-`received` is the first half of a slot, [world, c, N], and the product stores the own rows in it; the second half has
-the parts that wait for the engines. Both are used in every epoch, and so are one stamp, the words of ready [world] and
-those of stored [programs, world], which are zeroed with the signals.
+`received` is the first half of a slot, [world, c, N], and the product stores this rank's rows in it; the second half
+has the parts that wait for the engines. Every epoch uses both halves, and the same stamp, the words of ready [world]
+and those of stored [programs, world], which are zeroed with the signals.
 
-Who may write what when. The parts of the second half are written by the product of epoch e on P, behind the end of the
-copies of e - 1 on C, for which P has waited. They are read by the copies of e, each behind its await of the words that
+Who may write what when. The parts of the second half are written by the product of epoch e on P, after the end of the
+copies of e - 1 on C, for which P has waited. They are read by the copies of e, each after it has awaited the words that
 the product's programs have set to e. `received` is written by the owner's product of e (its own part) and by the peers'
-copies of e, behind their open_copies of e. Each of those has waited for the owner's, which is behind all that the
-owner's P has done before, and so behind sum_parts of e - 1, which has read it. It is read by sum_parts of e behind the
-words of all peers. Word s of ready is written by rank s alone, word [p, owner] of stored by this rank's program p. The
-stamp is written by open_copies of e and read by awaits and copies before the next one on the same stream. The state is
-advanced by sum_parts of e, when all peers have written, so after they have come to open_copies of e, this rank too, and
-behind the product of e: both have read the state before.
+copies of e, after their open_copies of e. Each of those has waited for the owner's open_copies, which comes after all
+that the owner's P has done before, and so after sum_parts of e - 1, which has read `received`. It is read by sum_parts
+of e after the words of all peers. Word s of ready is written by rank s alone, word [p, owner] of stored by this rank's
+program p. The stamp is written by open_copies of e and read by await_part and copies before the next open_copies on the
+same stream. The state is advanced by sum_parts of e, when all peers have written, and so after all ranks, including
+this one, have come to open_copies of e, and after the product of e: open_copies and the product have read the state
+before that.
 
-An await is a launch of one small program and not cuStreamWaitValue32. It ends with the abort word, which a stream that
-waits for a value does not see, and it takes no number from the host, so that a graph may be replayed.
+await_part is a launch of one small program instead of cuStreamWaitValue32. It ends with the abort word, which a stream
+that waits for a value does not see, and it takes no number from the host, so that a graph may be replayed.
 
-Abort. A product that finds the abort word set stores and signals nothing; awaits and sum_parts end with the abort word,
-and sum_parts leaves the epoch as it is. The copies cannot be held back: they may overwrite what a peer still sums. As
-for gathers by copy engines, that peer raises at the end of its guard, and `SymmetricMemory.reset` waits for all copies.
+Abort. A product that finds the abort word set stores and signals nothing; await_part and sum_parts end with the abort
+word, and sum_parts leaves the epoch as it is. The copies cannot be stopped: they may overwrite what a peer still sums.
+As for gathers by copy engines, that peer raises at the end of its guard, and `SymmetricMemory.reset` waits for all
+copies.
 
-Local stores, a flag for each owner, and copy engines beside the product: kraken's
+Local stores, a flag for each owner, and copy engines beside the product are found in kraken's
 gemm_reduce_scatter_ce_persistent.py (meta-pytorch/kraken) and Flux, arXiv:2406.06858.
 """
 
@@ -103,9 +105,10 @@ def sum_parts_kernel(
 
 
 def await_part(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> None:
-    """On the current stream: until word [p, owner] says the stamp's epoch for every program p, or the rank is aborted.
+    """Makes the current stream wait until word [p, owner] is the stamp's epoch for every program p, or the rank is
+    aborted.
 
-    stored: int32 [endpoint.programs, world]; stamp: int32 [1]. Raises ValueError for others, and for no such owner.
+    stored: int32 [endpoint.programs, world]; stamp: int32 [1]. Raises ValueError for other tensors or an unknown owner.
     """
     _waiting(endpoint, stored, stamp, owner).run(stored_ptr=stored, stamp_ptr=stamp)
 
@@ -126,7 +129,9 @@ def _waiting(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> L
         "WORLD": endpoint.world,
         "BLOCK": block,
     }
-    num_warps = min(max(block // 32, 1), 8)  # a thread looks at one word, so that a look takes no longer than one
+    num_warps = min(
+        max(block // 32, 1), 8
+    )  # each thread polls one word, so that polling all takes no longer than polling one
     return Launch(await_part_kernel, (1,), arguments, num_warps, num_stages=1)
 
 
@@ -139,12 +144,12 @@ def sum_parts(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> None:
-    """out = Σ over ranks of the parts of this rank's rows, + bias + residual, once all are here; ends the epoch.
+    """Sets out to Σ over ranks of the parts of this rank's rows, + bias + residual, once all are here; ends the epoch.
 
-    out: [rows, N], contiguous, float32, float16 or bfloat16; bias: [N] and residual: [rows, N], any strides, of its
+    out: [rows, N], contiguous, float32, float16 or bfloat16; bias: [N] and residual: [rows, N], any strides, of out's
     dtype. chunk: the rows of a part, at least out's. ready: int32 [world], zeroed with the signals. Parts are added in
     float32, rank 0 first, and rounded once. Raises ValueError for other shapes, dtypes or devices, and where world
-    parts are more than a slot holds.
+    parts are larger than a slot.
     """
     _summing(out, endpoint, ready, chunk, bias, residual).run(
         bias_ptr=bias, residual_ptr=residual, out_ptr=out, ready_ptr=ready
@@ -185,5 +190,5 @@ def _summing(
         "BLOCK_N": block_n,
         **{name: x for name, x in endpoint.arguments().items() if name not in ("flags_ptr", "slot_bytes")},
     }
-    grid = (max(1, programs),)  # without a tile too it waits, and advances the epoch
+    grid = (max(1, programs),)  # one program without a tile too: it waits, and advances the epoch
     return Launch(sum_parts_kernel, grid, arguments, row.num_warps, num_stages=1)

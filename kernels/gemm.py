@@ -1,9 +1,10 @@
 """gemm: act(x Wᵀ + bias) + residual, one persistent program per multiprocessor.
 
 Each program takes tile after tile in the grouped order of `tiles.grouped_tile` and applies bias, activation and
-residual to the float32 accumulator while it is in registers: the pre-activation reaches memory only where backward
-will want it. A gated pair keeps two accumulators, of the gate and of the up projection, which share the tile of x.
-Tiles come by TMA where the configuration asks for it and base and strides are aligned, by masked pointers otherwise.
+residual to the float32 accumulator while it is in registers: the pre-activation is written to memory only where the
+backward pass needs it. A gated pair keeps two accumulators, of the gate and of the up projection, which share the tile
+of x. Tiles are loaded by TMA where the configuration requests it and base and strides are aligned, by masked pointers
+otherwise.
 
 Thin shapes have fewer tiles than there are multiprocessors: there the reduction is split, and `sum_partials` adds the
 parts in order (`gemm_split_k`), so that results do not depend on which program was first.
@@ -105,7 +106,7 @@ def gemm_forward(
     activation: str | None = None,
     keep_preactivation: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """act(x Wᵀ + bias) + residual, accumulated in float32, and on request x Wᵀ + bias.
+    """Returns act(x Wᵀ + bias) + residual, accumulated in float32, and on request x Wᵀ + bias.
 
     x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N], for a gated activation [M, N / 2] (its weight and bias are
     [gate | up]); all of one dtype of float32, float16, bfloat16, any strides, any size from 0 up. Returns (out,
@@ -132,7 +133,9 @@ def gemm_forward(
 
 
 class _Plan(NamedTuple):
-    """What a call of `gemm_forward` comes to. rows, width: of the result; columns: of the product, gate and up."""
+    """The sizes and launches of a call of `gemm_forward`. rows, width: of the result; columns: of the product, gate and
+    up.
+    """
 
     rows: int
     width: int

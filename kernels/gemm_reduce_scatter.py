@@ -2,38 +2,39 @@
 
 Rank r owns rows [r c, (r + 1) c) of the result, c = cdiv(M, world). One persistent program per multiprocessor takes the
 tiles of rank + 1 first, then those of rank + 2, …, its own last, so that partial sums travel while others are computed
-and no owner is sent to by all at once. A finished tile is stored in its owner's slot, in the place of this rank, in x's
-dtype. At the end a program waits for the other ranks' parts of its own tiles, and adds the partial sums of rank 0, 1,
-2, … in float32 with bias and residual, rounded once: in absolute order, so that results do not depend on who was first,
-nor on the owner's rank.
+and not all ranks send to one owner at once. A finished tile is stored in its owner's slot, in the part of this rank, in
+x's dtype. At the end a program waits for the other ranks' parts of its own tiles, and adds the partial sums of rank 0,
+1, 2, … in float32 with bias and residual, rounded once: in absolute order, so that results depend neither on which rank
+was first nor on the owner's rank.
 
-A tile of an owner is the same program's on every rank: tiles are dealt out in the order of owners 0, 1, 2, …, on from
-one to the next, whatever the order in which a rank takes them. So no program has two tiles more than another, and
-program p waits for program p of the others alone: there is one flag from each program to the same one of each rank,
-however many tiles. Nobody waits for a program behind it in its grid, on its rank or through others, so that a grid need
-not run at once: where other kernels hold multiprocessors its last programs begin when its first have ended. Grid and
-tiles must be those of all ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's
-tensors are aligned.
+A tile of an owner belongs to the same program on every rank: tiles are dealt to programs in the order of owners 0, 1,
+2, …, continuing from one owner to the next, whatever the order in which a rank computes them. So no program has two
+tiles more than another, and program p waits only for program p of the other ranks: there is one flag from each program
+to the same program of each rank, however many tiles there are. No program waits for a later program of its grid,
+neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where other kernels
+hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same on all ranks:
+they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
 
-A program signals an owner when it has stored its tiles of the next owner too: the fence in front of the signal waits
-for stores to a peer, and by then those to the owner have arrived. It signals itself as well, as in `signals.barrier`.
+A program signals an owner when it has stored its tiles of the next owner too: the fence before the signal waits for
+stores to a peer, and by then those to the owner have arrived. It signals itself as well, as in `signals.barrier`.
 
 Who may write when. A half of an owner's slot, [world, c, N], is written in epoch e, by each rank its own part, and read
-by the owner in epoch e. It is written again in e + 2, by launches behind their rank's launch of e + 1 in the stream;
-that has waited for the owner's signals of e + 1, which it gave behind its launch of e. So programs without a tile
-signal and wait too, and there is always one. Word p world + r of a rank's flags is written by rank r, as in
-`signals.arrive`: a channel may be shared with collectives.
+by the owner in epoch e. It is written again in e + 2, by launches that follow their rank's launch of e + 1 in the
+stream; that launch has waited for the owner's signals of e + 1, which the owner gave after its launch of e. So programs
+without a tile signal and wait too, and there is always at least one program. Word p world + r of a rank's flags is
+written by rank r, as in `signals.arrive`: a channel may be shared with collectives.
 
-Copy engines can take the partial sums away instead (`gemm_for_copies`). Then this product stores the tiles of all
-owners in its own rank's memory, signals this rank alone, and ends. `tpfuse.kernels.engine_scatter` has that protocol.
+Copy engines can copy the partial sums to their owners instead (`gemm_for_copies`). Then this product stores the tiles
+of all owners in its own rank's memory, signals this rank alone, and ends. `tpfuse.kernels.engine_scatter` describes
+that protocol.
 
-A launch that finds the abort word set does nothing. Programs whose wait is cut short sum nothing, and the epoch is not
-over; what they have signalled is stored.
+A launch that finds the abort word set does nothing. Programs whose wait is cut short sum nothing, and the epoch does
+not end; the tiles that they have signalled are stored.
 
-Its warps have no roles (WARP_SPECIALIZE of other products): for sm_90 Triton 3.7 puts all that surrounds the loop into
-each role, where several signal for their program and none waits.
+This kernel's warps have no roles (WARP_SPECIALIZE of other products): for sm_90 Triton 3.7 copies all code around the
+loop into each role, where several roles signal for their program and none waits.
 
-Tiles of other owners first: Flux, arXiv:2406.06858, which signals tile by tile.
+Computing the tiles of other owners first is due to Flux, arXiv:2406.06858, which signals tile by tile.
 """
 
 from typing import Any, NamedTuple
@@ -55,20 +56,22 @@ from tpfuse.kernels.tiles import dot, grouped_tile
 
 @triton.jit
 def _first_tile(owner, tiles):
-    """Of this program among an owner's; tiles: of each owner but the last ones, which may have fewer."""
+    """Returns this program's first tile of an owner; tiles: the number that each owner has, except that the last have
+    fewer.
+    """
     programs = tl.num_programs(0)
     return (tl.program_id(0) + programs - owner * tiles % programs) % programs
 
 
 @triton.jit
 def _signal(flags_ptr, owner, epoch, rank, WORLD: tl.constexpr):
-    """Tells the same program of an owner that this one has stored its tiles there."""
+    """Signals the same program of an owner that this program has stored its tiles there."""
     signal(peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD + rank, epoch)
 
 
 @triton.jit
 def _signal_copies(stored_ptr, owner, epoch, WORLD: tl.constexpr):
-    """Tells the copies to an owner that this program has stored its tiles of the owner's rows."""
+    """Signals the copies to an owner that this program has stored its tiles of the owner's rows."""
     signal(stored_ptr + tl.program_id(0) * WORLD + owner, epoch)
 
 
@@ -90,7 +93,7 @@ def sum_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The partial sums of all ranks, rank 0 first, and what is added to them."""
+    """Adds the partial sums of all ranks, rank 0 first, then bias and residual, and stores the tile."""
     total = load_tile(half_ptr, first_m, first_n, M, N, N, 1, BLOCK_M, BLOCK_N, False).to(tl.float32)
     for source in tl.static_range(1, WORLD):
         part_ptr = half_ptr + source * chunk * N
@@ -107,7 +110,7 @@ def gemm_reduce_scatter_forward_kernel(
     weight_ptr,  # [N, K] bf16, read
     bias_ptr,  # [N] bf16, read; or None
     residual_ptr,  # [rows, N] bf16, read; or None
-    out_ptr,  # [rows, N] bf16, written; or None where copy engines take the tiles away
+    out_ptr,  # [rows, N] bf16, written; or None where copy engines copy the tiles to their owners
     stored_ptr,  # [programs, WORLD] int32, written; or None: the owners themselves are signalled
     slots_ptr,  # [WORLD] int64, addresses of [2, slot_bytes] bytes; of a half [WORLD, chunk, N] bf16, written and read
     flags_ptr,  # [WORLD] int64, addresses of int32 words
@@ -134,7 +137,7 @@ def gemm_reduce_scatter_forward_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
-    SUM_WIDTH: tl.constexpr,  # columns of a tile that are summed at once, of all ranks
+    SUM_WIDTH: tl.constexpr,  # columns of a tile that are summed at once, over all ranks
 ):
     WIDTH: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -198,15 +201,16 @@ def gemm_reduce_scatter_forward(
     residual: Tensor | None = None,
     other_tiles: bool = False,
 ) -> Tensor:
-    """This rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all ranks have called this; in stream order.
+    """Returns this rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all ranks have called this; in stream
+    order.
 
-    x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows, of which it
-    has min(c, M - rank c) or none, c = cdiv(M, world). All of one dtype of float32, float16, bfloat16, any strides, any
-    size from 0 up. other_tiles: as in `choose`. All ranks bring the same M, N, dtype and other_tiles; K may be each
-    rank's own.
+    x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows. It has
+    min(c, M - rank c) rows or none, c = cdiv(M, world). All have one dtype of float32, float16, bfloat16, any strides,
+    any size from 0 up. other_tiles: as in `choose`. All ranks pass the same M, N, dtype and other_tiles; each rank may
+    have its own K.
 
     Returns [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raises
-    ValueError for other shapes, dtypes or devices, where world c rows of N are more than a slot holds, and where the
+    ValueError for other shapes, dtypes or devices, where world c rows of N are larger than a slot, and where the
     channel has too few flags.
     """
     plan = _plan(x, weight, endpoint, bias, residual, other_tiles, False)
@@ -218,13 +222,13 @@ def gemm_reduce_scatter_forward(
 def gemm_for_copies(
     x: Tensor, weight: Tensor, endpoint: Endpoint, stored: Tensor, *, other_tiles: bool = False
 ) -> None:
-    """x Wᵀ, rounded to x's dtype, into this rank's slot, for copy engines to take away; in stream order.
+    """Stores x Wᵀ, rounded to x's dtype, in this rank's slot, from where copy engines copy it; in stream order.
 
     x, weight, other_tiles: as for `gemm_reduce_scatter_forward`. The slot's halves are [world, c, N]: rows of this rank
     are stored in part `rank` of the first half, rows of another owner in part `owner` of the second one. stored: int32
     [endpoint.programs, world], zeroed with the signals; word [p, owner] becomes the epoch when program p has stored its
     tiles of that owner. The epoch stays open. Raises ValueError for other shapes, dtypes or devices, and where world c
-    rows of N are more than a slot holds.
+    rows of N are larger than a slot.
     """
     plan = _plan(x, weight, endpoint, None, None, other_tiles, True)
     check_shape("gemm_for_copies", "stored", stored, (endpoint.programs, endpoint.world))
@@ -232,7 +236,7 @@ def gemm_for_copies(
 
 
 class _Plan(NamedTuple):
-    """What a call comes to. rows, columns: of the result."""
+    """The sizes and the launch of a call. rows, columns: of the result."""
 
     rows: int
     columns: int
@@ -249,7 +253,9 @@ def _plan(
     other_tiles: bool,
     copied: bool,
 ) -> _Plan:
-    """copied: copy engines take the tiles away; then each of the channel's programs signals, with a tile or without."""
+    """Checks a call and plans its launch; copied: copy engines copy the tiles, and each of the channel's programs
+    signals.
+    """
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
         raise ValueError(f"{operator}: x has shape {tuple(x.shape)}: expected [M, K]")
@@ -277,7 +283,7 @@ def _plan(
         **blocks,
         **endpoint.arguments(),
     }
-    # Without a tile too a program signals and waits, and advances the epoch.
+    # A program without a tile also signals and waits, and advances the epoch.
     grid = (endpoint.programs if copied else max(1, programs),)
     return _Plan(rows, n, Launch(gemm_reduce_scatter_forward_kernel, grid, arguments, num_warps, num_stages))
 
@@ -285,7 +291,9 @@ def _plan(
 def _configuration(
     operator: str, x: Tensor, n: int, chunk: int, endpoint: Endpoint, aligned: bool, other_tiles: bool
 ) -> tuple[dict[str, Any], int, int]:
-    """(blocks, num_warps, num_stages); tiles are those of aligned tensors, since all ranks must have the same ones."""
+    """Returns (blocks, num_warps, num_stages); tiles are those of aligned tensors, because all ranks need the same
+    tiles.
+    """
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
     shared = choose(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
     row = shared if aligned else choose(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)

@@ -1,8 +1,8 @@
-"""Split reductions: how many parts, and their sum in order with the epilogue of the product.
+"""Split reductions: the number of parts, and their sum in order with the epilogue of the product.
 
 With fewer tiles than multiprocessors a product leaves some of them idle, so that its reduction is cut into `splits`
-parts of whole blocks. Each writes float32 partial sums of its own; this kernel adds part 0, 1, 2, … and finishes the
-tile. No atomics: results are the same in every run.
+parts of whole blocks. Each part writes float32 partial sums of its own; this kernel adds part 0, 1, 2, … and finishes
+the tile. It uses no atomics: results are the same in every run.
 """
 
 import torch
@@ -15,14 +15,16 @@ from tpfuse.kernels.configurations import choose
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 
-_LEAST_BLOCKS = 4  # of the reduction in one part: below, filling and draining the pipeline costs more than it gains
+_LEAST_BLOCKS = (
+    4  # blocks of the reduction in one part: with fewer, filling and draining the pipeline costs more than it gains
+)
 _MOST_SPLITS = 16  # partial sums are float32: their traffic grows with the number of parts
 
 
 def split_reduction(tiles: int, size: int, block: int, device: torch.device) -> tuple[int, int]:
-    """(parts, elements in each) of a reduction over `size` elements in blocks of `block`, for `tiles` tiles.
+    """Returns (parts, elements in each) of a reduction over `size` elements in blocks of `block`, for `tiles` tiles.
 
-    Every part has at least one element; one part where there are tiles enough for every multiprocessor.
+    Every part has at least one element; there is one part if there are enough tiles for every multiprocessor.
     """
     blocks = cdiv(size, block)
     wanted = min(multiprocessors(device) // max(tiles, 1), blocks // _LEAST_BLOCKS, _MOST_SPLITS)
@@ -78,7 +80,7 @@ def sum_partials(
     preactivation: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    """out = act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
+    """Sets out to act(Σ partials + bias) + residual, the parts added in order; arguments as in `gemm_forward`.
 
     partials: [splits, M, N] float32, contiguous; out: [M, N], any strides.
     """

@@ -1,4 +1,4 @@
-"""What the products share: tiles of a matrix by pointers or by TMA, and what is done to a finished tile."""
+"""Device functions that products share: tiles of a matrix by pointers or by TMA, and the epilogue of a tile."""
 
 from typing import Any
 
@@ -16,19 +16,23 @@ _PARTS_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
-    """What a product is launched with by its row: blocks, num_warps and num_stages. tma: whether operands allow it."""
+    """Returns a product's launch options from its row: blocks, num_warps and num_stages. tma: whether operands allow
+    TMA.
+    """
     blocks = dict(row.blocks)
     blocks["TMA"] = tma and blocks["TMA"]
     blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"]
     num_warps = row.num_warps
     if blocks["WARP_SPECIALIZE"] and blocks.get("EPILOGUE_PARTS", 1) > 1 and not _PARTS_SPECIALIZE:
         blocks["WARP_SPECIALIZE"] = False
-        num_warps *= 2  # as many as would have multiplied
+        num_warps *= 2  # as many warps as would have multiplied
     return blocks | {"num_warps": num_warps, "num_stages": row.num_stages}
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:
-    """Whether TMA can read them: not empty, rows of adjacent elements, base and rows aligned to 16 bytes."""
+    """Returns whether TMA can read the matrices: not empty, rows of adjacent elements, base and rows aligned to 16
+    bytes.
+    """
     return all(_allows_tma(x) for x in matrices if x is not None)
 
 
@@ -41,10 +45,10 @@ def _allows_tma(x: Tensor) -> bool:
 
 @triton.jit
 def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """What `load_tile` reads from: the pointer itself, or a descriptor of tiles of adjacent elements.
+    """Returns the source that `load_tile` reads: the pointer itself, or a descriptor of tiles of adjacent elements.
 
-    The descriptor is made on the device: where warps are specialized Triton splits a tile among groups of warps, and
-    cannot split what a descriptor of the host loads.
+    The descriptor is made on the device: with warp specialization Triton splits a tile among groups of warps, and
+    cannot split a tile that a descriptor from the host loads.
     """
     if TMA:
         return tl.make_tensor_descriptor(x_ptr, [rows, columns], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLUMNS])
@@ -54,7 +58,7 @@ def matrix(x_ptr, rows, columns, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COL
 
 @triton.jit
 def load_tile(
-    source,  # [rows, columns] any dtype, read: of `matrix`
+    source,  # [rows, columns] any dtype, read: made by `matrix`
     first_row,
     first_column,
     rows,
@@ -65,7 +69,7 @@ def load_tile(
     BLOCK_COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """The tile that starts at (first_row, first_column), 0 outside the matrix."""
+    """Loads the tile that starts at (first_row, first_column), 0 outside the matrix."""
     if TMA:
         return source.load([first_row, first_column])
     else:
@@ -89,7 +93,7 @@ def store_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Stores what of the tile is inside the matrix, rounded to its dtype."""
+    """Stores the part of the tile that is inside the matrix, rounded to the matrix's dtype."""
     offs_row = first_row + tl.arange(0, BLOCK_ROWS)
     offs_column = first_column + tl.arange(0, BLOCK_COLUMNS)
     offs = offs_row.to(tl.int64)[:, None] * stride_row + offs_column.to(tl.int64)[None, :] * stride_column
@@ -118,7 +122,7 @@ def store_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """`store_result` of a tile whose epilogue fits the registers."""
+    """Does `store_result` for a tile whose epilogue fits in the registers."""
     GATED: tl.constexpr = ACTIVATION == "swiglu" or ACTIVATION == "geglu"
     if bias_ptr is not None:
         acc += load_tile(bias_ptr, 0, first_n, 1, N, 0, stride_bias, 1, BLOCK_N, False).to(tl.float32)
@@ -140,7 +144,7 @@ def store_columns(
 
 @triton.jit
 def column_parts(x, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """The tile x as 1, 2 or 4 tiles of equal width, from left to right."""
+    """Returns the tile x as 1, 2 or 4 tiles of equal width, from left to right."""
     if PARTS == 1:
         return (x,)
     else:
@@ -172,10 +176,10 @@ def store_result(
     BLOCK_N: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
 ):
-    """out = act(acc + bias) + residual of one tile, computed in float32; the pre-activation is kept where asked for.
+    """Stores out = act(acc + bias) + residual of one tile, computed in float32, and the pre-activation where requested.
 
-    Gated: bias is [2 N], pre-activation [M, 2 N]. A wide tile is stored in EPILOGUE_PARTS, so that what the epilogue
-    loads does not have to be in registers beside the whole of it.
+    With a gated activation bias is [2 N] and the pre-activation [M, 2 N]. A wide tile is stored in EPILOGUE_PARTS, so
+    that the epilogue's operands need not be in registers beside the whole tile.
     """
     parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
     parts_up = column_parts(up, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
@@ -188,5 +192,5 @@ def store_result(
 
 
 def new_partials(splits: int, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """The float32 workspace of a product whose reduction is split; None where it is not."""
+    """Allocates the float32 workspace of a product whose reduction is split; returns None where it is not split."""
     return None if splits == 1 else torch.empty(splits, rows, columns, dtype=torch.float32, device=device)

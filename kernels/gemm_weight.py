@@ -1,8 +1,8 @@
-"""Tiles of Wᵀ for products whose weight may lie either way: rows of adjacent elements, or columns, as `weight.t()` has.
+"""Tiles of Wᵀ for products whose weight may have either layout: rows of adjacent elements, or columns, as in
+`weight.t()`.
 
-TMA wants adjacent elements in a tile's last dimension, and pointers are quick along them: a constexpr K_ADJACENT says
-which one of the weight's dimensions they are in, and a tile that lies the other way is transposed on its way to the
-product.
+TMA needs adjacent elements in a tile's last dimension, and pointers are fast along them. A constexpr K_ADJACENT says in
+which of the weight's dimensions elements are adjacent; a tile with the other layout is transposed before the product.
 """
 
 import triton
@@ -24,7 +24,7 @@ def weight_matrix(
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """What `load_weight` reads from. It is not called for a weight that is None: Triton 3.6 cannot return None."""
+    """Returns the source that `load_weight` reads; it must not be called for None, which Triton 3.6 cannot return."""
     if K_ADJACENT:
         return matrix(weight_ptr, N, K, stride_wn, BLOCK_N, BLOCK_K, TMA)
     else:
@@ -33,7 +33,7 @@ def weight_matrix(
 
 @triton.jit
 def load_weight(
-    weight,  # of `weight_matrix`
+    weight,  # made by `weight_matrix`
     k,
     first_n,
     N,
@@ -45,7 +45,7 @@ def load_weight(
     K_ADJACENT: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """The tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
+    """Loads the tile [BLOCK_K, BLOCK_N] of Wᵀ that starts at (k, first_n), 0 outside."""
     if K_ADJACENT:
         return load_tile(weight, first_n, k, N, K, stride_wn, stride_wk, BLOCK_N, BLOCK_K, TMA).T
     else:
@@ -53,6 +53,8 @@ def load_weight(
 
 
 def weight_layout(weight: Tensor, up: Tensor | None) -> tuple[bool, bool]:
-    """(K_ADJACENT, whether TMA can read it) of weight [N, K] and the second half of a gated pair, which lies alike."""
+    """Returns (K_ADJACENT, whether TMA can read) for weight [N, K] and the second half of a gated pair, of the same
+    layout.
+    """
     k_adjacent = weight.stride(1) == 1 or weight.stride(0) != 1
     return k_adjacent, allows_tma(*(x if k_adjacent or x is None else x.t() for x in (weight, up)))

@@ -1,15 +1,15 @@
 """How a kernel reaches a device: launched on CUDA, interpreted on the CPU, or recorded for the compiler.
 
-Every launcher asks this module what it launches for and launches through `launch`. On meta tensors, inside
+Every launcher asks this module for the GPU family and launches through `launch`. On meta tensors, inside
 `recording(family)`, nothing runs: the launches are collected with the arguments that a GPU of that family would get, so
-that what is compiled ahead of time is what would be launched (`tpfuse.tools.compilation`).
+that the kernels compiled ahead of time are those that would be launched (`tpfuse.tools.compilation`).
 
 On CUDA Triton's binder sees a launch once (`tpfuse.kernels.compiled_launch`). Launchers of products also plan a call
-once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. What is
-left of a call then is to allocate results, and `Launch.run`.
+once for each layout of its tensors (`planned`): checks, configuration, grid and all arguments but pointers. A later
+call then only allocates results and calls `Launch.run`.
 
 Triton decides whether it interprets when a kernel is decorated: TRITON_INTERPRET=1 must be set before these modules are
-imported, and holds for the whole process.
+imported, and applies to the whole process.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 
 def interpreter_problem(triton_version: str = triton.__version__, numpy_version: str = np.__version__) -> str:
-    """Why this Triton cannot interpret kernels with this numpy, in one line; empty where it can."""
+    """Returns one line that says why this Triton cannot interpret kernels with this numpy; empty where it can."""
     ours, numpy = (tuple(int(x) for x in version.split(".")[:2]) for version in (triton_version, numpy_version))
     if ours >= (3, 7) or numpy < (2, 4):
         return ""
@@ -41,9 +41,10 @@ def interpreter_problem(triton_version: str = triton.__version__, numpy_version:
 
 
 def _skip_overflow_checks() -> None:
-    """Ends the interpreter's checks of integers for overflow: it drops their results unless its option `debug` is on.
+    """Turns off the interpreter's checks of integers for overflow: it drops their results unless its option `debug` is
+    on.
 
-    They take a third of its time.
+    The checks take a third of its time.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -53,10 +54,12 @@ def _skip_overflow_checks() -> None:
 
 if INTERPRETED:
     if interpreter_problem():
-        raise ImportError(interpreter_problem())  # once, where all that launches comes by; else each kernel would fail
+        raise ImportError(
+            interpreter_problem()
+        )  # once, in the module that every launcher imports; else each kernel would fail
     _skip_overflow_checks()
 
-# Multiprocessors of A100, H100 and B200, for what is recorded without a GPU (NVIDIA's whitepapers).
+# Multiprocessors of A100, H100 and B200, for launches that are recorded without a GPU (NVIDIA's whitepapers).
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
 FAMILIES = tuple(_MULTIPROCESSORS)
 
@@ -65,7 +68,8 @@ FAMILIES = tuple(_MULTIPROCESSORS)
 class Launch:
     """A kernel with its grid and its arguments by name, constexprs included.
 
-    A recorded one has all of them, its tensors being meta tensors; that of a plan (`planned`) all but pointers.
+    A recorded launch has all arguments, and its tensors are meta tensors; a planned launch (`planned`) has all but
+    pointers.
     """
 
     kernel: Any
@@ -117,25 +121,25 @@ def recording(family: str) -> Iterator[Recording]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. On the host triton.cdiv takes 2 µs."""
+    """Returns a / b, rounded up. On the host triton.cdiv takes 2 µs."""
     return -(-a // b)
 
 
 def family(device: torch.device) -> str:
-    """The GPU family whose configurations fit `device`: "sm_80", "sm_90", "sm_100" or "interpreted".
+    """Returns the GPU family whose configurations fit `device`: "sm_80", "sm_90", "sm_100" or "interpreted".
 
-    sm_80 stands for every other GPU too (8.6, 8.9 and 12.0 have less shared memory; the rows of sm_80 fit them).
-    Raises ValueError where Triton cannot run.
+    sm_80 stands for every other GPU too (8.6, 8.9 and 12.0 have less shared memory; the rows of sm_80 fit them). Raises
+    ValueError where Triton cannot run.
     """
     return _gpu(device)[0]
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs a persistent kernel starts; 3 where interpreted, so that each of them loops."""
+    """Returns how many programs a persistent kernel starts; 3 when interpreted, so that each of them loops."""
     return _gpu(device)[1]
 
 
-_gpus: dict[torch.device, tuple[str, int]] = {}  # family and multiprocessors of those that CUDA was asked about
+_gpus: dict[torch.device, tuple[str, int]] = {}  # family and multiprocessors of the devices that CUDA was asked about
 
 
 def _gpu(device: torch.device) -> tuple[str, int]:
@@ -168,9 +172,8 @@ _plans: list[dict[tuple[object, ...], Any]] = []
 def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], _Planned]:
     """Calls `plan` once for all calls whose tensors have the same layout and whose other arguments are the same.
 
-    plan: of tensors it asks for no more than shape, strides, dtype, device and the address modulo 16; its other
-    arguments can be hashed. What it raises is not kept. Calls whose launches are interpreted or recorded are planned
-    each time.
+    plan: reads only shape, strides, dtype, device and the address modulo 16 of its tensors; its other arguments must be
+    hashable. Its exceptions are not cached. Calls whose launches are interpreted or recorded are planned each time.
     """
     kept: dict[tuple[object, ...], _Planned] = {}
     _plans.append(kept)
@@ -193,7 +196,7 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 
 def forget_plans() -> None:
-    """Makes `planned` plan anew, where the table of configurations is another one."""
+    """Makes `planned` call its plans again after the table of configurations has changed."""
     for kept in _plans:
         kept.clear()
 

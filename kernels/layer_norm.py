@@ -1,11 +1,11 @@
 """layer_norm: y = (x - mean) / sqrt(var + eps) * weight + bias over rows; and rms_norm's kernel, the same without mean.
 
-A row that fits a block is read once and stays in registers, so that the variance is a second pass over registers, not
-E[x²] - E[x]², which loses all digits where the mean is large. Of longer rows the moments of the blocks are merged
-(Chan, Golub and LeVeque 1983) and all blocks but the last read again, from the L2 cache. A residual is added in the
+A row that fits in a block is read once and stays in registers, so that the variance is a second pass over registers,
+not E[x²] - E[x]², which loses all digits where the mean is large. For longer rows the moments of the blocks are merged
+(Chan, Golub and LeVeque 1983) and all blocks but the last are read again, from the L2 cache. A residual is added in the
 same pass: the sum is rounded to x's dtype, stored, and its rounded value normalised, as if stored and loaded.
 
-Backward is in `layer_norm_backward`.
+The backward pass is in `layer_norm_backward`.
 """
 
 import torch
@@ -21,13 +21,13 @@ from tpfuse.kernels.tiles import rounded
 
 @triton.jit
 def load_rows(ptr, rows, stride, offs_c, mask):
-    """A tile in float32; 0 where masked."""
+    """Loads a tile in float32; 0 where masked."""
     return tl.load(ptr + rows * stride + offs_c, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask):
-    """x, or x + residual rounded to x's dtype, in float32."""
+    """Loads x, or x + residual rounded to x's dtype, in float32."""
     x = load_rows(x_ptr, rows, x_stride, offs_c, mask)
     if residual_ptr is not None:
         x += load_rows(residual_ptr, rows, residual_stride, offs_c, mask)
@@ -37,7 +37,7 @@ def _load_sum(x_ptr, residual_ptr, rows, x_stride, residual_stride, offs_c, mask
 
 @triton.jit
 def _merge_moments(x, mask, seen, count, mean, squares, CENTERED: tl.constexpr):
-    """(mean, Σ (x - mean)²) of `seen` columns merged with a block of `count` more; without CENTERED (0, Σ x²)."""
+    """Merges (mean, Σ (x - mean)²) of `seen` columns with a block of `count` more; without CENTERED (0, Σ x²)."""
     if CENTERED:
         block_mean = tl.sum(x, axis=1) / count
         centered = tl.where(mask, x - block_mean[:, None], 0.0)
@@ -84,7 +84,7 @@ def norm_forward_kernel(
     rows = offs_m.to(tl.int64)[:, None]
     mean = tl.zeros([BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    last = (C - 1) // BLOCK_C * BLOCK_C  # the block that stays in registers starts here
+    last = (C - 1) // BLOCK_C * BLOCK_C  # first column of the block that stays in registers
     for start in range(0, last, BLOCK_C):
         offs_c = (start + tl.arange(0, BLOCK_C))[None, :]
         mask = mask_m[:, None] & (offs_c < C)
@@ -120,7 +120,9 @@ def norm_forward(
     *,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """`layer_norm_forward` for centered rows, else that of rms_norm, whose mean is None. operator: named in errors."""
+    """Does `layer_norm_forward` for centered rows, else rms_norm's forward, whose mean is None. operator: named in
+    errors.
+    """
     check_norm(operator, x, weight, bias, residual=residual)
     (m, c), device = x.shape, x.device
     x = unit_columns(x)
@@ -156,12 +158,12 @@ def norm_forward(
 def layer_norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
+    """Returns (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
 
-    x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (columns of another stride than
-    1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x + residual (None without)
-    have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raises ValueError for other shapes, dtypes or
-    devices.
+    x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (tensors whose columns have
+    another stride than 1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x +
+    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raises
+    ValueError for other shapes, dtypes or devices.
     """
     out, summed, mean, rstd = norm_forward("layer_norm", x, weight, bias, eps, residual, centered=True)
     assert mean is not None
@@ -169,7 +171,7 @@ def layer_norm_forward(
 
 
 def unit_columns(x: Tensor) -> Tensor:
-    """[M, C] with neighbouring columns side by side: x itself where it is so."""
+    """Returns [M, C] with columns of stride 1: x itself if it has them, else a copy."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 

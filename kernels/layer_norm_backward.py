@@ -2,12 +2,13 @@
 
     dx = (u - x̂ mean(u x̂) - mean(u)) rstd + grad_summed        dweight = Σ grad_out x̂        dbias = Σ grad_out
 
-rms_norm has no mean: neither mean(u) nor dbias is there. grad_summed is the gradient that comes down the residual
-stream; it is added before dx is rounded.
+rms_norm has no mean, and so neither mean(u) nor dbias. grad_summed is the gradient of the residual stream; it is added
+before dx is rounded.
 
-A fixed number of programs walk over the rows and keep their part of the weights' gradients in registers, in float32; a
-second kernel adds the parts in order: no atomics, the same bits in every run. Rows that are longer than a block have
-their two means computed by a kernel of their own first, and programs for each block of columns.
+A fixed number of programs loop over the rows and keep their part of the weights' gradients in registers, in float32; a
+second kernel adds the parts in order. The kernels use no atomics, so that every run gives the same bits. For rows that
+are longer than a block, a separate kernel computes their two means first, and each block of columns has its own
+programs.
 """
 
 import torch
@@ -21,12 +22,12 @@ from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
 from tpfuse.kernels.tiles import rounded
 
-_WARPS = 16  # of a multiprocessor that the programs fill, which leaves each thread 128 registers
+_WARPS = 16  # that the programs start on each multiprocessor, which leaves each thread 128 registers
 
 
 @triton.jit
 def _load_tile(grad_ptr, x_ptr, weight, mean_ptr, rstd_ptr, offs_m, offs_c, M, C, grad_stride, x_stride):
-    """(grad_out, x̂, grad_out weight, rstd) of a tile, all 0 in grad_out where masked."""
+    """Loads (grad_out, x̂, grad_out weight, rstd) of a tile, with 0 in grad_out where masked."""
     mask_m = offs_m < M
     rows = offs_m.to(tl.int64)[:, None]
     mask = mask_m[:, None] & (offs_c < C)[None, :]
@@ -129,7 +130,7 @@ def norm_backward_kernel(
 
 @triton.jit
 def norm_sum_parts_kernel(
-    parts_ptr,  # [2, parts, C] float32, read: of dweight and of dbias
+    parts_ptr,  # [2, parts, C] float32, read: those of dweight, then those of dbias
     dweight_ptr,  # [C] bf16, written
     dbias_ptr,  # [C] bf16, written; or None
     parts,
@@ -162,7 +163,7 @@ def norm_backward(
     grad_summed: Tensor | None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`layer_norm_backward`; without mean that of rms_norm. operator: named in errors."""
+    """Does `layer_norm_backward`, or without mean rms_norm's backward. operator: named in errors."""
     check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
@@ -210,7 +211,7 @@ def norm_backward(
 
 
 def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """[1 or 2, parts, C] -> (dweight, dbias or None), each [C]."""
+    """Sums [1 or 2, parts, C] over the parts: (dweight, dbias or None), each [C]."""
     which, count, c = parts.shape
     dweight = torch.empty(c, dtype=dtype, device=parts.device)
     dbias = torch.empty_like(dweight) if which == 2 else None
@@ -240,11 +241,12 @@ def layer_norm_backward(
     grad_summed: Tensor | None = None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dweight, dbias or None), given what `layer_norm_forward` normalised (summed, where there was a residual).
+    """Returns (dx, dweight, dbias or None) for the tensor that `layer_norm_forward` normalised (summed, with a
+    residual).
 
     grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32. grad_summed is the gradient of
-    summed itself; dx, in x's dtype, contains it and is the gradient of x and of residual alike. dweight and dbias: [C]
-    in weight's dtype. Raises ValueError for other shapes, dtypes or devices.
+    summed itself; dx, in x's dtype, contains it and is the gradient of both x and residual. dweight and dbias: [C] in
+    weight's dtype. Raises ValueError for other shapes, dtypes or devices.
     """
     return norm_backward(
         "layer_norm_backward", grad_out, x, weight, mean, rstd, grad_summed=grad_summed, with_bias=with_bias

@@ -1,7 +1,7 @@
 """reduce_scatter: row r of the sum over all ranks, on rank r.
 
-Each rank stages all of its rows, waits for the others and sums the row that is its own out of all slots, rank 0 first,
-half types in float32 and rounded once. `kernels/endpoint.py` has the protocol.
+Each rank stages all of its rows, waits for the others and sums its row out of all slots, rank 0 first, half types in
+float32 with one rounding. `kernels/endpoint.py` describes the protocol.
 """
 
 import triton
@@ -42,12 +42,12 @@ def reduce_scatter_forward_kernel(
 
 
 def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
-    """out = the sum over all ranks of their x[rank], once all have called this; in stream order.
+    """Sets out to the sum over all ranks of their x[rank], once all ranks have called this; in stream order.
 
     x: [world, n], out: [n], contiguous, of one of SUMMED; out may be x[rank]. The sum is taken in rank order, half
-    types in float32, integers in their own type, in which they wrap around. All ranks bring the same n and dtype.
-    Raises ValueError for other shapes, dtypes or devices, where x is more than a slot holds, and where the channel has
-    too few flags.
+    types in float32, integers in their own type, in which they wrap around. All ranks pass the same n and dtype. Raises
+    ValueError for other shapes, dtypes or devices, where x is larger than a slot, and where the channel has too few
+    flags.
     """
     n = x.numel() // endpoint.world
     endpoint.check("reduce_scatter", x, (endpoint.world, n), out, (n,))

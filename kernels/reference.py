@@ -1,4 +1,4 @@
-"""What each operator means, in plain PyTorch on one rank: the yardstick of tests and benchmarks.
+"""The meaning of each operator in plain PyTorch on one rank: the reference of tests and benchmarks.
 
     linear            y = act(x Wᵀ + b) + residual
     layer_norm        y = (x - mean) / sqrt(var + eps) * weight + bias
@@ -12,8 +12,9 @@
     attention         y = softmax(mask(q kᵀ scale)) v, and log Σ exp of the scores
     attention_merge   y = y_a exp(lse_a - lse) + y_b exp(lse_b - lse), lse = log(exp lse_a + exp lse_b)
 
-Each runs in the dtype of its inputs: float64 gives the truth, a half type the error that plain PyTorch makes.
-Only torch's own operators, so that autograd gives every gradient; nothing here is fast.
+Each function runs in the dtype of its inputs: float64 gives the exact result up to its rounding, a half type shows the
+error that plain PyTorch makes. The functions use only torch's own operators, so that autograd computes every gradient;
+none of them is fast.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from torch import Tensor
 
 
 def activation(x: Tensor, name: str | None) -> Tensor:
-    """[..., N] -> [..., N]; "swiglu" and "geglu" take [..., gate | up] and return half the width.
+    """Returns act(x): [..., N] -> [..., N]; "swiglu" and "geglu" take [..., gate | up] and return half the width.
 
     Raises ValueError for a name that is not known.
     """
@@ -55,27 +56,31 @@ def linear(
     activation_name: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x: [..., K]; weight: [N, K]; bias: [N]; residual like the result -> [..., N], or N / 2 for a gated activation."""
+    """Returns act(x Wᵀ + bias) + residual.
+
+    x: [..., K]; weight: [N, K]; bias: [N]; residual like the result -> [..., N], or N / 2 for a gated activation.
+    """
     y = activation(F.linear(x, weight, bias), activation_name)
     return y if residual is None else y + residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """x: [..., C]; weight, bias: [C] -> [..., C]."""
+    """Returns x normalised over its last dimension. x: [..., C]; weight, bias: [C] -> [..., C]."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., C]; weight: [C] -> [..., C]."""
+    """Returns x divided by its root mean square over the last dimension. x: [..., C]; weight: [C] -> [..., C]."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, interleaved: bool = False, inverse: bool = False
 ) -> Tensor:
-    """x: [B, T, H, D]; cos, sin: [n_positions, R], 2 R <= D; positions: [B, T] or [T] int64 -> as x.
+    """Rotates pairs of a head's elements by the angles of their positions.
 
-    Element j of a head is paired with R + j, interleaved 2 j with 2 j + 1; what is beyond 2 R stays as it is.
+    x: [B, T, H, D]; cos, sin: [n_positions, R], 2 R <= D; positions: [B, T] or [T] int64 -> as x. Element j of a head
+    is paired with R + j, or, interleaved, 2 j with 2 j + 1; elements from 2 R on are not changed.
     """
     width = 2 * cos.shape[1]
     cos, sin = (table[positions].unsqueeze(-2) for table in (cos, sin))
@@ -100,7 +105,7 @@ def adamw(
     weight_decay: float,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] each -> (parameter, exp_avg, exp_avg_sq) after update number `step` (from 1), arXiv:1711.05101."""
+    """Returns (parameter, exp_avg, exp_avg_sq), [n] each, after update number `step` (from 1), arXiv:1711.05101."""
     exp_avg = exp_avg + (1 - beta1) * (gradient - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
     unbiased = (exp_avg_sq / (1 - beta2**step)).sqrt() + eps
@@ -109,7 +114,7 @@ def adamw(
 
 
 def shard_sum(gradients: Sequence[Tensor]) -> Tensor:
-    """[m] of each rank -> [m], rank 0 first; half types in float32."""
+    """Returns the sum [m] of every rank's [m], rank 0 first; half types in float32."""
     half = gradients[0].dtype in (torch.bfloat16, torch.float16)
     total = gradients[0].to(torch.float32 if half else gradients[0].dtype, copy=True)
     for gradient in gradients[1:]:
@@ -128,9 +133,9 @@ def sharded_adamw(
     weight_decay: float,
     **rates: Any,
 ) -> tuple[Tensor, ...]:
-    """[m] each, gradients of each rank -> (parameter, exp_avg, exp_avg_sq) after an update with `adamw`'s rates.
+    """Returns (parameter, exp_avg, exp_avg_sq), [m] each, after an update with `adamw`'s rates.
 
-    Elements before `decay_end` are decayed, the others are not.
+    gradients: [m] of each rank. Elements before `decay_end` are decayed, the others are not.
     """
     state = parameter, clip * shard_sum(gradients), exp_avg, exp_avg_sq
     decayed = adamw(*(x[:decay_end] for x in state), weight_decay=weight_decay, **rates)
@@ -139,15 +144,16 @@ def sharded_adamw(
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """logits: [M, V]; target: [M] int64, -1 where there is no loss -> [M] in nats, 0 there."""
+    """Returns each row's loss in nats. logits: [M, V]; target: [M] int64, -1 where there is no loss -> [M], 0 there."""
     picked = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
     return torch.where(target < 0, 0, logits.logsumexp(dim=1) - picked)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    """x: [M, C]; weight: [V, C]; target: [M] int64, -1 where there is no loss; weights: [M] -> [], in nats.
+    """Returns the sum of weights * cross_entropy(x Wᵀ), in nats: [].
 
-    Logits of half types are upcast to float32, as every training loop does.
+    x: [M, C]; weight: [V, C]; target: [M] int64, -1 where there is no loss; weights: [M]. Logits of half types are
+    upcast to float32, as in every training loop.
     """
     logits = F.linear(x, weight)
     losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
@@ -164,8 +170,11 @@ def attention_scores(
     k_offset: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Scaled scores [B, H, Tq, Tk], -inf where a query does not see a key, and [Tq, Tk] where that is; for the
-    arguments see `attention`."""
+    """Returns scaled scores [B, H, Tq, Tk], -inf where a query does not see a key, and [Tq, Tk], True where it does
+    not.
+
+    For the arguments see `attention`.
+    """
     k = k.repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
     scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     query = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + q_offset
@@ -188,12 +197,14 @@ def attention(
     dropout_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], head h of q using head h // (H / Hk) -> [B, H, Tq, D] and the
-    log-sum-exp [B, H, Tq] of the scores. A query that sees no key has 0 and -inf.
+    """Returns softmax(mask(q kᵀ scale)) v, [B, H, Tq, D], and the log-sum-exp [B, H, Tq] of the scores.
 
-    Query i has position q_offset + i, key j has k_offset + j. causal: no key behind the query's position is seen;
-    window: none at a distance of window or more. dropout_mask: [B, H, Tq, Tk], what the probabilities are multiplied
-    with, 0 or 1 / (1 - p). Documents of different lengths: one call for each.
+    q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], head h of q using head h // (H / Hk). A query that sees no key has 0 and
+    -inf.
+
+    Query i has position q_offset + i, key j has k_offset + j. causal: no query sees a key after its position; window:
+    none sees a key at a distance of window or more. dropout_mask: [B, H, Tq, Tk], the factors of the probabilities, 0
+    or 1 / (1 - p). Documents of different lengths need one call each.
     """
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
     seen = {"causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset}
@@ -205,7 +216,7 @@ def attention(
 
 
 def attention_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys as one: outs [..., D], log-sum-exps [...] of each -> of both together."""
+    """Merges attention to two disjoint sets of keys: outs [..., D], log-sum-exps [...] of each -> of both together."""
     lse = torch.logaddexp(lse_a, lse_b)
     share_a, share_b = ((x - lse).exp().masked_fill(x == -torch.inf, 0).unsqueeze(-1) for x in (lse_a, lse_b))
     return share_a * out_a + share_b * out_b, lse

@@ -1,4 +1,6 @@
-"""ring_attention_arguments: what the launchers of ring attention check, and what their kernels take, by keyword."""
+"""ring_attention_arguments: checks the arguments of ring attention's launchers and builds the kernels' arguments by
+keyword.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +31,8 @@ def ring_arguments(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> dict[str, Any]:
-    """Of a walk over blocks of keys; see `ring_attention_forward` for all of them.
+    """Checks and returns the kernels' arguments of a loop over blocks of keys; see `ring_attention_forward` for all of
+    them.
 
     Raises ValueError that names the argument, what was received and what is accepted.
     """
@@ -70,7 +73,7 @@ def ring_arguments(
 
 
 def without_exchange(rank: int, runs: SequenceRuns) -> dict[str, Any]:
-    """What kernels take in the place of `BlockExchange.arguments` and of copiers, where all blocks are here."""
+    """Returns the arguments that replace `BlockExchange.arguments` and COPIERS where all blocks are here."""
     pointers = ("words", "ready", "slots", "flags", "state", "abort")
     numbers = {"words": 0, "block_words": 0, "slot_bytes": 0, "rank": rank, "WORLD": runs.world}
     return dict.fromkeys((f"{name}_ptr" for name in pointers), None) | numbers | {"COPIERS": 0, "RING": False}
@@ -84,7 +87,7 @@ def _order(
     exchange: BlockExchange | None,
     sources: Sequence[int] | None,
 ) -> tuple[int, int, int]:
-    """Whose blocks are taken: (the first rank, how far it is to the next one, how many)."""
+    """Returns the order of the blocks: (the first rank, the distance to the next one, how many)."""
     world = runs.world
     if not 0 <= rank < world:
         raise ValueError(f"{operator}: rank {rank} of {world}: expected 0 <= rank < world")
@@ -107,7 +110,7 @@ def _order(
 
 
 def _block(operator: str, blocks: Tensor, sources: Sequence[int] | None) -> Tensor:
-    """One of the blocks [2, B, Hk, n, D]."""
+    """Checks blocks and returns one of them, [2, B, Hk, n, D]."""
     leading = (2,) if sources is None else (len(sources), 2)
     if blocks.dim() != len(leading) + 4 or tuple(blocks.shape[: len(leading)]) != leading:
         expected = ", ".join(map(str, leading))
@@ -121,6 +124,7 @@ def _block(operator: str, blocks: Tensor, sources: Sequence[int] | None) -> Tens
 def _check_dropout(
     operator: str, q: Tensor, dropout_p: float, counters: Tensor | None, dropout_key: Tensor | None
 ) -> None:
+    """Raises ValueError unless dropout's probability, counters and key fit q."""
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"{operator}: dropout_p {dropout_p}: expected 0 <= dropout_p < 1")
     if dropout_p == 0.0:
@@ -132,6 +136,7 @@ def _check_dropout(
 
 
 def _check_integers(operator: str, name: str, x: Tensor, q: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless x has this dtype and shape and is on q's device."""
     check_integers(operator, name, x, (dtype,))
     check_device(operator, "q", q, name, x)
     check_shape(operator, name, x, shape)

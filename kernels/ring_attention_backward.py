@@ -1,13 +1,13 @@
 """ring_attention_backward: the gradients of attention over a ring, where every rank has a part of the sequence.
 
-Two launches. That of `ring_attention_dq` brings the blocks of all ranks in two parts, [K | V] and
-[Q | grad_out | log2_sum | delta], and computes dq from the first parts as they come. That of `ring_attention_dkdv`
-finds the second parts in the own slot and computes dk and dv of the own keys from them. So each gradient is one sum in
-float32 in registers, whole at its owner. Scores are computed twice, as in `attention_backward`; and queries travel
-beside keys, but in the dtype of the inputs, and no partial sums in float32.
+There are two launches. The launch of `ring_attention_dq` copies the blocks of all ranks in two parts, [K | V] and [Q |
+grad_out | log2_sum | delta], and computes dq from the first parts as they come. The launch of `ring_attention_dkdv`
+finds the second parts in this rank's slot and computes dk and dv of this rank's keys from them. So each gradient is one
+sum in float32 in registers, complete at its owner. Scores are computed twice, as in `attention_backward`; and queries
+travel beside keys, but in the dtype of the inputs, and no partial sums travel in float32.
 
-Where blocks are here already the same kernels run without an exchange, and give what one rank's keys, or queries, give
-to the gradients, in float32, for callers that add that up.
+Where blocks are already here the same kernels run without an exchange, and return the part of the gradients that one
+rank's keys, or queries, contribute, in float32, for callers that add these parts.
 """
 
 from collections.abc import Sequence
@@ -48,16 +48,16 @@ def ring_attention_backward(
     counters_of_all: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `ring_attention_forward`'s q and of the keys and values, from queries and keys of all ranks.
+    """Returns the gradients of `ring_attention_forward`'s q, keys and values, from queries and keys of all ranks.
 
     grad_out, q, out: [B, H, n, D], k, v: [B, Hk, n, D], any strides; lse: [B, H, n] float32; out and lse as forward
     returned them, for the keys of all ranks. seen: as there; seen_by: (first, last), int32 [n] each: the positions of
-    the queries that see a key, likewise. counters_of_all: int64 [WORLD, B, H, n], every rank's counters. All ranks of
-    the channel call this, with the same shapes, dtype, runs, dropout_p, and so many words of ready.
+    the queries that see a key, in the same form. counters_of_all: int64 [WORLD, B, H, n], every rank's counters. All
+    ranks of the channel call this, with the same shapes, dtype, runs, dropout_p and number of words of ready.
 
     Returns dq, dk, dv in the shapes and the dtype of q, k, v, as views of [B, n, H, D]; the same bits in every run, and
-    whatever the way blocks travel. A query that sees no key adds nothing. Where a wait was cut short they are nothing
-    of value. Raises ValueError that names the argument, what was received and what is accepted.
+    by either route of the blocks. A query that sees no key adds nothing. Where a wait was cut short the results must
+    not be used. Raises ValueError that names the argument, what was received and what is accepted.
     """
     operator = "ring_attention_backward"
     for name, x in (("k", k), ("v", v)):
@@ -87,7 +87,8 @@ def ring_attention_backward(
 
 
 def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(log2_sum, delta), [B, H, n + PADDING] float32: what gradients need of queries (`attention_backward_delta`).
+    """Returns (log2_sum, delta), [B, H, n + PADDING] float32, which gradients need of queries
+    (`attention_backward_delta`).
 
     grad_out, out: [B, H, n, D], any strides, of one dtype; lse: [B, H, n] float32. Raises ValueError for others.
     """
@@ -100,7 +101,7 @@ def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Te
 
 
 def queries_words(q: Tensor) -> int:
-    """How many int32 words the second part of a block is, of queries q [B, H, n, D]: a multiple of 16 bytes."""
+    """Returns the int32 words in the second part of a block of queries q [B, H, n, D]: a multiple of 16 bytes."""
     sums = 2 * q.shape[0] * q.shape[1] * (q.shape[2] + int(PADDING.value))
     return -(-(2 * q.nbytes // 4 + sums) // 4) * 4
 
@@ -121,10 +122,12 @@ def ring_attention_dq(
     counters: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> Tensor:
-    """What the keys of some ranks give to dq of the queries of rank `rank`: [B, H, n, D] float32, of [B, n, H, D].
+    """Returns what the keys of some ranks add to dq of the queries of rank `rank`: [B, H, n, D] float32, of [B, n, H,
+    D].
 
-    q, grad_out: [B, H, n, D], any strides (contiguous ones are not copied); log2_sum, delta: of `ring_attention_delta`,
-    of the keys of all ranks; the rest as `ring_attention_forward` has it without exchange.
+    q, grad_out: [B, H, n, D], any strides (contiguous ones are not copied); log2_sum, delta: from
+    `ring_attention_delta`, for the keys of all ranks; the other arguments as in `ring_attention_forward` without
+    exchange.
     """
     operator = "ring_attention_dq"
     queries = _queries(operator, q, grad_out, log2_sum, delta)
@@ -148,10 +151,10 @@ def ring_attention_dkdv(
     counters: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> Tensor:
-    """What the queries of rank `rank` give to dk and dv of the keys of rank `source`: [2, B, Hk, n, D] float32.
+    """Returns what the queries of rank `rank` add to dk and dv of the keys of rank `source`: [2, B, Hk, n, D] float32.
 
-    block: [2, B, Hk, n, D], contiguous: keys and values of `source`; seen_by: for them, as `ring_attention_backward`
-    has it; the rest as in `ring_attention_dq`.
+    block: [2, B, Hk, n, D], contiguous: keys and values of `source`; seen_by: for these keys, as in
+    `ring_attention_backward`; the other arguments as in `ring_attention_dq`.
     """
     operator = "ring_attention_dkdv"
     queries = _queries(operator, q, grad_out, log2_sum, delta)
@@ -162,7 +165,7 @@ def ring_attention_dkdv(
 
 
 def _queries(operator: str, q: Tensor, grad_out: Tensor, log2_sum: Tensor, delta: Tensor) -> list[Tensor]:
-    """All four contiguous. Raises ValueError unless they fit."""
+    """Returns all four tensors, contiguous. Raises ValueError unless they fit."""
     check_floats(operator, q=q, grad_out=grad_out)
     check_shape(operator, "grad_out", grad_out, tuple(q.shape))
     _check_sums(operator, q, log2_sum=(log2_sum, PADDING.value), delta=(delta, PADDING.value))
@@ -179,7 +182,9 @@ def _check_sums(operator: str, q: Tensor, **sums: tuple[Tensor, int]) -> None:
 
 
 def _packed(operator: str, *queries: Tensor) -> list[Tensor]:
-    """[Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes of them; and the four in these words."""
+    """Returns [Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes; and the four tensors in these
+    words.
+    """
     queries = tuple(_queries(operator, *queries))
     sizes = [x.nbytes // 4 for x in queries]
     words = torch.empty(queries_words(queries[0]), dtype=torch.int32, device=queries[0].device)
@@ -206,7 +211,7 @@ def _launch_dq(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> Tensor:
-    """dq in `dtype`; words: the own block's second part, with an exchange."""
+    """Computes dq in `dtype`; words: the second part of this rank's block, with an exchange."""
     q, grad_out, log2_sum, delta = queries
     # fmt: off
     arguments = ring_arguments(operator, q, blocks, runs, rank, seen, exchange, sources, scale, dropout_p, counters,
@@ -258,7 +263,9 @@ def _launch_dkdv(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> None:
-    """dk and dv into `gradients` [2, B, Hk, n, D], from the queries of one rank, or of all that are `everywhere`."""
+    """Computes dk and dv into `gradients` [2, B, Hk, n, D], from the queries of one rank, or of all that are
+    `everywhere`.
+    """
     q, grad_out, log2_sum, delta = queries
     # fmt: off
     arguments = ring_arguments(operator, q, block.unsqueeze(0), runs, rank, seen_by, None, [queries_rank], scale,
@@ -267,7 +274,7 @@ def _launch_dkdv(
     row = _row("dkdv", arguments)
     tiles = block.shape[1] * block.shape[2] * runs.count * cdiv(runs.size, row.blocks["BLOCK_N"])
     here = {"slots_ptr": None, "state_ptr": None, "slot_bytes": 0, "block_words": 0, "queries_start": 0}
-    # In one launch, or where their sums do not fit the registers one after the other.
+    # One launch computes both, or one launch each if the sums of both do not fit in the registers.
     for wanted in ("DK DV",) if row.blocks["TOGETHER"] else ("DV", "DK"):
         launch(
             ring_attention_dkdv_kernel,

@@ -3,15 +3,15 @@
     p = exp(scale q kᵀ - lse)        ds = p * (grad_out vᵀ - delta)
     dv = pᵀ grad_out                 dk = scale dsᵀ q
 
-A program holds a tile of keys of one run of positions and walks over the queries that see it: those of rank 0, 1, 2, …,
-whatever the own rank, in all heads that share the keys. So each gradient is one sum in float32 in registers, whole at
-its owner and in the same order in every run; no partial sums travel. Formulas and tiles are those of
+A program holds a tile of keys of one run of positions and loops over the queries that see it: those of rank 0, 1, 2, …,
+on every rank in this order, in all heads that share the keys. So each gradient is one sum in float32 in registers,
+complete at its owner and in the same order in every run; no partial sums travel. Formulas and tiles are those of
 `attention_backward`, scores are [keys, queries].
 
-With an exchange the queries of all ranks are in the own slot: the launch of `ring_attention_dq` in front of this one on
-its stream has brought them, and its epoch is the one in `state`. Nobody writes there before that stream's launch after
-the next. Where the launch in front was aborted this one reads what an earlier one left: of the same addresses, and
-nobody is given the result. Nothing is waited for.
+With an exchange the queries of all ranks are in this rank's slot: the previous launch on its stream, of
+`ring_attention_dq`, has copied them there, and its epoch is the one in `state`. No program writes there before that
+stream's launch after the next. If the previous launch was aborted, this one reads what an earlier launch left at the
+same addresses, and no caller receives the result. This launch waits for nothing.
 """
 
 import triton
@@ -26,7 +26,7 @@ from tpfuse.kernels.ring_attention_visibility import first_index, index_range, l
 from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.tiles import dot, rounded
 
-# Numbers that change from call to call: no kernel of their own for 1 and multiples of 16.
+# Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
 _CHANGING = ["batch", "run_count", "run_size", "run_unit", "run_step", "source_first", "source_step", "steps", "rank"]
 _CHANGING += ["dropout_threshold", "queries_start", "block_words"]
 
@@ -55,7 +55,7 @@ def _add_queries(
     DK: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """(dk, dv) after the queries of one run, in the heads that share the keys; for the tuples see the kernel."""
+    """Returns (dk, dv) after the queries of one run, in the heads that share the keys; the kernel builds the tuples."""
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     keys, values, k, v, k_pos = key_tile
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
@@ -64,7 +64,7 @@ def _add_queries(
     counters_ptr, counters_start, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tile_m = tl.arange(0, BLOCK_M)
     blocks = tl.cdiv(stop - start, BLOCK_M)
-    # The heads' blocks in one loop: the loads of the next head are under way while this one's last block is computed.
+    # One loop goes over all heads' blocks, so that the next head's loads overlap the last block of this head.
     for index in tl.range(0, group * blocks):
         head = first_head + index // blocks
         first_m = start + index % blocks * BLOCK_M
@@ -105,9 +105,9 @@ def _add_queries(
 
 @triton.jit
 def _queries_of(queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.constexpr, EXCHANGE: tl.constexpr):
-    """Pointers to q, grad_out, log2_sum and delta of rank `source`.
+    """Returns pointers to q, grad_out, log2_sum and delta of rank `source`.
 
-    With an exchange they are one behind the other in its block in the own slot.
+    With an exchange they are concatenated in that rank's block in this rank's slot.
     """
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     if EXCHANGE:
@@ -124,7 +124,7 @@ def _queries_of(queries, exchange, source, batch, heads, n, HEAD_SIZE: tl.conste
 
 @triton.jit(do_not_specialize=_CHANGING)
 def ring_attention_dkdv_kernel(
-    q_ptr,  # [B, H, n, D] bf16, read; with an exchange the next three are not, and this one is but for its dtype
+    q_ptr,  # [B, H, n, D] bf16, read; with an exchange the next three are unused, and this one only gives its dtype
     grad_out_ptr,  # [B, H, n, D] bf16, read
     log2_sum_ptr,  # [B, H, n + padding] fp32, read
     delta_ptr,  # [B, H, n + padding] fp32, read
@@ -173,7 +173,7 @@ def ring_attention_dkdv_kernel(
     tiles = run_count * tl.cdiv(run_size, BLOCK_N)
     run_of_keys = tl.program_id(0) % tiles // tl.cdiv(run_size, BLOCK_N)
     first_n = tl.program_id(0) % tl.cdiv(run_size, BLOCK_N) * BLOCK_N
-    kv_head = tl.cast(tl.program_id(0) // tiles, tl.int64)  # of all of the batch
+    kv_head = tl.cast(tl.program_id(0) // tiles, tl.int64)  # index among the key heads of the whole batch
     tile_n = tl.arange(0, BLOCK_N)
     offs_n, first_row = first_n + tile_n, run_of_keys * run_size
     k_ptr = blocks_ptr + (kv_head * n + first_row) * HEAD_SIZE

@@ -2,9 +2,9 @@
 
     p = exp(scale q kᵀ - lse)        ds = p * (grad_out vᵀ - delta)        dq = scale ds k
 
-A program holds a tile of queries of one head, of one run of positions, and walks over the blocks in the order in which
+A program holds a tile of queries of one head, of one run of positions, and loops over the blocks in the order in which
 they arrive; its sum stays in float32 in registers through all of them. Formulas and tiles are those of
-`attention_backward`; what a query sees of a run is an interval of indices (`ring_attention_visibility`).
+`attention_backward`; the keys of a run that a query sees are an interval of indices (`ring_attention_visibility`).
 """
 
 import triton
@@ -20,7 +20,7 @@ from tpfuse.kernels.sequence_runs import run_start
 from tpfuse.kernels.signals import advance, begin
 from tpfuse.kernels.tiles import dot, rounded
 
-# Numbers that change from call to call: no kernel of their own for 1 and multiples of 16.
+# Numbers that change from call to call: Triton compiles no separate kernel for 1 and multiples of 16.
 _CHANGING = ["tiles", "run_count", "run_size", "run_unit", "run_step", "source_first", "source_step", "steps", "rank"]
 _CHANGING += ["dropout_threshold", "words", "queries_start", "queries_words", "block_words"]
 
@@ -43,7 +43,7 @@ def _add_keys(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """dq after the keys of one run; for the tuples see `_walk`."""
+    """Returns dq after the keys of one run; for the tuples see `_walk`."""
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     query_rows, q = queries
     grad_rows, grad_out = grads
@@ -99,9 +99,9 @@ def _walk(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """(dq of a tile, how many of the blocks are known to be here, how many were not when the wait for them ended).
+    """Returns (dq of a tile, how many blocks are known to be here, how many were not when the wait for them ended).
 
-    A block that no query of the tile sees is not waited for; where a later one is here the earlier ones are, too.
+    It does not wait for a block that no query of the tile sees; where a later block is here the earlier ones are, too.
     """
     first_ptr, last_ptr, tile_first, tile_last = tile
     blocks_ptr, keys_start, stride_v = blocks
@@ -166,7 +166,7 @@ def _dq_of_tile(
     BLOCK_N: tl.constexpr,
     SLICE_D: tl.constexpr,
 ):
-    """Stores dq of a tile of one run and one head; the rest of `_walk`'s answer."""
+    """Stores dq of a tile of one run and one head; returns the two counts of `_walk`."""
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
     first_ptr, last_ptr = visible_ranges
     counters_ptr, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
@@ -177,7 +177,7 @@ def _dq_of_tile(
         run_count * tiles - 1 - tile % (run_count * tiles)
     )  # the later ones mostly see more, and so come first
     first_row, first_m = reversed_tile // tiles * run_size, reversed_tile % tiles * BLOCK_M
-    head = tl.cast(tile // (run_count * tiles), tl.int64)  # of all heads of the batch
+    head = tl.cast(tile // (run_count * tiles), tl.int64)  # index among the heads of the whole batch
     row = head * run_count * run_size + first_row
     tile_m = tl.arange(0, BLOCK_M)
     offs_m = first_m + tile_m
@@ -214,7 +214,7 @@ def ring_attention_dq_kernel(
     log2_sum_ptr,  # [B, H, n + padding] fp32, read
     delta_ptr,  # [B, H, n + padding] fp32, read
     blocks_ptr,  # [2, B, Hk, n, D] bf16, read: keys and values of this rank; without copiers [steps, 2, B, Hk, n, D]
-    words_ptr,  # the same as int32 words, read by copiers: the own block's first part
+    words_ptr,  # the same as int32 words, read by copiers: the first part of this rank's block
     queries_ptr,  # int32 words, read by copiers: the second part
     dq_ptr,  # [B, n, H, D] bf16 or fp32, written
     first_ptr,  # [n] int32, read
@@ -264,7 +264,9 @@ def ring_attention_dq_kernel(
         missing = 0
         if COPIERS > 0:
             if tl.program_id(0) < COPIERS:
-                start = queries_start // 16 * 16  # it is, so that 16 bytes are moved at once
+                start = (
+                    queries_start // 16 * 16
+                )  # queries_start is a multiple of 16; this tells Triton, so that 16 bytes are moved at once
                 missing = 2 * WORLD
                 missing -= copy_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,
@@ -276,7 +278,7 @@ def ring_attention_dq_kernel(
                         block_words, slot_bytes, epoch, rank, WORLD, COPIERS, RING, 1, BLOCK_COPY,
                     )  # fmt: skip
         worker = tl.program_id(0) - COPIERS
-        here = 1 if COPIERS > 0 else steps  # the own block needs no wait
+        here = 1 if COPIERS > 0 else steps  # this rank's block needs no wait
         for tile in range(tl.where(worker < 0, tiles, worker), tiles, max(tl.num_programs(0) - COPIERS, 1)):
             here, late = _dq_of_tile(
                 tile, (q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr), (first_ptr, last_ptr),

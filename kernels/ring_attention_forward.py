@@ -1,16 +1,16 @@
 """ring_attention_forward: attention of this rank's queries to the keys of all ranks, which arrive while it computes.
 
-One launch. Its first programs bring the other ranks' blocks of keys and values (`block_exchange`). Each other one holds
-a tile of queries and walks over the blocks in the order in which they come, the own one first, with the state (output,
-maximum, sum) of `attention_online_softmax` in registers from the first block to the last: nothing is merged, stored or
-rounded in between, so that the result has the error of one rank's attention, however long the ring.
+There is one launch. Its first programs copy the other ranks' blocks of keys and values (`block_exchange`). Each other
+program holds a tile of queries and loops over the blocks in the order in which they come, this rank's block first, with
+the state (output, maximum, sum) of `attention_online_softmax` in registers from the first block to the last: nothing is
+merged, stored or rounded in between, so that the result has the error of one rank's attention, however long the ring.
 
-Which keys a query sees is an interval of positions, whether by a causal mask, a window, documents or padding, and a
+The keys that a query sees are an interval of positions, whether by a causal mask, a window, documents or padding, and a
 block is one or two runs of positions (`ring_attention_visibility`). Blocks of keys that no query of a tile sees are
-skipped, those that all see whole are not masked. Tiles of queries are of one run each, the later ones, which mostly see
-more, first.
+skipped, and blocks that all its queries see completely are not masked. A tile's queries belong to one run. The later
+tiles, which mostly see more, start first.
 
-Where all blocks are here already the same kernel runs without copiers, one program for each tile.
+Where all blocks are already here the same kernel runs without copiers, one program for each tile.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from tpfuse.kernels.ring_attention_visibility import first_index, index_range, l
 from tpfuse.kernels.sequence_runs import SequenceRuns, run_start
 from tpfuse.kernels.signals import advance, begin
 
-# Arguments that change from call to call and gain nothing from a compilation of their own.
+# Arguments that change from call to call and for whose values a separate compilation gains nothing.
 _CHANGING = ["run_count", "run_size", "run_unit", "run_step", "tiles", "words", "block_words", "slot_bytes"]
 _CHANGING += ["source_first", "source_step", "steps", "rank", "dropout_threshold"]
 
@@ -41,7 +41,7 @@ _CHANGING += ["source_first", "source_step", "steps", "rank", "dropout_threshold
 def _attend_run(
     state,
     q,
-    queries,  # as `source` of `attend_range`
+    queries,  # `source` of `attend_range`
     keys,  # (k_ptr, v_ptr) of the run
     seen,  # (first_ptr, last_ptr)
     run,  # (start, step, size) of its positions
@@ -52,8 +52,11 @@ def _attend_run(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The state after one run of keys, which are counted from its first: a query stands at the last one that it sees,
-    and sees so many behind itself. What is known of queries is loaded anew for each run, to spare registers."""
+    """Returns the state after one run of keys, which are counted from its first.
+
+    A query's position is the index of the last key that it sees, and `behind` the number of keys that it sees before
+    that. The bounds of the queries are loaded again for each run, to save registers.
+    """
     first_ptr, last_ptr = seen
     start, step, size = run
     counters_ptr, dropout_key_ptr, dropout_threshold = dropout
@@ -77,7 +80,7 @@ def _attend_run(
 def _attend_tile(
     tile,
     aborted,
-    workers,  # programs that attend: their first tiles are those below
+    workers,  # programs that attend; the tiles below this number are their first ones
     q_ptr,
     blocks_ptr,
     seen,  # (first_ptr, last_ptr)
@@ -102,8 +105,10 @@ def _attend_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of queries and all blocks. Only the first tile of a program waits for them; returns whether its wait, or
-    one before (`aborted`), was cut short, behind which no block is read."""
+    """Computes one tile of queries from all blocks; returns whether a wait was cut short, now or before (`aborted`).
+
+    Only the first tile of a program waits for blocks. After a wait that was cut short no block is read.
+    """
     element: tl.constexpr = q_ptr.dtype
     ready_ptr, slots_ptr, abort_ptr, block_words, slot_bytes, epoch, rank = channel
     run_count, run_size, run_unit, run_step = runs
@@ -242,20 +247,21 @@ def ring_attention_forward(
     dropout_key: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ scale) v over the keys of all ranks, or of some, that each query sees, and its log-sum-exp.
+    """Returns softmax(q kᵀ scale) v over the keys of all ranks, or of some, that each query sees, and its log-sum-exp.
 
     q: [B, H, n, D], the queries of rank `rank`, whose positions are runs.positions(rank): any strides (copied where
     `aligned` has to). seen: (first, last), int32 [n] each: the positions of the keys that a query sees, none where
-    first > last; both never decrease, and last is less than the sequence's length. scale: positive, default
-    1 / sqrt(D).
+    first > last; both never decrease, and last is less than the sequence's length. scale: positive, default 1 /
+    sqrt(D).
 
-    With exchange: blocks [2, B, Hk, n, D], contiguous: the keys and values of this rank; the other ranks' are brought.
-    All ranks of the channel call this, with the same shapes, dtype, runs, dropout_p, and so many words of ready. With
-    sources: blocks [S, 2, B, Hk, n, D], contiguous: those of the S ranks `sources`, which are equally far from each
-    other (counted around the ring), and are taken in that order; nothing is communicated.
+    With exchange: blocks [2, B, Hk, n, D], contiguous: the keys and values of this rank; the other ranks' are copied
+    here. All ranks of the channel call this, with the same shapes, dtype, runs, dropout_p and number of words of ready.
+    With sources: blocks [S, 2, B, Hk, n, D], contiguous: those of the S ranks `sources`, which are equally far from
+    each other (counted around the ring), and are taken in that order; nothing is communicated.
 
     dropout_p, counters, dropout_key: element (query, key) is kept by `tpfuse.ops.dropout`'s hash of counters[query] +
-    the key's position; counters: int64 [B, H, n], dropout_key: [] int64. out_dtype: default q's; or float32.
+    the key's position; counters: int64 [B, H, n], dropout_key: [] int64. out_dtype: q's dtype, which is the default, or
+    float32.
 
     H is a multiple of Hk, head h of q using head h // (H / Hk); D a multiple of 8 from 16 to 256; float32, float16 or
     bfloat16. Returns out [B, H, n, D], a view of [B, n, H, D], and lse [B, H, n] float32, without dropout; 0 and -inf

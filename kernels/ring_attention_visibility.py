@@ -1,9 +1,9 @@
 """ring_attention_visibility: an interval of positions that a token sees, as indices of a run of other tokens.
 
-Tokens are spread in runs (`sequence_runs`), whose positions go up in steps. What a token sees of a run is an interval
-of indices, so that a walk over it needs not know where the run lies in the sequence. Both ends of the intervals never
-go back from a token to the next, so that the first and the last token of a tile say which blocks the tile sees, and
-which of them whole. Queries that see keys and keys that are seen by queries are the same thing here.
+Tokens are spread in runs (`sequence_runs`), whose positions increase in steps. The tokens of a run that a token sees
+are an interval of indices, so that a loop over it need not know the run's position in the sequence. Both ends of the
+intervals never decrease from a token to the next, so that the first and the last token of a tile say which blocks the
+tile sees, and which of them completely. The functions serve queries that see keys and keys that are seen by queries.
 """
 
 import triton
@@ -12,20 +12,22 @@ import triton.language as tl
 
 @triton.jit
 def first_index(position, start, step):
-    """The first index of a run that is at `position` or behind; 0 or more, perhaps behind the run."""
+    """Returns the first index of a run that is at `position` or after it; 0 or more, perhaps after the run's end."""
     return (tl.maximum(position - start, 0) + step - 1) // step
 
 
 @triton.jit
 def last_index(position, start, step, size):
-    """The last index of a run of `size` that is at `position` or in front of it; -1 if none is."""
+    """Returns the last index of a run of `size` that is at `position` or before it; -1 if there is none."""
     return tl.minimum(tl.maximum(position - start + step, 0) // step, size) - 1
 
 
 @triton.jit
 def index_range(first_ptr, last_ptr, tile_first, tile_last, start, step, size, BLOCK: tl.constexpr):
-    """What the tokens tile_first to tile_last see of a run: (start, full_start, full_stop, stop), indices, as of
-    `attention_scores.key_range`. first_ptr, last_ptr: int32, the intervals of positions that this rank's tokens see.
+    """Returns indices (start, full_start, full_stop, stop) of a run that the tokens tile_first to tile_last see.
+
+    The indices mean the same as in `attention_scores.key_range`. first_ptr, last_ptr: int32, the intervals of positions
+    that this rank's tokens see.
     """
     begin = first_index(tl.load(first_ptr + tile_first), start, step) // BLOCK * BLOCK
     full_begin = tl.cdiv(first_index(tl.load(first_ptr + tile_last), start, step), BLOCK) * BLOCK

@@ -12,7 +12,7 @@ from tpfuse.kernels.layer_norm_backward import norm_backward
 def rms_norm_forward(
     x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(out, summed, rstd): as `layer_norm_forward`, with rstd = 1 / sqrt(mean(x²) + eps)."""
+    """Returns (out, summed, rstd): as `layer_norm_forward`, with rstd = 1 / sqrt(mean(x²) + eps)."""
     out, summed, _, rstd = norm_forward("rms_norm", x, weight, None, eps, residual, centered=False)
     return out, summed, rstd
 
@@ -20,7 +20,7 @@ def rms_norm_forward(
 def rms_norm_backward(
     grad_out: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, *, grad_summed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight): as `layer_norm_backward`."""
+    """Returns (dx, dweight): as `layer_norm_backward`."""
     dx, dweight, _ = norm_backward(
         "rms_norm_backward", grad_out, x, weight, None, rstd, grad_summed=grad_summed, with_bias=False
     )

@@ -2,10 +2,10 @@
 
     (a, b) -> (a cos - b sin, b cos + a sin)        for each pair of a head's elements, cos and sin of its position
 
-Pairs are an element and the one R further on (half-split: Llama, GPT-NeoX) or neighbours (interleaved: GPT-J). A
-program holds the cosines and sines of a block of positions in registers, in float32, and walks over some heads with
-them: what is read and written is the heads and little else. Each element is read and written by one thread, so that
-the results may lie where the inputs do. The inverse is the rotation by the negative angles, which is also backward.
+A pair is an element and the element R later (half-split: Llama, GPT-NeoX) or two neighbours (interleaved: GPT-J). A
+program holds the cosines and sines of a block of positions in registers, in float32, and applies them to some heads, so
+that little besides the heads is read and written. Each element is read and written by one thread, so that the results
+may overwrite the inputs. The inverse is the rotation by the negative angles, which is also the backward pass.
 """
 
 import torch
@@ -27,7 +27,7 @@ def _rotate_pair(a, b, cos, sin):
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,  # at the first rotated element of the block's columns
+    x_ptr,  # pointer to the first rotated element of the block's columns
     out_ptr,
     first,
     stop,
@@ -44,7 +44,7 @@ def _rotate_heads(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Rotates `width` pairs (BLOCK_R at the most) of a block of positions in the heads from `first` to `stop`."""
+    """Rotates `width` pairs (at most BLOCK_R) of a block of positions in the heads from `first` to `stop`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     offs_x += first.to(tl.int64) * stride_xh
     offs_out += first.to(tl.int64) * stride_oh
@@ -114,7 +114,9 @@ def rope_kernel(
     known = (position >= 0) & (position < n_positions)
     table = position[:, None] * R + offs_r[None, :]
     mask = known[:, None] & (offs_r < R)[None, :]
-    cos = tl.load(cos_ptr + table, mask=mask, other=float("nan"))  # what has no angle is not left as it was
+    cos = tl.load(
+        cos_ptr + table, mask=mask, other=float("nan")
+    )  # a position outside the tables gives NaN, not the input unchanged
     sin = tl.load(sin_ptr + table, mask=mask, other=float("nan")) * sign
 
     shift = first_r * 2 if INTERLEAVED else first_r
@@ -145,12 +147,12 @@ def rope_forward(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The first 2 R elements of every head rotated by its position's angles, the others copied.
+    """Rotates the first 2 R elements of every head by its position's angles and copies the others.
 
-    q: [B, T, H, D] and k: [B, T, H_k, D] or None, of one dtype of float32, float16, bfloat16; any strides but 1 for D
-    (a tensor [B, H, T, D] goes in as its transpose(1, 2)); D even. cos, sin: [n_positions, R] float32, contiguous,
-    2 R <= D. positions: [B, T] or [T] int64; one outside the tables makes NaN. inverse: by the negative angles.
-    Returns new tensors in the layout of torch.empty_like. Raises ValueError for other shapes, dtypes, strides, devices.
+    q: [B, T, H, D] and k: [B, T, H_k, D] or None, of one dtype of float32, float16, bfloat16; any strides with 1 for D
+    (pass a tensor [B, H, T, D] as its transpose(1, 2)); D even. cos, sin: [n_positions, R] float32, contiguous, 2 R <=
+    D. positions: [B, T] or [T] int64; one outside the tables makes NaN. inverse: by the negative angles. Returns new
+    tensors in the layout of torch.empty_like. Raises ValueError for other shapes, dtypes, strides, devices.
     """
     check_rope("rope_forward", q, k, cos, sin, positions)
     width, outs = 2 * cos.shape[1], []
@@ -175,7 +177,7 @@ def rope_(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> None:
-    """`rope_forward` in place. Raises ValueError also where elements of q or of k share memory (expanded tensors)."""
+    """Does `rope_forward` in place. Also raises ValueError where elements of q or k share memory (expanded tensors)."""
     check_rope("rope_", q, k, cos, sin, positions)
     for name, x in (("q", q), ("k", k)):
         if x is not None and any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True)):
@@ -236,9 +238,9 @@ def _launch(
 
 
 def check_rope(operator: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Raises ValueError unless these are what `rope_forward` takes, but for q and k float64 too.
+    """Raises ValueError unless `rope_forward` takes these tensors; q and k in float64 are accepted too.
 
-    The values of positions are not looked at.
+    The values of positions are not checked.
     """
     check_floats(operator, cos=cos, sin=sin)
     check_integers(operator, "positions", positions, (torch.int64,))

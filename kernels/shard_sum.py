@@ -1,17 +1,18 @@
-"""shard_sum: this rank's shard of the sum of all ranks' gradients, and what it adds to their squared norm.
+"""shard_sum: this rank's shard of the sum of all ranks' gradients, and the shard's part of their squared norm.
 
-Every rank has a flat buffer of gradients of its own in symmetric memory, of one size and dtype, and owns the elements
-[start, start + m) of the sum, which no other rank does (ZeRO, arXiv:1910.02054). It reads them where they are, each
-once, rank 0 first, and sums in float32: nothing is staged, and the result does not depend on who owns what. The sum may
-take the place of the rank's own gradients: nobody else reads those.
+Every rank has its own flat buffer of gradients in symmetric memory, of one size and dtype, and owns the elements
+[start, start + m) of the sum, which no other rank owns (ZeRO, arXiv:1910.02054). It reads these elements in place, each
+once, rank 0 first, and sums in float32: nothing is staged, and the result does not depend on the owner. The sum may
+overwrite the rank's own gradients: no other rank reads those.
 
-One round of signals, at the beginning: program p waits until program p of every rank has started, which happens behind
-all that the rank's stream did before, so behind its gradients. There is none at the end. Peers may still be reading
-this rank's gradients when its launch is over; they may be written again behind its next launch on the channel, of
-whatever kernel. For that ends only when every rank has begun it, behind its launch of this one, with all its reads. So
-one more launch between is enough: with two buffers that are summed in turn, the next sum but one follows the sum of the
-other buffer; with one buffer, the update (`kernels/sharded_adamw.py`) lies between this step's sum and the next step's
-gradients. Whatever writes gradients must be on the stream behind that launch.
+There is one round of signals, at the beginning: program p waits until program p of every rank has started, which
+happens after all that the rank's stream did before, and so after its gradients are written. There is no round at the
+end. Peers may still be reading this rank's gradients when its launch is over; the gradients may be written again after
+this rank's next launch on the channel, of any kernel. That launch ends only when every rank has begun it, which is
+after that rank's launch of this kernel, with all its reads. So one more launch between is enough: with two buffers that
+are summed in turn, the sum of the other buffer comes between two sums of the same buffer; with one buffer, the update
+(`kernels/sharded_adamw.py`) comes between this step's sum and the next step's gradients. All operations that write
+gradients must come after that launch on the stream.
 """
 
 import triton
@@ -24,19 +25,19 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
 
-_MOST = 2**30  # elements of a shard: kernels count what is in it in 32 bits, which takes fewer registers
+_MOST = 2**30  # elements of a shard: kernels count them in 32 bits, which takes fewer registers
 
 
 @triton.jit
 def shard_pointer(addresses_ptr, peer, start, dtype: tl.constexpr):
-    """A pointer to element `start` of `peer`'s flat buffer, whose address is a multiple of 16."""
+    """Returns a pointer to element `start` of `peer`'s flat buffer, whose address is a multiple of 16."""
     base = tl.load(addresses_ptr + peer).to(tl.pointer_type(dtype))
-    return tl.multiple_of(base, 16) + start  # said of what a function returns it would be lost
+    return tl.multiple_of(base, 16) + start  # on the result of a function call the hint would be lost
 
 
 @triton.jit
 def sum_over_ranks(addresses_ptr, start, offs, mask, dtype: tl.constexpr, WORLD: tl.constexpr):
-    """The sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
+    """Returns the sum of elements start + offs of all ranks' flat buffers in float32, rank 0 first; 0 where masked."""
     total = tl.load(shard_pointer(addresses_ptr, 0, start, dtype) + offs, mask=mask, other=0.0).to(tl.float32)
     for source in tl.static_range(1, WORLD):
         source_ptr = shard_pointer(addresses_ptr, source, start, dtype)
@@ -81,14 +82,14 @@ def shard_sum_kernel(
 def shard_sum(
     gradients: Tensor, addresses: Tensor, out: Tensor, squares: Tensor, start: int, endpoint: Endpoint
 ) -> None:
-    """out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all have called this.
+    """Sets out = Σ over ranks of gradients[start : start + m], squares.sum() = Σ out², once all ranks have called this.
 
-    gradients: [size] float32, float16 or bfloat16, this rank's; addresses: [world] int64, where every rank's begin,
-    multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float32, at least
-    endpoint.programs, overwritten: a part for each program, the rest 0; the same in every run. All ranks bring the same
-    size, dtype, m and parts, and shards that do not overlap; a start that 16 divides makes for wide accesses. No rank
-    may write its gradients before its next launch on the channel. Raises ValueError for other shapes, dtypes or
-    devices, for a shard that is not inside, and where the channel has too few flags.
+    gradients: [size] float32, float16 or bfloat16, this rank's; addresses: [world] int64, the address of every rank's
+    buffer, multiples of 16. out: [m] float32; it may be gradients[start : start + m]. squares: [parts] float32, at
+    least endpoint.programs, overwritten: a part for each program, the rest 0; the same in every run. All ranks pass the
+    same size, dtype, m and parts, and shards that do not overlap; a start that is a multiple of 16 permits wide
+    accesses. No rank may write its gradients before its next launch on the channel. Raises ValueError for other shapes,
+    dtypes or devices, for a shard that is not inside the buffer, and where the channel has too few flags.
     """
     m = out.numel()
     check_flat("shard_sum", "gradients", gradients, addresses, start, m, endpoint)
@@ -121,7 +122,9 @@ def shard_sum(
 
 
 def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:
-    """Raises ValueError unless x is a flat buffer that holds [start, start + m) and `addresses` are of all ranks'."""
+    """Raises ValueError unless x is a flat buffer that holds [start, start + m) and `addresses` has one address per
+    rank.
+    """
     check_shape(operator, name, x, (x.numel(),))
     check_integers(operator, name, x, FLOATS)
     check_contiguous(operator, name, x)

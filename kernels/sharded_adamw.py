@@ -1,19 +1,19 @@
-"""sharded_adamw: one sweep over a shard: sum of all ranks' gradients, AdamW, the new parameters to all ranks.
+"""sharded_adamw: one pass over a shard: the sum of all ranks' gradients, AdamW, the new parameters to all ranks.
 
-Each rank owns the elements [start, start + m) of a flat bucket: their optimizer state is its alone (ZeRO,
-arXiv:1910.02054), the parameters and gradients of the bucket are on every rank, in symmetric memory. The owner reads
-the gradients of its elements where they are, rank 0 first, sums them in float32, updates (`kernels/adamw.py`), and
-stores the new parameters where every rank will read them: reduce-scatter, optimizer step and all-gather in one launch.
-Each gradient is read once from each rank, the state is read and written once, a parameter is written once to each rank;
-nothing lies in between. Where the sum is known already (`kernels/shard_sum.py`, when the norm is needed first) it takes
-the place of the gradients.
+Each rank owns the elements [start, start + m) of a flat bucket: it alone has their optimizer state (ZeRO,
+arXiv:1910.02054), while every rank has the parameters and gradients of the bucket in symmetric memory. The owner reads
+the gradients of its elements in place, rank 0 first, sums them in float32, updates (`kernels/adamw.py`), and stores the
+new parameters where every rank will read them: reduce-scatter, optimizer step and all-gather in one launch. Each
+gradient is read once from each rank, the state is read and written once, a parameter is written once to each rank;
+nothing is staged in between. Where the sum is already known (`kernels/shard_sum.py`, when the norm is needed first) it
+replaces the gradients.
 
-Two rounds of signals. At the beginning program p waits until program p of every rank has started: behind what that
-rank's stream did before, so its gradients are whole and it no longer computes with its parameters. At the end it waits
-until program p of every rank has stored what is new and read what it needed: what comes next on the stream reads
-parameters that are whole, and may write gradients again, of this launch and of any sum before it. A launch that is cut
-short between the two leaves a bucket of which some parameters are new and some are not: what follows a timeout is the
-last checkpoint.
+There are two rounds of signals. At the beginning program p waits until program p of every rank has started. That is
+after all that the rank's stream did before, so its gradients are complete and it no longer computes with its
+parameters. At the end program p waits until program p of every rank has stored its new parameters and read what it
+needed: operations that follow on the stream read complete parameters, and may write gradients again, those of this
+launch and of any sum before it. A launch that is cut short between the two rounds leaves a bucket of which some
+parameters are new and some are not: after a timeout, training resumes from the last checkpoint.
 """
 
 import torch
@@ -115,18 +115,19 @@ def sharded_adamw_(
     clip: Tensor | None,
     endpoint: Endpoint,
 ) -> None:
-    """Update number `step` (from 1) of elements [start, start + m) of all ranks' values, once all have called this.
+    """Makes update number `step` (from 1) of elements [start, start + m) of all ranks' values, once all have called
+    this.
 
     values: [size] float32, float16 or bfloat16, this rank's parameters; gradients: [size] of one of these too, this
-    rank's; their addresses: [world] int64, where every rank's begin, multiples of 16. gradient_addresses None: the
-    gradients are [m], the sums over all ranks. master, exp_avg, exp_avg_sq: [m] float32; master None where values are
-    float32 and so their own master. All contiguous. decay_end: elements of the shard before it are decayed, the others
-    are not. lr, step, clip: one element each, float32, step float32 or int64; the sum is multiplied by clip. One that
-    is not finite goes into the state as it is.
+    rank's; their addresses: [world] int64, the address of every rank's buffer, multiples of 16. gradient_addresses
+    None: the gradients are [m], the sums over all ranks. master, exp_avg, exp_avg_sq: [m] float32; master is None where
+    values are float32 and so their own master. All are contiguous. decay_end: elements of the shard before it are
+    decayed, the others are not. lr, step, clip: one element each; lr and clip float32, step float32 or int64; the sum
+    is multiplied by clip. A sum that is not finite goes into the state unchanged.
 
-    All ranks bring the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
-    order, every rank's values are new wherever somebody owns them, and every rank may write its gradients again. Raises
-    ValueError for other shapes, dtypes or devices, for a shard that is not inside, and where the channel has too few
+    All ranks pass the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
+    order, every rank's values are new in all shards, and every rank may write its gradients again. Raises ValueError
+    for other shapes, dtypes or devices, for a shard that is not inside the buffer, and where the channel has too few
     flags: two for each program and rank.
     """
     m = exp_avg.numel()

@@ -1,7 +1,7 @@
-"""signal_wait: a stream does not go on until a word of symmetric memory says so.
+"""signal_wait: makes a stream wait for a word of symmetric memory.
 
-For the host, which orders copies between ranks on streams: the kernel is one program that waits and ends, and what
-follows it on the stream sees what the word's writer did before. It ends early when the abort word says so.
+It is for the host, which orders copies between ranks on streams: the kernel is one program that waits and ends, and
+operations that follow on the stream see what the word's writer did before. It ends early when the abort word says so.
 """
 
 import torch
@@ -23,9 +23,9 @@ def signal_wait_kernel(
 
 
 def signal_wait(flag: Tensor, epoch: int, abort: Tensor) -> None:
-    """On the current stream: until `flag` says `epoch` or later, as int32 that wrap around, or `abort` is not 0.
+    """Makes the current stream wait until `flag` is `epoch` or later, as int32 that wrap around, or `abort` is not 0.
 
-    flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raises ValueError for what is neither.
+    flag: [1] int32, in any rank's symmetric memory; abort: [1] int32. Raises ValueError for other tensors.
     """
     for name, x in (("flag", flag), ("abort", abort)):
         check_shape("signal_wait", name, x, (1,))

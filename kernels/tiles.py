@@ -1,7 +1,8 @@
 """Device functions that every kernel shares: products and roundings that are right when interpreted too.
 
-Triton's interpreter multiplies bfloat16 as raw bits, truncates where it converts to it and makes a denormal of 0, so
-that operands are upcast and results rounded to the nearest even number by hand there; compiled, it is one instruction.
+Triton's interpreter multiplies bfloat16 as raw bits, truncates in conversions to bfloat16, and converts 0 to a
+denormal. When interpreted, these functions therefore upcast operands and round results to the nearest even number in
+integer arithmetic; when compiled, the same is one instruction.
 """
 
 import triton
@@ -14,7 +15,7 @@ INTERPRETED: tl.constexpr = tl.constexpr(_INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a b in float32; float32 operands as three tf32 products, which keeps float32's accuracy."""
+    """Returns acc + a b in float32; float32 operands as three tf32 products, which keeps float32's accuracy."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -25,19 +26,23 @@ def dot(a, b, acc):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x in `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
+    """Converts float32 x to `dtype`, rounded to the nearest, ties to even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
-        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)  # its conversion makes 0 a denormal
+        return (
+            (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        )  # the interpreter's conversion makes 0 a denormal
+
     else:
         return x.to(dtype)
 
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(pid_m, pid_n) of the `tile`-th tile in an order that walks GROUP_M rows of tiles column by column.
+    """Returns (pid_m, pid_n) of the `tile`-th tile in an order that goes through GROUP_M rows of tiles column by
+    column.
 
     Neighbouring programs then share operands in the L2 cache.
     """
