@@ -1,4 +1,4 @@
-"""What attention's kernels share: which scores count, and which probabilities dropout keeps.
+"""Functions that attention's kernels share: which scores count, and which probabilities dropout keeps.
 
 Query i has position q_offset + i, key j position k_offset + j, within the document for variable lengths. The query at
 position p sees the keys from p - behind to p + ahead. A causal mask is ahead = 0. A window w is behind = w - 1, and

@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("configurations.toml")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One row of the table. blocks: the constexprs that the kernel takes, by name (BLOCK_M, …)."""
+    """A row of the table. blocks: the constexprs that the kernel takes, by name (BLOCK_M, …)."""
 
     operator: str
     family: str

@@ -267,8 +267,8 @@ def cross_entropy_backward_(
     """Replaces the logits by scale (exp(logit - maximum) / total - [target]), rounded to their dtype; returns them.
 
     logits, target, start: as in `cross_entropy_forward`; normalizer: [2, M] float32 of `cross_entropy_combine`; scale:
-    [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 become 0, whatever they
-    contain. Raises ValueError for other shapes, dtypes or devices.
+    [M] float32, the factor of each row's gradient, 1 where it is None. Rows whose target is -1 become 0, even if they
+    contain NaN. Raises ValueError for other shapes, dtypes or devices.
     """
     _check("cross_entropy_backward_", logits, target)
     if len(logits) > 1 and logits.stride(0) < logits.shape[1]:

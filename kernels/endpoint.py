@@ -1,4 +1,4 @@
-"""One rank's end of a channel, as kernels see it, and how they move tiles through its slots.
+"""The view of a channel that one rank's kernels have, and how they move tiles through its slots.
 
 Every collective is "stage, signal, wait, combine": a rank writes what others need into its own slot, program p signals
 program p of every rank and waits for its signal, and then reads their slots (pull). Each slot has two halves; epoch e
@@ -7,7 +7,7 @@ launch follows one that waited for every rank's signal of e + 1, and a rank give
 has ended, with all its reads.
 
 Program p of each rank works on the same tiles of every row, p, p + programs, …: a tile has the same bytes on all ranks,
-whatever the alignment of their tensors. The launches of a channel must be the same, in one order, on every rank.
+however their tensors are aligned. The launches of a channel must be the same, in one order, on every rank.
 """
 
 from dataclasses import dataclass

@@ -8,12 +8,12 @@ x's dtype. At the end a program waits for the other ranks' parts of its own tile
 was first nor on the owner's rank.
 
 A tile of an owner belongs to the same program on every rank: tiles are dealt to programs in the order of owners 0, 1,
-2, …, continuing from one owner to the next, whatever the order in which a rank computes them. So no program has two
-tiles more than another, and program p waits only for program p of the other ranks: there is one flag from each program
-to the same program of each rank, however many tiles there are. No program waits for a later program of its grid,
-neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where other kernels
-hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same on all ranks:
-they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
+2, …, continuing from one owner to the next, independently of the order in which a rank computes them. So no program has
+two tiles more than another, and program p waits only for program p of the other ranks: there is one flag from each
+program to the same program of each rank, however many tiles there are. No program waits for a later program of its
+grid, neither on its rank nor through other ranks, so that not all programs of a grid need to run at once: where other
+kernels hold multiprocessors, its last programs begin when its first have ended. Grid and tiles must be the same on all
+ranks: they follow from M, N, the dtype and the channel, not from K or from how a rank's tensors are aligned.
 
 A program signals an owner when it has stored its tiles of the next owner too: the fence before the signal waits for
 stores to a peer, and by then those to the owner have arrived. It signals itself as well, as in `signals.barrier`.

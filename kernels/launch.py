@@ -1,4 +1,4 @@
-"""How a kernel reaches a device: launched on CUDA, interpreted on the CPU, or recorded for the compiler.
+"""Launches kernels on a device: on CUDA, interpreted on the CPU, or recorded for the compiler.
 
 Every launcher asks this module for the GPU family and launches through `launch`. On meta tensors, inside
 `recording(family)`, nothing runs: the launches are collected with the arguments that a GPU of that family would get, so

@@ -170,8 +170,7 @@ def attention_scores(
     k_offset: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns scaled scores [B, H, Tq, Tk], -inf where a query does not see a key, and [Tq, Tk], True where it does
-    not.
+    """Returns scaled scores [B, H, Tq, Tk], -inf for keys that a query does not see, and the mask of those [Tq, Tk].
 
     For the arguments see `attention`.
     """

@@ -1,6 +1,4 @@
-"""ring_attention_arguments: checks the arguments of ring attention's launchers and builds the kernels' arguments by
-keyword.
-"""
+"""ring_attention_arguments: checks the arguments of ring attention's launchers, and builds those of its kernels."""
 
 from collections.abc import Sequence
 from itertools import pairwise
