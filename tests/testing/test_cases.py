@@ -1,4 +1,4 @@
-"""A failure in a loop over cases says in which case it came up."""
+"""A failure in a loop over cases names the case in which it occurred."""
 
 import traceback
 
@@ -8,7 +8,7 @@ from tpfuse.testing.cases import naming
 
 
 def test_the_traceback_names_the_case_that_failed() -> None:
-    """A rank of a pool sends its traceback to the test."""
+    """A rank of a pool sends the test its traceback, so the case must be in it."""
     with pytest.raises(AssertionError) as caught:
         for case in (("bfloat16", 1), ("float32", 2), ("float64", 3)):
             with naming(case):

@@ -1,6 +1,6 @@
-"""The explorer: what it reports, what replays, what it sees beside loads and stores, and what it leaves behind.
+"""The explorer: its reports, deadlocks, schedules, replays and time-outs, and that it restores Triton's interpreter.
 
-Runs under other Triton versions too: PYTHONPATH=<their tree>:. python -m pytest tests/testing/test_explore.py
+The tests run under other Triton versions too: PYTHONPATH=<their tree>:. python -m pytest tests/testing/test_explore.py
 """
 
 import itertools
@@ -36,7 +36,7 @@ def shift_kernel(
     x_ptr, out_ptr, slots_ptr, flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, N: tl.constexpr,
     BARRIER: tl.constexpr, RELEASE: tl.constexpr, ACQUIRE: tl.constexpr, SCOPE: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """x to the right neighbour's slot, program by program, and what the left one has sent to out."""
+    """Write x to the right neighbour's slot, program by program, and copy what the left neighbour has sent to out."""
     pid = tl.program_id(0)
     right = (rank + 1) % WORLD
     offs = pid * N + tl.arange(0, N)
@@ -73,7 +73,7 @@ def shift(memory, guard=True, epochs=2, programs=2, **changes):
 
 
 def changed(**changes):
-    """`shift` with something wrong."""
+    """Return `shift` with changes that make it wrong."""
 
     def program(memory):
         shift(memory, **changes)
@@ -125,8 +125,8 @@ def test_a_scope_that_spans_one_gpu_is_named() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_narrow_scope_is_enough_for_what_else_orders(ordered) -> None:
-    """Rank 0 alone uses the word within its GPU; rank 1 comes after a barrier."""
+def test_a_narrow_scope_suffices_if_a_barrier_orders_the_accesses(ordered) -> None:
+    """Rank 0 uses the word with the scope of its GPU; rank 1 uses it after a barrier."""
 
     def program(memory):
         word = memory.signals("word", 1)
@@ -150,7 +150,7 @@ def signal_kernel(flag_ptr, SCOPE: tl.constexpr):
 
 
 def test_reuse_without_a_guard_is_a_race_between_iterations() -> None:
-    """With values that do not change: the results are right under every schedule."""
+    """The values do not change, so the results are right under every schedule; the race is reported nevertheless."""
 
     def program(memory):
         flags, slots = memory.signals("flags", 1), memory.buffer("slots", (1,), torch.float32)
@@ -222,7 +222,7 @@ def test_programs_keep_their_numbers_when_others_run_in_between() -> None:
         explore(program, 3, resident=resident)
 
 
-def test_priorities_of_pct_fall_where_the_seed_says() -> None:
+def test_priorities_of_pct_drop_at_the_steps_that_the_seed_draws() -> None:
     fallen = 0
     for seed in range(20):
         pick, running, chosen = PCT(seed, length=10, depth=2).start(), 0, []
@@ -235,7 +235,7 @@ def test_priorities_of_pct_fall_where_the_seed_says() -> None:
     assert fallen > 10
 
 
-def test_what_is_right_passes_and_is_counted() -> None:
+def test_a_correct_program_passes_and_its_steps_are_counted() -> None:
     report = explore(shift, 3, seeds=range(2))
     assert [type(schedule) for schedule in report.schedules] == [Sequential, RoundRobin, PCT, PCT]
     assert report.schedules[3] == PCT(1, length=report.steps[0])
@@ -253,7 +253,7 @@ def test_a_rank_that_raises_is_named() -> None:
         explore(program, 3)
 
 
-def test_a_kernel_that_raises_is_named_without_the_interpreters_wrapping() -> None:
+def test_a_kernel_that_raises_is_named_without_the_error_of_the_interpreter() -> None:
     with pytest.raises(
         ProtocolError, match=r"rank \d, program 0 raised ValueError: Memory semantic strange .*\n  at tests/testing"
     ):
@@ -263,7 +263,7 @@ def test_a_kernel_that_raises_is_named_without_the_interpreters_wrapping() -> No
 # Deadlocks
 
 
-def test_a_deadlock_says_who_waits_for_what() -> None:
+def test_a_deadlock_names_each_waiting_rank_and_its_word() -> None:
     def program(memory):
         flags = memory.signals("flags", 2)
         if memory.rank == 0:
@@ -312,7 +312,7 @@ def bounded_wait_kernel(flags_ptr, out_ptr):
     tl.store(out_ptr, tries)
 
 
-def test_a_wait_that_gives_up_by_itself_is_no_deadlock_to_the_patient() -> None:
+def test_a_bounded_wait_is_no_deadlock_with_enough_patience() -> None:
     out = torch.zeros(1, dtype=torch.int32)
 
     def program(memory):
@@ -350,7 +350,7 @@ def test_a_schedule_makes_the_same_run_each_time(schedule) -> None:
     assert eval(repr(schedule)) == schedule
 
 
-def test_what_is_drawn_is_the_same_in_every_run_and_the_callers_state_untouched() -> None:
+def test_random_numbers_are_the_same_in_every_run_and_the_callers_state_is_kept() -> None:
     drawn = []
 
     def program(memory):
@@ -365,7 +365,7 @@ def test_what_is_drawn_is_the_same_in_every_run_and_the_callers_state_untouched(
 
 
 def check_then_act(memory):
-    """Both ranks take the ticket if one is interrupted between looking and taking."""
+    """Take a ticket; both ranks take it if one is interrupted after it has read the word and before it writes it."""
     tickets = memory.signals("tickets", 1)
     taken = memory.signals("taken", 1)
     here = memory._run.memory.host_word("look", memory._word(tickets, 0, 0), 0, None)
@@ -376,7 +376,7 @@ def check_then_act(memory):
     assert sum(int(part.item()) for part in taken.peers) == 1
 
 
-def test_one_preemption_is_enough_for_what_no_sequence_of_ranks_shows() -> None:
+def test_one_preemption_finds_a_fault_that_no_order_of_whole_ranks_shows() -> None:
     explore(check_then_act, 2, schedules=[Sequential()])
     assert explore_bounded(check_then_act, 2, preemptions=0).exhausted
     with pytest.raises(ProtocolError, match=r"schedules=\[Choices\(choices=\(") as caught:
@@ -397,7 +397,7 @@ def test_every_schedule_within_the_bound_is_tried_once() -> None:
     assert not explore_bounded(program, 2, preemptions=1, limit=2).exhausted
 
 
-def test_without_preemptions_ranks_come_in_every_order() -> None:
+def test_without_preemptions_ranks_run_in_every_order() -> None:
     orders = []
 
     def program(memory):
@@ -424,7 +424,7 @@ def wrong(memory):
 # Time-outs
 
 
-def test_every_wait_ends_and_ranks_can_go_on() -> None:
+def test_every_wait_ends_and_ranks_can_continue() -> None:
     ended = []
 
     def program(memory):
@@ -450,9 +450,9 @@ def test_every_wait_ends_and_ranks_can_go_on() -> None:
     assert sorted(ended) == [(0, "late", 2)] * 2 + [(1, "after", 0)] * 2 + [(2, "late", 2)] * 2
 
 
-def test_a_kernel_leaves_its_wait_when_told_to() -> None:
+def test_a_kernel_leaves_its_wait_when_the_abort_word_is_set() -> None:
     def program(memory):
-        if memory.rank == 1:  # comes too late
+        if memory.rank == 1:  # does not launch the kernel
             memory.buffer("slots", (8,), torch.float32), memory.signals("flags", 2)
             with pytest.raises(PeerTimeout):
                 memory.barrier()
@@ -466,7 +466,7 @@ def test_a_kernel_leaves_its_wait_when_told_to() -> None:
     explore(program, 3, timeouts=True)
 
 
-def test_a_kernel_that_polls_no_abort_word_is_a_deadlock_all_the_same() -> None:
+def test_a_kernel_that_polls_no_abort_word_is_a_deadlock_even_with_time_outs() -> None:
     def program(memory):
         later_program_kernel[(1,)](memory.signals("flags", 1).local)
 
@@ -485,7 +485,7 @@ def test_a_reset_that_a_rank_never_reaches_times_out() -> None:
     explore(program, 2, timeouts=True)
 
 
-# What is left behind
+# The state after an exploration
 
 
 @triton.jit
@@ -507,7 +507,7 @@ def _interpreter():
 
 
 @pytest.mark.parametrize("program", [shift, wrong, lambda memory: 1 / 0], ids=["right", "race", "error"])
-def test_triton_is_as_it_was(program) -> None:
+def test_triton_is_restored(program) -> None:
     out = torch.zeros(4)
     fill_kernel[(1,)](out, 1.0, 4)
     before = _interpreter()
@@ -530,7 +530,7 @@ def test_one_exploration_at_a_time() -> None:
     explore(shift, 2)
 
 
-def test_without_the_interpreter_it_says_what_to_set(monkeypatch) -> None:
+def test_without_the_interpreter_the_error_names_the_variable_to_set(monkeypatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(ValueError, match="set TRITON_INTERPRET=1"):
         explore(shift, 2)

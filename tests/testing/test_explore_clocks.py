@@ -1,4 +1,4 @@
-"""Vector clocks and shadow memory by themselves: what orders what, step by step."""
+"""Vector clocks and shadow memory without a program: which operations order which accesses."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ ACQUIRE = {"acquires": True, "line": ("kernel.py", 2)}
 
 
 def pair(barrier_rule=True):
-    """Clocks of two streams, 0 and 2, with one program each, 4 and 6, which have begun."""
+    """Return clocks of two streams, 0 and 2, and their programs 4 and 6, which have begun."""
     clocks = Clocks(barrier_rule)
     first, second, one, two = (clocks.new_chain() for _ in range(4))
     clocks.fork(first, one)
@@ -51,7 +51,7 @@ def test_without_the_rule_and_for_the_host_a_release_covers_all() -> None:
         assert knows(clocks, two, one, time)
 
 
-def test_the_launch_covers_what_its_stream_did_before() -> None:
+def test_a_release_in_a_launch_covers_earlier_operations_of_its_stream() -> None:
     clocks = Clocks()
     stream, one, other = (clocks.new_chain() for _ in range(3))
     time = clocks.time(stream)
@@ -73,8 +73,8 @@ def test_a_launch_orders_the_programs_of_the_next_one() -> None:
     assert knows(clocks, two, one, time)
 
 
-def test_what_ends_and_what_continues_a_release() -> None:
-    """An acquire reads the last value: what it takes depends on the operations since the release."""
+def test_which_operations_end_or_continue_a_release() -> None:
+    """An acquire reads the last value; whether it takes over the release depends on the operations in between."""
     middle = {
         "relaxed read-modify-write": (lambda clocks, two: do(clocks, two), True),
         "releasing read-modify-write": (lambda clocks, two: do(clocks, two, **RELEASE), True),
@@ -104,7 +104,7 @@ def test_a_failed_swap_and_a_relaxed_operation_publish_nothing() -> None:
         assert not knows(clocks, two, one, time)
 
 
-def test_knowledge_passes_through_a_third_chain() -> None:
+def test_order_is_transitive_through_a_third_chain() -> None:
     clocks, one, two = pair()
     third = clocks.new_chain()
     time = clocks.time(one)
@@ -112,12 +112,12 @@ def test_knowledge_passes_through_a_third_chain() -> None:
     do(clocks, one, **RELEASE)
     do(clocks, two, **ACQUIRE)
     own = clocks.time(two)
-    do(clocks, two, word=(0, 7), **RELEASE)  # without a debug_barrier: what two itself did is not covered
+    do(clocks, two, word=(0, 7), **RELEASE)  # without a debug_barrier, so it does not cover two's own accesses
     do(clocks, third, word=(0, 7), **ACQUIRE)
     assert knows(clocks, third, one, time) and not knows(clocks, third, two, own)
 
 
-def test_there_is_room_for_any_number_of_chains() -> None:
+def test_there_may_be_any_number_of_chains() -> None:
     clocks, one, two = pair()
     time = clocks.time(one)
     clocks.debug_barrier(one)
@@ -159,7 +159,7 @@ def test_which_accesses_conflict(earlier, later) -> None:
     assert conflict is None or (conflict.element, conflict.component & ~1) == (3, one)
 
 
-def test_elements_that_wide_and_narrow_accesses_touch() -> None:
+def test_the_elements_of_wide_and_narrow_accesses() -> None:
     region = Region("box", 0, torch.Size([4, 4]), torch.int16)
     addresses = np.array([region.base, region.base + 6], np.uint64)
     assert region.elements(addresses, 1).tolist() == region.elements(addresses, 2).tolist() == [0, 3]

@@ -1,4 +1,4 @@
-"""Kernels under the explorer: programs of one grid, and the atomic operations that came with Triton 3.9."""
+"""Kernels under the explorer: programs of one grid, masks, and the atomic operations that Triton 3.9 added."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_scope_that_spans_one_block_is_too_narrow_for_a_grid() -> None:
         explore(program, 1)
 
 
-def test_an_empty_grid_is_a_launch_of_nothing() -> None:
+def test_a_launch_with_an_empty_grid_does_nothing() -> None:
     explore(
         lambda memory: poll_with_timeout_kernel[(0,)](memory.signals("flags", 1).local, torch.zeros(1)), 1, resident=2
     )
@@ -94,7 +94,7 @@ def test_atomic_load_store_and_poll(release, acquire) -> None:
 
 
 @pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="since Triton 3.9")
-def test_the_time_out_of_atomic_poll_passes_where_nobody_can_go_on() -> None:
+def test_atomic_poll_times_out_if_no_rank_can_continue() -> None:
     def program(memory):
         out = torch.zeros(1, dtype=torch.int32)
         flags = memory.signals("flags", 1)
@@ -113,10 +113,10 @@ def masked_store_kernel(box_ptr, first, stop, N: tl.constexpr):
     tl.store(box_ptr + offs, offs + 1, mask=(offs >= first) & (stop > first) & (offs < stop))
 
 
-def test_a_mask_made_of_several_selects_and_does_not_index() -> None:
+def test_a_combined_mask_selects_and_does_not_index() -> None:
     def program(memory):
         box = memory.buffer("box", (8,), torch.int32)
-        mine = 4 * memory.rank  # ranks write halves of rank 0's box: no element is written by two
-        masked_store_kernel[(1,)](box.peers[0], mine, mine + 4, 8)
+        first = 4 * memory.rank  # each rank writes one half of rank 0's box: no two ranks write the same element
+        masked_store_kernel[(1,)](box.peers[0], first, first + 4, 8)
 
     explore(program, 2)

@@ -1,4 +1,4 @@
-"""The explorer's symmetric memory: torch operations, signals of the host, and buffers, freed and outgrown."""
+"""The explorer's symmetric memory: torch operations, signals of the host, and accesses to freed memory or outside."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def fill_kernel(ptr, value, N: tl.constexpr):
     tl.store(ptr + tl.arange(0, N), tl.full((N,), value, tl.float32))
 
 
-# What torch does
+# Torch operations
 
 
 @torch.library.custom_op("tpfuse_test::double_into", mutates_args=("out",))
@@ -52,7 +52,7 @@ def test_torch_operations_on_a_peers_memory_race(operation) -> None:
         explore(program, 2)
 
 
-def test_what_reads_no_elements_is_no_access() -> None:
+def test_operations_that_read_no_elements_are_no_accesses() -> None:
     def program(memory):
         box = memory.buffer("box", (4,), torch.float32)
         if memory.rank == 0:
@@ -128,7 +128,7 @@ def test_using_a_freed_buffer_raises() -> None:
     explore(program, 2)
 
 
-def test_a_kernel_that_keeps_an_address_is_caught() -> None:
+def test_an_access_to_a_freed_buffer_by_its_old_address_is_reported() -> None:
     def program(memory):
         local = memory.buffer("box", (4,), torch.float32).local
         memory.free("box")
@@ -140,7 +140,7 @@ def test_a_kernel_that_keeps_an_address_is_caught() -> None:
         explore(program, 2)
 
 
-def test_a_store_past_the_end_is_caught() -> None:
+def test_a_store_past_the_end_is_reported() -> None:
     def program(memory):
         fill_kernel[(1,)](memory.buffer("box", (3,), torch.float32).local, 1.0, 4)
 
@@ -150,7 +150,7 @@ def test_a_store_past_the_end_is_caught() -> None:
         explore(program, 2)
 
 
-def test_ranks_that_ask_for_different_buffers_disagree() -> None:
+def test_different_shapes_of_one_buffer_raise_disagreement() -> None:
     def program(memory):
         with pytest.raises(Disagreement, match=r"rank 1 asks for torch.float32 \(2,\), another rank for .* \(1,\)"):
             memory.buffer("box", (1 + memory.rank,), torch.float32)
@@ -160,7 +160,7 @@ def test_ranks_that_ask_for_different_buffers_disagree() -> None:
         explore(program, 2)
 
 
-def test_a_buffer_that_one_rank_never_asks_for_is_a_deadlock() -> None:
+def test_a_buffer_that_one_rank_does_not_make_is_a_deadlock() -> None:
     def program(memory):
         if memory.rank:
             memory.buffer("box", (1,), torch.float32)

@@ -1,4 +1,4 @@
-"""Mutants made from a protocol's source: which there are, that they are found, and what is left as it was."""
+"""Mutants of a protocol's source: which there are, that the explorer finds them, and that modules are restored."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "protocols"
 
 @pytest.fixture(scope="module")
 def modules():
-    """ring_signals and ring, which imports it."""
+    """The modules ring_signals and ring; the latter imports the former."""
     found = []
     for name in ("ring_signals", "ring"):
         spec = importlib.util.spec_from_file_location(f"tpfuse_tests_{name}", FOLDER / f"{name}.py")
@@ -75,7 +75,7 @@ def test_every_line_that_orders_has_its_mutants(modules) -> None:
     ]
 
 
-def test_a_function_stands_for_its_part_of_a_module(modules) -> None:
+def test_mutants_of_a_function_are_those_of_its_lines(modules) -> None:
     signals, ring = modules
     assert [mutant.lines[0] for mutant in mutants_of(signals.wait)] == [19, 20, 20]
     assert [mutant.lines[0] for mutant in mutants_of(ring.program, signals.put)][:4] == [37, 39, 42, 45]
@@ -97,7 +97,7 @@ def test_mutants_keep_their_line_numbers(modules) -> None:
         ast.parse(mutant.source)
 
 
-def test_a_relaxed_atomic_orders_nothing_that_could_be_weakened(tmp_path, monkeypatch) -> None:
+def test_a_relaxed_atomic_has_no_mutants(tmp_path, monkeypatch) -> None:
     (tmp_path / "tpfuse_tests_relaxed.py").write_text(
         "import triton.language as tl\n"
         "def poll(abort):\n"
@@ -112,12 +112,12 @@ def test_a_relaxed_atomic_orders_nothing_that_could_be_weakened(tmp_path, monkey
     ]
 
 
-def test_all_of_them_are_found(modules) -> None:
+def test_every_mutant_is_found(modules) -> None:
     assert described(surviving(program_of, modules, 2)) == []
 
 
-def test_a_line_that_orders_nothing_new_survives_its_deletion(modules) -> None:
-    """A second barrier of all ranks right after the first one."""
+def test_a_mutant_without_a_line_that_is_not_needed_survives(modules) -> None:
+    """The program does not need a second barrier of all ranks right after the first one."""
     ring = modules[1]
     source = Path(ring.__file__).read_text()
     barrier = "        memory.barrier()  # before slots and sums are written again\n"
@@ -128,8 +128,8 @@ def test_a_line_that_orders_nothing_new_survives_its_deletion(modules) -> None:
     assert survivors == left
 
 
-def test_a_scope_may_be_narrow_where_no_two_ranks_meet(modules) -> None:
-    """The count in `state` needs no scope beyond its GPU: asking for more is no fault, and losing it again neither."""
+def test_a_scope_may_be_narrow_if_no_two_ranks_use_the_word(modules) -> None:
+    """The counter in `state` needs no scope wider than its GPU; a wider one is no fault, nor is narrowing it again."""
     signals = modules[0]
     source = Path(signals.__file__).read_text().replace("state_ptr + 1, 1)", 'state_ptr + 1, 1, scope="sys")')
     with fresh(modules, {signals.__name__: source}) as [copy, _]:
@@ -139,7 +139,7 @@ def test_a_scope_may_be_narrow_where_no_two_ranks_meet(modules) -> None:
     assert surviving(program_of, modules, 2, mutants=narrowed) == []
 
 
-def test_what_fails_unchanged_is_said(modules) -> None:
+def test_an_unchanged_program_that_fails_raises(modules) -> None:
     def program_of(signals, ring):
         def program(memory):
             raise AssertionError("wrong from the beginning")
@@ -150,7 +150,7 @@ def test_what_fails_unchanged_is_said(modules) -> None:
         surviving(program_of, modules, 2)
 
 
-def test_the_modules_are_in_their_place_again(modules) -> None:
+def test_the_original_modules_are_restored(modules) -> None:
     signals, ring = modules
     explore(ring.program, 2, schedules=[])
     cached, rewritten = set(linecache.cache), len(interpreter.InterpretedFunction.rewritten_fn)
@@ -166,7 +166,7 @@ def test_the_modules_are_in_their_place_again(modules) -> None:
     assert len(interpreter.InterpretedFunction.rewritten_fn) <= rewritten
 
 
-def test_modules_of_a_package_are_found_by_every_form_of_import(tmp_path, monkeypatch) -> None:
+def test_copies_in_a_package_are_found_by_every_form_of_import(tmp_path, monkeypatch) -> None:
     package = tmp_path / "tpfuse_tests_package"
     package.mkdir()
     (package / "__init__.py").write_text("")

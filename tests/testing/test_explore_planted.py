@@ -1,8 +1,9 @@
-"""52 faults planted in two protocols, all found by one sequential run; and 6 correct variants, on which nothing is.
+"""A sequential run finds each of 52 faults planted in two protocols; 6 correct variants of them pass every schedule.
 
-A fault is `order` if it is wrong under some interleaving, `weak` if only hardware that reorders shows it (semantics,
-scopes, barriers), `hang` if it can block, `data` if it is wrong always. Real processes compared with a reference
-showed 35 of the 52, whether they were delayed at random or not.
+The kind of a fault is `order` if the result is wrong under some interleaving, `weak` if only hardware that reorders
+accesses shows it (semantics, scopes, barriers), `hang` if the program can block, and `data` if the result is always
+wrong. Tests with real processes, which compared results with a reference, showed 35 of the 52 faults, with or without
+random delays.
 """
 
 import importlib.util
@@ -156,7 +157,7 @@ PLANTED = {  # name: (protocol, kind, substitutions)
 def _source(name):
     module, _, substitutions = PLANTED[name]
     text = Path(module.__file__).read_text()
-    if substitutions is None:  # the two loops of the barrier change places
+    if substitutions is None:  # swap the two loops of the barrier
         head, rest = text.split(SIGNALS)
         signal, rest = rest.split(WAITS)
         wait, tail = rest.split("\n\n\n", 1)
@@ -168,7 +169,8 @@ def _source(name):
 
 
 def _names(correct):
-    """Parameters: the first of each kind in each protocol belongs to the first tier."""
+    """Return names as parameters: the first of each kind in each protocol belongs to the first tier."""
+
     firsts = {(module, kind): name for name, (module, kind, _) in reversed(PLANTED.items())}
     names = [name for name, (_, kind, _) in PLANTED.items() if (kind == "correct") == correct]
     return [x for name in names for x in ([name] if name in firsts.values() else exhaustive(name))]

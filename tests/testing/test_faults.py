@@ -1,4 +1,4 @@
-"""The tool that plants faults: which faults a function has, which are chosen, and what both tiers make of them."""
+"""The tool that plants faults: the faults of a function, the sample of them, and which tier catches each."""
 
 import ast
 import json
@@ -93,7 +93,7 @@ def test_the_makefile_defers_the_same_markers() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A library of two functions, of which the first tier tests one and the second tier both."""
+    """A checkout with three functions: one is tested by the first tier, one by the second, and one is only called."""
     root = tmp_path / "checkout"
     for name in ("tpfuse/layers", "kernels", "models", "tests", "benchmarks"):
         (root / name).mkdir(parents=True)
@@ -116,7 +116,7 @@ def checkout(tmp_path: Path) -> Path:
 def test_faults_are_caught_by_the_tier_that_tests_them(checkout: Path, tmp_path: Path) -> None:
     folder = tmp_path / "results"
     if sys.version_info >= (3, 12):
-        # The recorder's plugin is imported from the checkout that runs, which here is none of tpfuse's own.
+        # The recorder's plugin is imported from the checkout under test, which here is not a checkout of tpfuse.
         (checkout / "tpfuse" / "testing").symlink_to(ROOT / "tpfuse" / "testing")
         assert record(checkout, folder, []) == 0
         (checkout / "tpfuse" / "testing").unlink()

@@ -1,4 +1,4 @@
-"""Ranks in one process: what they exchange, who is waited for, and that every wait ends. On a CPU, without kernels."""
+"""Ranks in one process on a CPU: their signals and barriers, and that every wait ends."""
 
 import time
 
@@ -49,7 +49,7 @@ def test_a_rank_that_raises_ends_the_waits_of_the_others() -> None:
     assert ranks.at_once(lambda memory: memory.barrier()) == [None] * 3
 
 
-def test_a_rank_that_does_not_come_is_a_time_out() -> None:
+def test_a_missing_rank_causes_a_time_out() -> None:
     def program(memory: OneProcessMemory) -> None:
         if memory.rank == 0:
             memory.wait_signal(memory.signals("flags", 1), 0, 0, 1, peer=1, op="operation")
@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_come_is_a_time_out() -> None:
         OneProcess(2, CPU, timeout=0.2).at_once(program)
 
 
-def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time() -> None:
+def test_signal_ahead_satisfies_every_wait_and_other_waits_time_out() -> None:
     def program(memory: OneProcessMemory) -> torch.Tensor:
         out = torch.empty(3, 4, dtype=torch.int64)
         collectives.all_gather(torch.arange(4), out)
@@ -79,7 +79,7 @@ def test_a_kernel_waits_for_nobody_whose_signals_are_ahead_and_else_ends_in_time
         ranks.alone(1, program)
 
 
-def test_grids_of_ranks_that_share_a_device_have_room() -> None:
+def test_grids_of_ranks_that_share_a_device_are_limited() -> None:
     memory = OneProcess(2, CPU).memories[0]
     assert open_channel(memory, "all", 16, 132)[1].programs == 132
     memory.resident_programs = 64
@@ -89,7 +89,7 @@ def test_grids_of_ranks_that_share_a_device_have_room() -> None:
 
 
 def test_epochs_of_every_channel_can_be_set() -> None:
-    """Where one rank's are not, the others wait for ever."""
+    """The other ranks wait for ever if the epochs of one rank are not set."""
 
     def program(memory: SimulatedMemory, late: int = -1) -> None:
         collectives = FusedCollectives(memory)

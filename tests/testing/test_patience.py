@@ -1,4 +1,4 @@
-"""Deadlines grow with the slowness of the machine, whose measurement the tests replace."""
+"""Deadlines become longer on a slow machine. Most tests replace the measurement of its slowness."""
 
 import time
 
@@ -10,7 +10,7 @@ from tpfuse.testing.patience import Deadline, patient, slowness, wait_until
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What is measured, and the time, as the test sets them."""
+    """The measurements and the time, which the test sets."""
     found = {"stretch": 1.0, "load": 0.0, "now": 100.0}
     monkeypatch.setattr(patience, "_stretch", lambda: found["stretch"])
     monkeypatch.setattr(patience, "_load", lambda: found["load"])
@@ -31,7 +31,7 @@ def test_the_larger_of_two_measurements_counts_and_is_kept_for_a_second(machine:
     assert 4.0 < slowness() < 100.0, "an error of measurement"
 
 
-def test_a_deadline_moves_away_and_does_not_come_back(machine: dict[str, float]) -> None:
+def test_a_deadline_becomes_later_but_never_earlier(machine: dict[str, float]) -> None:
     deadline = Deadline(10.0)
     assert deadline.left() == 10.0 and deadline.next_look() == 1.0
     machine |= {"now": 105.0, "stretch": 2.0}
@@ -42,7 +42,7 @@ def test_a_deadline_moves_away_and_does_not_come_back(machine: dict[str, float])
     assert deadline.left() == deadline.next_look() == 0.0
 
 
-def test_this_machine_is_measured() -> None:
+def test_the_slowness_of_this_machine_is_measured() -> None:
     patience._last = (-1.0, 1.0)
     began = time.monotonic()
     assert slowness() == slowness() >= 1.0
@@ -50,15 +50,17 @@ def test_this_machine_is_measured() -> None:
     assert patience._stretch() > 0.5 and patience._load() >= -1.0
 
 
-def test_a_condition_is_waited_for_and_named_where_it_stays_false() -> None:
+def test_wait_until_returns_when_the_condition_holds_and_names_it_otherwise() -> None:
     turns = iter([False, False, True])
     wait_until(lambda: next(turns), "the third turn")
-    with pytest.raises(AssertionError, match="still not: pigs fly"):
-        wait_until(lambda: False, "pigs fly", 0.01)
+    with pytest.raises(AssertionError, match="still not: the third turn again"):
+        wait_until(lambda: False, "the third turn again", 0.01)
 
 
-def test_every_test_has_a_time_out_that_grows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hook of conftest.py."""
+def test_the_time_out_of_a_test_grows_with_the_slowness(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook of conftest.py multiplies the time-out of pytest-timeout by the slowness of the machine."""
     seen: list[float] = []
     monkeypatch.setattr(
         "pytest_timeout.pytest_timeout_set_timer", lambda item, settings: seen.append(settings.timeout) or True

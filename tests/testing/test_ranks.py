@@ -1,3 +1,5 @@
+"""Pools of ranks: results, failures, and the settings that ranks take over."""
+
 import os
 import signal
 import time
@@ -21,7 +23,7 @@ def _process() -> int:
     return os.getpid()
 
 
-def test_results_come_in_rank_order_and_processes_stay() -> None:
+def test_results_are_in_rank_order_and_processes_are_reused() -> None:
     ranks = pool(3)
     assert ranks.run(_sum, 10) == [(0, 3, 33), (1, 3, 33), (2, 3, 33)]
     assert ranks.run(_process) == ranks.run(_process)
@@ -49,7 +51,7 @@ def _unpicklable() -> object:
     return lambda: None
 
 
-def test_what_goes_wrong_is_reported_and_the_next_run_works() -> None:
+def test_failures_are_reported_and_the_next_run_works() -> None:
     ranks = RankPool(2, timeout=20.0, grace=0.5)
     try:
         with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*KeyError: 'a message of its own'"):
@@ -80,8 +82,8 @@ def _deterministic() -> tuple[bool, bool, str]:
     return torch.are_deterministic_algorithms_enabled(), warns, os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
-def test_ranks_have_the_deterministic_mode_of_the_moment() -> None:
-    """And a workspace of a fixed size, without which cuBLAS raises in that mode."""
+def test_ranks_take_over_the_deterministic_mode() -> None:
+    """They also have a cuBLAS workspace of a fixed size, without which cuBLAS raises in that mode."""
     assert pool(1).run(_deterministic) == [(True, False, ":4096:8")]
     ranks = RankPool(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,8 +98,8 @@ def _word() -> str | None:
     return os.environ.get("TPFUSE_WORD")
 
 
-def test_ranks_have_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool(1).run(_word)  # the server, of which ranks are forked, runs
+def test_ranks_take_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool(1).run(_word)  # starts the server from which ranks are forked
     ranks = RankPool(1)
     try:
         monkeypatch.setenv("TPFUSE_WORD", "later")
@@ -116,7 +118,7 @@ def _apart(what: str) -> tuple[int, int, str | None]:
     return os.getpid(), len(list(Path("/proc/self/task").iterdir())), _word()
 
 
-def test_a_function_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_apart_runs_a_function_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPFUSE_WORD", "now")
     process, threads, word = run_apart(_apart, "")
     assert process != os.getpid() and threads == 1 and word == "now"

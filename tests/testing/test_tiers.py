@@ -1,4 +1,4 @@
-"""The parameters of the two tiers."""
+"""Parameters of tests and the tiers to which they belong."""
 
 import itertools
 

@@ -27,7 +27,7 @@ LIMIT = 60.0  # seconds that a test waits for its ranks, and that ranks wait for
 
 
 class Rank:
-    """One rank, as its own function sees it: the first argument of that function."""
+    """A rank, as its own function sees it: the first argument of that function."""
 
     def __init__(self, rank: int, world: int, store: Path, connection: Connection) -> None:
         self.rank, self.world, self._store, self._connection = rank, world, store, connection

@@ -1,4 +1,4 @@
-"""All ranks of a group in one process and on one device, where their kernels run side by side.
+"""Run all ranks of a group in one process and on one device, where their kernels run side by side.
 
     ranks = OneProcess(4, torch.device("cuda", 0))
     with ranks.aborted():

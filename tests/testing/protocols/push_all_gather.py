@@ -1,4 +1,4 @@
-"""All-gather and product: each rank pushes its chunks to all others and signals them by epochs; a barrier ends it."""
+"""All-gather and product: each rank pushes its chunks to all others and signals epochs; a barrier ends each round."""
 
 import torch
 import triton

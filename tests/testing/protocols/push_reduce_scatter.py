@@ -1,4 +1,4 @@
-"""Product and reduce-scatter: partial sums are pushed into slots, between two barriers of words that go 0, 1, 0."""
+"""A product and a reduce-scatter: partial sums are pushed into slots, between two barriers of words that go 0, 1, 0."""
 
 import torch
 import triton

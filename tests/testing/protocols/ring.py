@@ -1,4 +1,4 @@
-"""Each rank hands its numbers to its right neighbour in a kernel, and their sum to rank 0 through the host."""
+"""A ring: each rank sends its numbers to its right neighbour by a kernel, and their sum to rank 0 by the host."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Signals for ring.py, with semantics and scopes in every form that a source can have them."""
+"""Signals for ring.py, in which semantics and scopes are written in every form that source code may have."""
 
 import triton
 import triton.language as tl

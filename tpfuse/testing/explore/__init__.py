@@ -10,8 +10,8 @@
 
 The ranks run in one process under Triton's interpreter (TRITON_INTERPRET=1), one at a time. The schedule may switch to
 another rank before every operation on symmetric memory, so a schedule and its seed reproduce a run exactly. Vector
-clocks follow every release and acquire: two conflicting accesses that only the schedule has ordered are reported,
-in whichever order they happened.
+clocks follow every release and acquire: two conflicting accesses that only the schedule has ordered are reported, in
+either order.
 """
 
 from tpfuse.testing.explore.errors import DeadlockError, ExploreError, ProtocolError, RaceError

@@ -33,7 +33,7 @@ Line = tuple[str, int]  # (file, line)
 
 @dataclass(frozen=True)
 class Atomic:
-    """One atomic operation on a word. host: whether the host performed it, which needs no debug_barrier."""
+    """An atomic operation on a word. host: whether the host performed it, which needs no debug_barrier."""
 
     chain: int
     word: Word

@@ -33,7 +33,7 @@ _HOST = ("signal", "wait_signal", "barrier")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module.
+    """A change of one module.
 
     lines, text: the changed lines and the text of the first. change: a description of the change. source: the source of
     the whole module with the change. code: the changed node as `ast.unparse` writes it, without comments and line

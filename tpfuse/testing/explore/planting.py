@@ -18,7 +18,7 @@ from tpfuse.testing.explore.mutants import Mutant, module_of
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a function: an expression or statements are replaced; see `replace`."""
+    """A change of a function: an expression or statements are replaced; see `replace`."""
 
     function: Any
     old: str

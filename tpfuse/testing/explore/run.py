@@ -1,4 +1,4 @@
-"""One run of a protocol under one schedule: the ranks are threads that take turns, and their memory is checked."""
+"""The run of a protocol under one schedule: the ranks are threads that take turns, and their memory is checked."""
 
 import traceback
 from collections.abc import Callable, Sequence

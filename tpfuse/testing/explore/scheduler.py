@@ -36,7 +36,7 @@ class Task:
 
 
 class Scheduler:
-    """One run of several threads that take turns.
+    """A run of several threads that take turns.
 
     on_stall: called when no thread can continue; returns whether it has ended waits. describe: returns more text for
     the message of a deadlock. save, restore: keep and put back state that belongs to the running thread. wrap: turns a

@@ -32,7 +32,7 @@ class _Accesses:
 
 
 class Region:
-    """One rank's part of a symmetric buffer. checked: whether accesses must be ordered, which abort words need not.
+    """A rank's part of a symmetric buffer. checked: whether accesses must be ordered, which abort words need not.
 
     Two accesses to an element conflict if one is a plain write, or if one is plain, the other atomic, and one of them
     writes. It is enough to keep the last plain write: an earlier one is ordered before it, or was reported.
