@@ -1,8 +1,8 @@
-"""Ranks agree on how a piece of local work went before any of them goes on.
+"""Ranks agree on the outcome of local work before any of them continues.
 
 Work that can fail on one rank alone (its disk, its memory) must not be followed by a collective as if nothing had
-happened: the failed rank would not be there. So every piece ends in one exchange of outcomes, and all ranks raise
-or none does.
+happened, because the failed rank would not take part. So local work ends in one exchange of outcomes, and either all
+ranks raise an error or none does.
 """
 
 from collections.abc import Callable
@@ -16,19 +16,19 @@ _T = TypeVar("_T")
 
 
 class DiskFailed(Exception):
-    """The disk failed one rank; the message says which and how."""
+    """The disk of one rank failed. The message names the rank and the error."""
 
 
 def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
-    """What `work` returned on every rank, in rank order.
+    """Runs `work` on every rank and returns the results of all ranks, in rank order.
 
-    Raises on every rank where it raised on any: DiskFailed for an OSError; for anything else that error itself
-    where it happened and RuntimeError elsewhere. A rank that is lost makes the exchange raise PeerTimeout.
+    If `work` raises on any rank, every rank raises: DiskFailed for an OSError; for any other error, that error on the
+    rank where it happened and RuntimeError on the others. If a rank is lost, the exchange raises PeerTimeout.
     """
     value, error = None, None
     try:
         value = work()
-    except Exception as caught:  # whatever it is, the other ranks are waiting to hear of it
+    except Exception as caught:  # the other ranks wait for the outcome, so every kind of error is reported to them
         error = caught
     disk = isinstance(error, OSError)
     outcomes: list[Any] = [(value, disk, None if error is None else f"{type(error).__name__}: {error}")]
@@ -37,6 +37,6 @@ def agree(group: dist.ProcessGroup | None, work: Callable[[], _T]) -> list[_T]:
     if error is not None and not disk:
         raise error
     failures = [(disk, f"rank {rank}: {text}") for rank, (_, disk, text) in enumerate(outcomes) if text is not None]
-    for disk, text in sorted(failures):  # errors that are not the disk's come first
+    for disk, text in sorted(failures):  # errors that are not of the disk come first
         raise DiskFailed(text) if disk else RuntimeError(f"stopped by an error on {text}")
     return [value for value, _, _ in outcomes]

@@ -18,8 +18,8 @@ from tpfuse.train.errors import RunError, UserError
 def begin(parent: int, reports: Connection, work: bytes) -> None:
     """Runs the pickled (function, arguments) of `work` as a rank of process `parent`, and ends this process.
 
-    The exit status is what the function returns. A RunError or UserError is sent to the parent, which says for all
-    ranks why the run has ended; any other exception is printed here.
+    The exit status is the value that the function returns. A RunError or UserError is sent to the parent, which prints
+    for all ranks why the run has ended. Any other exception is printed here.
     """
     _end_with(parent, signal.SIGKILL)  # nothing is lost before training has begun
     status = 1
@@ -29,19 +29,20 @@ def begin(parent: int, reports: Connection, work: bytes) -> None:
         status = function(*arguments)
     except (RunError, UserError) as error:
         status = error.status
-        with contextlib.suppress(OSError):  # a parent that has ended
+        with contextlib.suppress(OSError):  # the parent may have ended
             reports.send(error)
     except BaseException:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # All is written and the group is left: nothing that the C++ libraries do while they unload may change the status.
+    # All output is written and the process group is destroyed, so os._exit loses nothing. It skips the unloading of C++
+    # libraries, which could change the exit status.
     os._exit(status)
 
 
 def _end_with(parent: int, number: signal.Signals) -> None:
-    """Has this process get signal `number` (on Linux) when process `parent` ends; ends it now if that has ended."""
+    """Asks Linux to send this process signal `number` when process `parent` ends; exits now if that has happened."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

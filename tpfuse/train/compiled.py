@@ -1,6 +1,6 @@
-"""`--train.compile`: torch.compile, and its errors in one line.
+"""`--train.compile`: compiles the model by torch.compile and reports the compiler's errors in one line.
 
-The functions import the compiler themselves: that takes seconds, which a run without it does not spend.
+The functions import the compiler themselves. The import takes seconds, which a run without the compiler does not spend.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ def check_compiler() -> None:
 
 
 def compiled(model: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
-    """The model by torch.compile; one_graph: whether an operation that breaks the graph is an error."""
-    # The compiler uses tqdm, whose default lock is a semaphore of the system: a rank would leave it behind at its end.
+    """Returns the model compiled by torch.compile. one_graph: whether a break of the graph is an error."""
+    # The compiler uses tqdm, whose default lock is a semaphore of the system, which would outlive the rank.
     tqdm.set_lock(threading.RLock())
     return torch.compile(model, fullgraph=one_graph)
 
 
 @contextlib.contextmanager
 def compiler_errors(step: int) -> Iterator[None]:
-    """What torch.compile raises in a step becomes a RunError of one line."""
+    """Converts an error of torch.compile in a step to a RunError of one line."""
     from torch._dynamo.exc import TorchDynamoException
 
     try:

@@ -1,8 +1,9 @@
-"""From command lines and TOML files to options.
+"""Reads options from command lines and TOML files.
 
-Precedence, lowest first: defaults, the model's preset, what --init-from determines, (with --resume) the run's
-config.toml, --config FILE, flags. A preset that the user asks for wins over the shape of --init-from's model: the two
-are compared later, and a contradiction is an error. Unknown flags and keys are errors that name the nearest known one.
+The sources override each other in this order, lowest first: defaults, the model's preset, the values that --init-from
+determines, the run's config.toml (with --resume), --config FILE, flags. A preset that the user names overrides the
+shape of the model of --init-from: the two are compared later, and a contradiction is an error. An unknown flag or key
+is an error, which names the nearest known one.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ PRESETS: tuple[str, ...] = get_args(Preset)
 
 
 def _flags(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(flag without dashes, type) of every leaf of a dataclass of options."""
+    """Yields (flag without leading dashes, type) for every leaf of a dataclass of options."""
     hints = get_type_hints(kind)
     for item in fields(kind):
         hint = hints[item.name]
@@ -58,7 +59,7 @@ def _check_flags(kind: type, arguments: Sequence[str], command: str) -> None:
 
 
 def flag_value(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of `flag` in a command line, its last one, before anything else is parsed."""
+    """Returns the last value of `flag` in a command line that is not parsed yet; None if the flag is absent."""
     value = None
     for index, argument in enumerate(arguments):
         if argument == flag and index + 1 < len(arguments):
@@ -69,7 +70,7 @@ def flag_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def parse_command(kind: type[T], arguments: Sequence[str], command: str, default: T | None = None) -> T:
-    """Parses flags over `default`. Raises UserError with one line; prints help and exits for --help."""
+    """Parses flags, which override `default`. Raises UserError with one line. Prints help and exits for --help."""
     _check_flags(kind, arguments, command)
     if "--help" in arguments or "-h" in arguments:
         _join_help_texts(kind)
@@ -86,7 +87,7 @@ def parse_command(kind: type[T], arguments: Sequence[str], command: str, default
 
 
 def _join_help_texts(kind: type) -> None:
-    """Hands the docstrings of options to tyro as one line each: it breaks them where a further line is indented."""
+    """Gives tyro the docstring of each option as one line, since tyro would keep the line breaks of the source."""
     texts = {entry.arg_name: entry.description or "" for entry in docstring_parser.parse_from_object(kind).params}
     hints = get_type_hints(kind)
     for item in fields(kind):
@@ -97,7 +98,7 @@ def _join_help_texts(kind: type) -> None:
 
 
 def _one_line(message: str) -> str:
-    """tyro's error box on one line, without its title and the option's help."""
+    """Returns tyro's error box as one line, without its title and the option's help."""
     lines = [line.strip("│╭╮╰╯─ ") for line in message.splitlines()]
     body = itertools.takewhile(lambda line: not line.startswith("Argument helptext"), (x for x in lines[1:] if x))
     text = " ".join(line for line in body if not line.startswith("For full helptext"))
@@ -105,7 +106,7 @@ def _one_line(message: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file. Raises UserError where it cannot be read."""
+    """Returns the tables of a TOML file. Raises UserError if the file cannot be read."""
     try:
         return untrusted.read_toml(path)
     except OSError as error:
@@ -115,7 +116,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def _converted(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as the type of its option. Raises UserError where it is of another."""
+    """Converts a TOML value to the type of its option. Raises UserError if the value is of another type."""
     if get_origin(hint) is Literal:
         if value in get_args(hint):
             return value
@@ -132,7 +133,7 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
 
 def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = "") -> T:
-    """`options` with the values of a TOML table over it. Raises UserError for unknown keys and wrong types."""
+    """Returns `options` with the values of a TOML table. Raises UserError for unknown keys and wrong types."""
     hints = get_type_hints(type(options))
     names = [item.name for item in fields(options)]  # type: ignore[arg-type]
     changes = {}
@@ -152,7 +153,7 @@ def overlaid(options: T, table: Mapping[str, Any], source: str, prefix: str = ""
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The tables of a preset. Raises UserError for one that is not among `PRESETS`."""
+    """Returns the tables of a preset. Raises UserError for a name that is not in `PRESETS`."""
     if name not in PRESETS:
         raise UserError(f"preset {name!r} is not known: expected one of {', '.join(PRESETS)}")
     folder = Path(next(iter(tpfuse.models.__path__)))
@@ -160,7 +161,7 @@ def load_preset(name: str) -> dict[str, Any]:
 
 
 def parse_train(arguments: Sequence[str]) -> TrainCommand:
-    """The options of `tpfuse train`. Raises UserError."""
+    """Returns the options of `tpfuse train`. Raises UserError."""
     _check_flags(TrainCommand, arguments, "train")
     sources: list[tuple[str, dict[str, Any]]] = []
     out = flag_value(arguments, "--out")
@@ -186,8 +187,8 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
             preset = str(model["preset"])
         weights = weights or table.get("init_from", table.get("init-from"))
     inherited: dict[str, Any] = {}
-    if isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has all that once more
-        from tpfuse.train.initial_weights import inherited_options  # which imports torch
+    if isinstance(weights, str) and "--resume" not in arguments:  # a run's config.toml has these values too
+        from tpfuse.train.initial_weights import inherited_options  # this imports torch
 
         inherited = inherited_options(Path(weights))
     options = TrainCommand()
@@ -195,7 +196,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         options = overlaid(options, inherited, f"--init-from {weights}")
         inherited.pop("model", None)
     preset = preset or options.model.preset
-    if preset in PRESETS:  # otherwise the parser below, or the TOML check, says what is wrong
+    if preset in PRESETS:  # otherwise the parser below, or the TOML check, raises the error
         options = overlaid(options, load_preset(preset), f"preset {preset}")
         options = replace(options, model=replace(options.model, preset=preset))  # type: ignore[arg-type]
     options = overlaid(options, inherited, f"--init-from {weights}")
@@ -205,7 +206,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
 
 
 def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
-    """The options of `tpfuse prepare`. Raises UserError."""
+    """Returns the options of `tpfuse prepare`. Raises UserError."""
     _check_flags(PrepareCommand, arguments, "prepare")
     file = flag_value(arguments, "--config")
     out = flag_value(arguments, "--out")
@@ -218,7 +219,7 @@ def parse_prepare(arguments: Sequence[str]) -> PrepareCommand:
 
 
 def resolved(options: TrainCommand) -> dict[str, Any]:
-    """The options as a TOML document that gives the same run again, without the run's own folder."""
+    """Returns the options as a TOML document that gives the same run again. The run's own folder is left out."""
     document = asdict(options)
     for name in ("out", "resume", "config"):
         del document[name]
@@ -226,7 +227,7 @@ def resolved(options: TrainCommand) -> dict[str, Any]:
 
 
 def _written(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table as TOML can say it: paths are strings, what is not set is left out."""
+    """Returns a table that TOML can hold: paths become strings, and values that are not set are left out."""
     given = {key: value for key, value in table.items() if value is not None}
     tables = {key: _written(value) for key, value in given.items() if isinstance(value, dict)}
     return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()} | tables

@@ -26,7 +26,7 @@ def _folder(root: Path) -> Iterator[Path]:
 
 
 def _decoded(path: Path) -> str | None:
-    """The file as UTF-8 text; None for one that is not."""
+    """Returns the file as UTF-8 text, or None if it is not UTF-8 text."""
     data = read_bytes(path, None)
     if b"\0" in data:
         return None
@@ -37,11 +37,11 @@ def _decoded(path: Path) -> str | None:
 
 
 def read_text(path: Path | None) -> tuple[str, str]:
-    """(text, what it is) of a file, of all UTF-8 files below a folder in the order of their names, or of the
-    standard library for None.
+    """Returns (text, its description) of a file, of all UTF-8 files below a folder, or of the standard library.
 
-    Files of a folder that are hidden or not UTF-8 are left out. The text is held in memory. Raises UserError
-    where there is no text or it cannot be read.
+    path: a file or a folder; None for the source of the Python standard library. Files of a folder are concatenated in
+    the order of their names, without hidden files and files that are not UTF-8. The text is held in memory. Raises
+    UserError if there is no text, or if it cannot be read.
     """
     try:
         if path is None:

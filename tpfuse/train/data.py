@@ -1,4 +1,4 @@
-"""The tokens that a run trains on and those that it is validated on: what --data.path and --data.val-path name."""
+"""The training and validation tokens of a run, which --data.path and --data.val-path name."""
 
 import functools
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from tpfuse.train.tokenizer import Tokenizer, Tokens, build_tokenizer
 
 @dataclass(frozen=True)
 class EncodedText:
-    """The tokens of a text, in memory; source: what the text is."""
+    """The tokens of a text, in memory. source: a description of the text."""
 
     tokens: Tokens
     tokenizer: Tokenizer
@@ -28,19 +28,19 @@ class EncodedText:
 
     @property
     def count(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return len(self.tokens)
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The token files of a run. val: those of --data.val-path; None where the end of `train` is for validation."""
+    """The token files of a run. val: the files of --data.val-path; None if the end of `train` is for validation."""
 
     train: TokenFiles
     val: TokenFiles | None
 
     def open(self, val_fraction: float) -> tuple[FileTokens, FileTokens]:
-        """(training, validation); without files of its own, validation is the last `val_fraction` of the tokens.
+        """Returns the (training, validation) tokens. Without `val`, the last `val_fraction` of `train` validates.
 
         Raises OSError.
         """
@@ -51,17 +51,17 @@ class RunData:
         return tokens.part(0, training_end), tokens.part(training_end, len(tokens))
 
     def digests(self) -> dict[str, str | None]:
-        """What a checkpoint keeps of the data, so that a run does not go on with other data."""
+        """Returns the digests that a checkpoint stores, so that a run cannot continue with other data."""
         return {"sha256": self.train.sha256, "val_sha256": None if self.val is None else self.val.sha256}
 
 
 def read_data(
     data: DataOptions, kept: tuple[Path | None, Path | None] = (None, None)
 ) -> tuple[TokenFiles | EncodedText, TokenFiles | EncodedText | None]:
-    """(training, validation) as the options name them; validation is None without --data.val-path.
+    """Returns the (training, validation) data that the options name; validation is None without --data.val-path.
 
-    kept: the token files that a run has made of its texts and goes on with (`kept_tokens`). A text is read and encoded;
-    under the tokenizer chars the vocabulary is that of both texts. Raises UserError.
+    kept: the token files that the run wrote from its texts and continues with (`kept_tokens`). A text is read and
+    encoded. Under the tokenizer chars, the vocabulary is that of both texts. Raises UserError.
     """
     if data.val_path is not None and data.val_fraction != DataOptions.val_fraction:
         raise UserError("--data.val-fraction and --data.val-path were both given: give one of them")
@@ -81,7 +81,7 @@ def read_data(
 
 
 def encode_text(data: DataOptions, val_text: str = "") -> EncodedText:
-    """The text that --data.path names, in a tokenizer that may know `val_text` too. Raises UserError."""
+    """Returns the tokens of the text of --data.path. The tokenizer chars also covers `val_text`. Raises UserError."""
     text, source = read_text(data.path)
     tokenizer = build_tokenizer(data.tokenizer, text + val_text)
     return EncodedText(tokenizer.encode(text), tokenizer, source)
@@ -94,8 +94,8 @@ def _files(path: Path | None, kept: Path | None) -> tuple[Path, ...] | None:
 
 
 def check_named(name: str, path: Path) -> None:
-    """Raises UserError where --data.tokenizer does not say what made a token file that does not say it itself."""
-    if name in ("bytes", "chars"):  # bytes is the default, and chars are those of a text
+    """Raises UserError if --data.tokenizer names no tokenizer for a token file that has no JSON file beside it."""
+    if name in ("bytes", "chars"):  # bytes is the default, and chars takes its vocabulary from a text
         raise UserError(
             f"{path} has no {path.with_suffix('.json').name} beside it, which would name the tokenizer: pass"
             " --data.tokenizer gpt2 if its tokens are GPT-2's (as in llm.c's files), or else the tokenizer's FILE.json"
@@ -108,9 +108,9 @@ def _named(name: str, path: Path) -> Tokenizer:
 
 
 def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
-    """Token files that `tokenizer` has made, or may have made: those without a JSON do not say.
+    """Returns the token files, whose tokenizer must be `tokenizer`. A file without a JSON file names none.
 
-    Raises UserError where they name another one.
+    Raises UserError if they name another tokenizer.
     """
     files = open_token_files(paths, lambda: tokenizer)
     if files.tokenizer.as_json() != tokenizer.as_json():
@@ -119,7 +119,7 @@ def open_files_of(tokenizer: Tokenizer, paths: tuple[Path, ...]) -> TokenFiles:
 
 
 def store(folder: Path, train: TokenFiles | EncodedText, val: TokenFiles | EncodedText | None) -> RunData:
-    """The data with every text as a token file in `folder`. Raises OSError."""
+    """Writes every text as a token file to `folder` and returns the data of the run. Raises OSError."""
     if isinstance(train, EncodedText):
         train = write_token_file(folder, train.tokens, train.tokenizer, train.source)
     if isinstance(val, EncodedText):
@@ -128,9 +128,9 @@ def store(folder: Path, train: TokenFiles | EncodedText, val: TokenFiles | Encod
 
 
 def kept_tokens(folder: Path, data: DataOptions) -> tuple[Path | None, Path | None]:
-    """The files in a run's folder with the tokens of its (training, validation) text; None where there is no text.
+    """Returns the files in a run's folder with the tokens of its (training, validation) text, or None without a text.
 
-    Raises UserError where the options name a text that is not the run's.
+    Raises UserError if the options name a text that is not the run's.
     """
     before = read_toml(folder / "config.toml").get("data", {})
     train, val = folder / "data" / "tokens.bin", folder / "data" / "validation.bin"

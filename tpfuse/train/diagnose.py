@@ -1,4 +1,4 @@
-"""Finds the layer where a number stopped being finite."""
+"""Finds the first layer with a number that is not finite."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _finite(x: Any) -> bool:
 
 @torch.no_grad()
 def _first_output(model: nn.Module, batches: list[tuple[Tensor, Tensor, Tensor]], at: tuple[int, int]) -> list[str]:
-    """Names of the modules, in the order in which they finish, whose output is not finite on this rank."""
+    """Returns the names of the modules whose output is not finite on this rank, in the order in which they finish."""
     names: list[str] = []
     handles = [
         module.register_forward_hook(
@@ -41,11 +41,11 @@ def find_nonfinite(
     at: tuple[int, int],
     group: dist.ProcessGroup | None,
 ) -> str:
-    """Says where it happened, in words; collective over `group`.
+    """Returns in words where the first number that is not finite is. The call is collective over `group`.
 
-    A parameter that is not finite itself comes first, then the first layer whose output is not (the forward
-    pass is run again: batches and masks are the same), then the gradients: backward runs from the end, so
-    the last parameter in the model's order is nearest to the cause.
+    A parameter that is not finite is reported first. Next comes the first layer whose output is not finite: the forward
+    pass runs again, with the same batches and masks. Gradients come last: backward runs from the end, so the last
+    parameter in the model's order is nearest to the cause.
     """
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     modules = {name: index for index, (name, _) in enumerate(model.named_modules())}

@@ -1,9 +1,9 @@
 """Files and folders that are on the disk, not in a cache, when a call returns.
 
-A file is durable after fsync of it *and* of the folder that names it; a rename is atomic at once and durable
-after fsync of the parent (fsync(2); Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). Every
-system call is one call of the os module (pathlib's and shutil's are, too), so that a test can count it and make
-it fail. An OSError always carries the path it is about; os.write and os.fsync alone would not say.
+A file is durable after fsync of the file *and* of the folder that names it. A rename is atomic at once, and durable
+after fsync of the parent folder (fsync(2); Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). Every
+system call is one call of the os module (also inside pathlib and shutil), so that a test can count it and make it fail.
+An OSError always carries its path, which os.write and os.fsync alone would not add.
 """
 
 import errno
@@ -24,10 +24,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class DurableFile:
-    """A new file, hashed while it is written; leaving the `with` block without an error makes it durable.
+    """A new file that is hashed while it is written. Leaving the `with` block without an error makes it durable.
 
-    Its folder has to be synced by `sync_folder` once all files are in it. size: bytes so far. Raises OSError,
-    FileExistsError where the file is there already.
+    The caller must call `sync_folder` on its folder once all files are in it. size: the number of bytes written so far.
+    Raises OSError, and FileExistsError if the file exists already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,18 +38,18 @@ class DurableFile:
 
     @property
     def sha256(self) -> str:
-        """Of everything written so far, in hexadecimal."""
+        """Returns the SHA-256 of everything written so far, in hexadecimal."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends all of `data`, however many calls the system makes of it. Raises OSError."""
+        """Appends all of `data`, in as many system calls as it takes. Raises OSError."""
         rest = memoryview(data).cast("B")
         self._hash.update(rest)
         self.size += len(rest)
         while rest:
             with _naming(self.path):
                 written = os.write(self._descriptor, rest)
-                if written == 0:  # would repeat for ever
+                if written == 0:  # the loop would never end
                     raise OSError(errno.EIO, "the system wrote 0 bytes")
             rest = rest[written:]
 
@@ -66,7 +66,7 @@ class DurableFile:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a text file whole, or leaves the one that was there as it was. Raises OSError."""
+    """Writes a text file as a whole, or leaves an existing one unchanged. Raises OSError."""
     staging = path.with_name(f".staging-{path.name}")
     staging.unlink(missing_ok=True)
     with DurableFile(staging) as file:
@@ -86,7 +86,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A new folder, and its parents where they are missing, all durable. Raises OSError."""
+    """Makes a new folder, and its parents if they are missing, and makes all of them durable. Raises OSError."""
     if not path.parent.is_dir():
         make_folder(path.parent)
     path.mkdir()
@@ -94,7 +94,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder with all that is in it, in no durable order. Raises OSError."""
+    """Removes a file, or a folder with its contents, in no durable order. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -102,6 +102,6 @@ def remove(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Of the file's bytes, in hexadecimal, in constant memory. Raises OSError."""
+    """Returns the SHA-256 of a file in hexadecimal. Takes constant memory. Raises OSError."""
     with _naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

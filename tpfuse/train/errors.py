@@ -4,19 +4,19 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """Bad input: exit status 2. The message says what was received and what to do."""
+    """Bad input, exit status 2. The message says what was received and what to do."""
 
     status = 2
 
 
 class CheckpointMismatch(ValueError):
-    """A sound checkpoint that does not fit what is to be loaded: exit status 2."""
+    """A sound checkpoint does not fit the tensors to be loaded; exit status 2."""
 
     status = 2
 
 
 class CheckpointError(Exception):
-    """A damaged checkpoint: exit status 3. Which file or folder, what was expected there, what was found."""
+    """A damaged checkpoint, exit status 3. The message names the file, what was expected and what was found."""
 
     status = 3
 
@@ -26,13 +26,13 @@ class CheckpointError(Exception):
 
 
 def of_disk(error: OSError) -> str:
-    """What the system says, with the file's name where it knows it."""
+    """Returns the system's message, with the name of the file if the error has one."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on (a loss that is not finite, a full disk): exit status 1, 3 for a damaged checkpoint."""
+    """A run cannot continue (a loss that is not finite, a full disk); exit status 1, or 3 for a damaged checkpoint."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -43,9 +43,9 @@ class RunError(RuntimeError):
 
 
 class PeerLost(RunError):
-    """A rank that cannot go on because others do not answer.
+    """A rank cannot continue because other ranks do not answer.
 
-    missing: the numbers of those ranks in the world, empty where this rank does not know them.
+    missing: the numbers of those ranks in the world; empty if this rank does not know them.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""`tpfuse evaluate`: the loss of a run's newest good checkpoint on all tokens of a text, on one rank."""
+"""`tpfuse evaluate` measures the loss of a run's newest good checkpoint on all tokens of a text, on one rank."""
 
 import math
 from pathlib import Path
@@ -15,14 +15,14 @@ from tpfuse.train.sample import load_run
 from tpfuse.train.token_file import token_paths
 from tpfuse.train.tokenizer import ByteTokenizer, Tokenizer, TokenSequence
 
-_TOKENS = 8192  # of a forward pass, if the context is not longer
+_TOKENS = 8192  # tokens of a forward pass, if the context is not longer
 
 
 @torch.no_grad()
 def mean_loss(model: GPT, tokens: TokenSequence, device: torch.device) -> float:
-    """Loss in nats per token over tokens 1 to n - 1 of n, each of which is predicted once.
+    """Returns the mean loss in nats over tokens 1 to n - 1 of n, each of which is predicted once.
 
-    The windows of n_positions tokens follow each other and do not overlap; the last one may be shorter.
+    The windows of n_positions tokens are contiguous and do not overlap. The last one may be shorter.
     """
     length = model.config.n_positions
     span = max(1, _TOKENS // length) * length
@@ -39,7 +39,10 @@ def mean_loss(model: GPT, tokens: TokenSequence, device: torch.device) -> float:
 
 
 def evaluate(run: Path, path: Path | None) -> str:
-    """The result in one line. path: of the text, None for the run's validation tokens. Raises UserError."""
+    """Returns the result in one line. path: the path of the text; None for the run's validation tokens.
+
+    Raises UserError.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_run(run, device)
     tokens, source = _validation_tokens(run) if path is None else _tokens_of(path, tokenizer)

@@ -1,4 +1,4 @@
-"""`tpfuse export`: the newest good checkpoint of a run as a Hugging Face GPT-2."""
+"""`tpfuse export` writes the newest good checkpoint of a run as a Hugging Face GPT-2."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from tpfuse.train.tokenizer import END_OF_TEXT
 
 
 def export(run: Path, folder: Path) -> str:
-    """Writes config.json and model.safetensors, and the files of the tokenizer where it is the tokenizers library's.
+    """Writes config.json and model.safetensors, and the files of the tokenizer if the tokenizers library has made it.
 
-    Weights are the float32 masters (float64 if the run was trained so). Returns what was written, in words, and what
-    was not. Raises UserError where the folder has something in it or the run has no checkpoint, CheckpointError where
-    all are damaged, OSError.
+    Weights are the float32 masters (float64 if the run was trained in float64). Returns in words what was written and
+    what was not. Raises UserError if the folder is not empty or the run has no checkpoint, CheckpointError if all
+    checkpoints are damaged, and OSError.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty: choose a new folder")
@@ -35,7 +35,10 @@ def export(run: Path, folder: Path) -> str:
 
 
 def _write_tokenizer(folder: Path, text: str, longest: int, ends: bool) -> None:
-    """The library's own class is named: GPT-2's would take the file for byte-level BPE, whatever it is."""
+    """Writes the tokenizer's files and names the library's own class.
+
+    GPT-2's class would treat every tokenizer as byte-level BPE.
+    """
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": longest}
     if ends:
         settings |= dict.fromkeys(("bos_token", "eos_token"), END_OF_TEXT)

@@ -1,4 +1,4 @@
-"""What this machine can do: device, peak rate, memory in use."""
+"""Properties of this machine: devices, peak rate, memory in use."""
 
 import ctypes
 import os
@@ -10,27 +10,28 @@ from time import perf_counter
 import torch
 
 PROBE_SECONDS = 0.3
-# Dense tensor-core rates in FLOP/s from NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200 (2024), B200 (2025).
+# These are dense tensor-core rates in FLOP/s from NVIDIA's data sheets: A100 (2021), H100 SXM (2023), H200 (2024) and
+# B200 (2025).
 _HALF_RATES = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def device_count() -> int:
-    """GPUs of this machine that torch can use."""
+    """Returns the number of GPUs of this machine that torch can use."""
     return torch.cuda.device_count()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, numpy or torch could not get memory; torch has no class of its own for that on a CPU."""
+    """Returns whether Python, numpy or torch could not allocate memory. On a CPU torch has no error class for it."""
     named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return named or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s of one device, where the number is from).
+    """Returns (FLOP/s of one device, the source of the number).
 
-    For the half types on a GPU that is known it is the data sheet's. Otherwise it is measured: the best of the square
-    matrix products of this dtype that `PROBE_SECONDS` have room for, with the threads of this process. Another process
-    may have slowed down all of them, so that a rate that training reaches later can be higher.
+    For bfloat16 and float16 on a known GPU, the rate is that of the data sheet. Otherwise it is measured: the best rate
+    of the square matrix products of this dtype that fit into `PROBE_SECONDS`, with the threads of this process. Another
+    process may slow down all of these products, so training may later reach a higher rate.
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
@@ -51,7 +52,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated by torch on a GPU, resident on CPU."""
+    """Returns the most bytes that this rank has held: allocated by torch on a GPU, resident on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -59,9 +60,9 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Memory that this rank holds now: at most so far by torch's allocator on a GPU; on CPU what is resident.
+    """Returns the bytes that this rank holds: torch's largest allocation so far on a GPU, resident memory now on CPU.
 
-    There a page that several ranks share counts in parts, so that the ranks' numbers add up to what is used.
+    On CPU, a page that several ranks share is divided among them, so that the sum over the ranks is the memory in use.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -73,11 +74,11 @@ def held_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Tells glibc to keep freed memory instead of giving it back to the kernel after every step.
+    """Tells glibc to keep freed memory instead of returning it to the kernel after every step.
 
-    A training step frees all its activations. By default glibc returns most of them at once and the next step
-    faults every page in again. Blocks up to 32 MiB (the largest threshold there is, mallopt(3)) then come from
-    the heap, and the heap is not trimmed. Returns whether that worked; on other C libraries it does not.
+    A training step frees all its activations. By default, glibc returns most of them at once, and the next step faults
+    every page in again. With this setting, allocations of up to 32 MiB (the largest threshold, mallopt(3)) come from
+    the heap, and the heap is not trimmed. Returns whether it worked; it does not on other C libraries.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -88,10 +89,10 @@ def keep_freed_memory() -> bool:
 
 
 def expand_segments() -> None:
-    """Tells torch's CUDA allocator to grow segments where it would take new ones, which break memory into pieces."""
+    """Tells torch's CUDA allocator to grow its segments instead of allocating new ones, which fragment memory."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def set_threads(ranks_on_this_host: int) -> None:
-    """Shares the cores among the CPU ranks of this host."""
+    """Divides the cores of this host among its CPU ranks."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // max(1, ranks_on_this_host)))

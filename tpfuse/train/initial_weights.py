@@ -1,9 +1,9 @@
-"""`--init-from`: a run starts from the weights of a Hugging Face GPT-2, or of another run.
+"""`--init-from` starts a run from the weights of a Hugging Face GPT-2, or of another run.
 
-A folder with config.json is a Hugging Face GPT-2, a folder with config.toml is a run. The source determines the model's
-shape and the tokenizer unless flags or files of the user do (`inherited_options`). Before ranks start its weights are
-compared with the options (`find_source`), and then each rank reads its own shards of them (`load_weights`). The run
-takes nothing but weights: it begins at step 0, with a fresh optimizer.
+A folder with config.json is a Hugging Face GPT-2, and a folder with config.toml is a run. The source determines the
+model's shape and the tokenizer unless flags or files of the user do (`inherited_options`). Before ranks start, the
+shapes of its weights are compared with the options (`find_source`), and then each rank reads its own shards
+(`load_weights`). The run takes only the weights: it begins at step 0, with a fresh optimizer.
 """
 
 from dataclasses import dataclass, replace
@@ -25,10 +25,10 @@ _POSITIONS = "transformer.wpe.weight"
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights are.
+    """The location of the weights, and the model and the tokenizer that they belong to.
 
-    name: the folder that the user named. folder: the one to read, which is a Hugging Face folder or a checkpoint's.
-    tokenizer: the run's, None for a Hugging Face folder.
+    name: the folder that the user named. folder: the folder to read, which is a Hugging Face folder or a checkpoint.
+    tokenizer: the tokenizer of the run; None for a Hugging Face folder.
     """
 
     name: Path
@@ -37,7 +37,7 @@ class Source:
     tokenizer: Tokenizer | None
 
     def weights_for(self, tokenizer: Tokenizer) -> Path:
-        """The folder. Raises UserError where the tokens of this tokenizer, the text's, are not the model's."""
+        """Returns the folder to read. Raises UserError if `tokenizer`, which encoded the text, is not the model's."""
         if tokenizer.vocab_size != self.config.vocab_size:
             raise UserError(
                 f"--init-from {self.name}: the model has {self.config.vocab_size} tokens, the text's tokenizer"
@@ -52,7 +52,7 @@ class Source:
 
 
 def inherited_options(source: Path) -> dict[str, dict[str, Any]]:
-    """The options that the source determines where the user does not, as tables of TOML.
+    """Returns the options that the source determines unless the user does, as tables of TOML.
 
     They are the model's shape and the tokenizer: tokenizer.json of the folder, or gpt2 for a vocabulary of GPT-2's
     size. Raises UserError for a folder that is neither a Hugging Face GPT-2 nor a run.
@@ -85,9 +85,9 @@ def _is_huggingface(folder: Path) -> bool:
 
 
 def find_source(options: TrainCommand) -> Source | None:
-    """The source that `--init-from` names, after its files were checked; None where the option was not given.
+    """Checks the files of the source that `--init-from` names, and returns it; None if the option was not given.
 
-    Raises UserError where its model is not that of the options, and CheckpointError where all checkpoints are damaged.
+    Raises UserError if its model is not that of the options, and CheckpointError if all checkpoints are damaged.
     """
     name = options.init_from
     if name is None:
@@ -113,7 +113,7 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
     pairs = {name: (getattr(source.config, name), getattr(model, name)) for name in _SHAPE}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if model.n_positions < source.config.n_positions:
-        differing.pop("n_positions", None)  # the first rows of the table are a table
+        differing.pop("n_positions", None)  # the first rows of a position table are a valid position table
     if differing:
         changes = ", ".join(
             f"{name} is {theirs} in the source and {ours} in the options" for name, (theirs, ours) in differing.items()
@@ -127,8 +127,8 @@ def _check_shape(source: Source, model: ModelOptions) -> None:
 def load_weights(folder: Path, shards: Shards) -> None:
     """Fills the shards "model.NAME" of this rank from a source's folder, and no others.
 
-    A shorter position table takes the first rows of the source's. Raises UserError or CheckpointError where the folder
-    has changed since it was found.
+    A shorter position table takes the first rows of the source's table. Raises UserError or CheckpointError if the
+    folder has changed since `find_source` checked it.
     """
     held = {name: shards[name] for name in shards if name.startswith("model.")}
     if _is_huggingface(folder):

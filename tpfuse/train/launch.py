@@ -1,9 +1,9 @@
-"""Ranks: started here on one machine, or joined where torchrun started them.
+"""Starts the ranks of a run on one machine, or joins the ranks that torchrun has started.
 
-The ranks of one machine meet through a file in memory, so no port can be taken and no file is left behind, and talk
-over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second one ends the ranks at once. A rank
-that fails makes the others end: at first by themselves (their collectives fail), after a grace period by SIGKILL. The
-parent then says in one line why the run has ended.
+The ranks of one machine meet through a file in memory, so no port can be occupied and no file remains, and they
+communicate over the loopback interface. The parent passes SIGTERM and Ctrl-C on once; a second signal ends the ranks at
+once. When a rank fails, the others end too: at first by themselves, because their collectives fail, and after a grace
+period by SIGKILL. The parent then prints in one line why the run has ended.
 """
 
 import multiprocessing
@@ -29,8 +29,8 @@ from tpfuse.train.child import begin
 from tpfuse.train.errors import PeerLost, RunError, UserError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_GRACE = 10.0  # seconds that other ranks get after one has failed
-_POLL = 0.1  # seconds between two looks at the ranks
+_GRACE = 10.0  # seconds that the other ranks get to end after one has failed
+_POLL = 0.1  # seconds between two checks of the ranks
 _USUAL_CAUSES = {
     signal.SIGKILL: ": by a person, or by the system because memory ran out",
     signal.SIGBUS: ": a file that it reads may have become shorter, or /dev/shm may be full",
@@ -39,8 +39,10 @@ _USUAL_CAUSES = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which rank this process is: of all, and of those on this machine. store: the file to meet through; None
-    under torchrun."""
+    """The rank of this process among all ranks and among those of its machine.
+
+    store: the path of the file through which the ranks meet; None under torchrun.
+    """
 
     rank: int
     world: int
@@ -59,7 +61,7 @@ def torchrun_rank() -> RankInfo | None:
 
 
 def device_of(info: RankInfo) -> torch.device:
-    """The GPU of this rank, or the CPU where there is none."""
+    """Selects and returns the GPU of this rank, or returns the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", info.local_rank)
@@ -68,10 +70,10 @@ def device_of(info: RankInfo) -> torch.device:
 
 
 def join(info: RankInfo, device: torch.device, timeout: float) -> None:
-    """Makes the default process group (NCCL on GPUs, Gloo on CPU) as soon as all ranks have come.
+    """Makes the default process group (NCCL on GPUs, Gloo on CPU) once all ranks have started.
 
-    timeout: seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
-    which names the ranks that have not come.
+    timeout: the seconds that this rank waits for the others, here and in each collective of the group. Raises PeerLost,
+    which names the ranks that have not started.
     """
     limit = timedelta(seconds=timeout)
     try:
@@ -95,7 +97,7 @@ def _store(info: RankInfo, limit: timedelta) -> Any:
     if info.store is None:
         store, _, _ = next(rendezvous("env://", info.rank, info.world, timeout=limit))
         return store
-    # Without the number of ranks: a store that knows it has its last rank remove the file.
+    # The store is not given the number of ranks: with it, the last rank would remove the file.
     return dist.FileStore(info.store)  # type: ignore[attr-defined]
 
 
@@ -104,7 +106,7 @@ def _wait_for_all(store: Any, info: RankInfo, limit: timedelta) -> None:
     store.set(keys[info.rank], "")
     try:
         store.wait(keys, limit)
-    except RuntimeError as error:  # a store in a file has no class of its own for it
+    except RuntimeError as error:  # a FileStore has no error class of its own for a timeout
         missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         raise PeerLost(
@@ -114,7 +116,7 @@ def _wait_for_all(store: Any, info: RankInfo, limit: timedelta) -> None:
 
 @dataclass
 class _Rank:
-    """A rank as its parent sees it. error: why it could not go on, as soon as it has said so."""
+    """A rank as its parent sees it. error: why it could not continue, once it has reported that."""
 
     number: int
     process: Any
@@ -122,11 +124,11 @@ class _Rank:
     error: RunError | UserError | None = None
 
     def listen(self) -> None:
-        """Takes the rank's report, if it has sent one."""
+        """Receives the rank's report, if it has sent one."""
         try:
             if self.error is None and self.reports.poll():
                 self.error = self.reports.recv()
-        except (EOFError, OSError):  # it has ended without a report
+        except (EOFError, OSError):  # the rank has ended without a report
             return
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ class _Rank:
 
 
 class _Parent:
-    """Starts ranks and passes signals on to them: SIGTERM until they have ended, SIGKILL the second time."""
+    """Starts ranks and passes signals on to them: SIGTERM for the first signal, SIGKILL for the second."""
 
     def __init__(self) -> None:
         self.ranks: list[_Rank] = []
@@ -146,11 +148,11 @@ class _Parent:
         self.signals += 1
 
     def start(self, function: Callable[..., int], info: RankInfo, arguments: tuple[Any, ...]) -> None:
-        """Starts a rank in which both signals are held back until it is ready for them (`StopRequest`)."""
+        """Starts a rank in which both signals are blocked until the rank is ready for them (`StopRequest`)."""
         reports, sending = self._context.Pipe(duplex=False)
         work = pickle.dumps((function, (info, *arguments)))
         process = self._context.Process(target=begin, args=(os.getpid(), sending, work))
-        resource_tracker.ensure_running()  # otherwise `start` does, and lets the signals through again
+        resource_tracker.ensure_running()  # otherwise `start` starts it, which unblocks the signals again
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the rank inherits this
         try:
             process.start()
@@ -160,7 +162,7 @@ class _Parent:
         self.ranks.append(_Rank(info.rank, process, reports))
 
     def pass_on(self) -> None:
-        """Called every now and then: a rank may have started after the signal came."""
+        """Sends the signals received so far to all ranks. It is called again and again, since ranks may start late."""
         for rank in self.ranks:
             if self.signals == 1:
                 rank.process.terminate()
@@ -168,13 +170,15 @@ class _Parent:
                 rank.process.kill()
 
     def wait(self, timeout: float) -> int:
-        """Waits for all ranks, ends those that do not follow the first one to end, and returns the run's exit status.
+        """Waits until all ranks have ended, kills those that end too late, and returns the run's exit status.
 
-        timeout: seconds that ranks get after the first one has ended well. Raises RunError where the run failed for a
-        reason that a rank or the system has told, and KeyboardInterrupt after a second signal.
+        timeout: the seconds that ranks get to end after the first one has ended with status 0. Raises RunError or
+        UserError if a rank or the system has reported why the run failed, and KeyboardInterrupt after a second signal.
         """
         killed: _Rank | None = None
-        left: float | None = None  # seconds until the ranks that are still there are killed; counts while we are awake
+        left: float | None = (
+            None  # seconds until the remaining ranks are killed; it counts only while this process runs
+        )
         silent: list[_Rank] = []
         while True:
             codes = [rank.process.exitcode for rank in self.ranks]
@@ -199,10 +203,10 @@ class _Parent:
             raise KeyboardInterrupt
         if (error := _reason(self.ranks, killed, silent, timeout)) is not None:
             raise error
-        return next((code for code in codes if code and code > 0), 0)  # such a rank has printed why
+        return next((code for code in codes if code and code > 0), 0)  # a rank with such a status has printed its error
 
     def end(self) -> None:
-        """Ends what is left of the ranks, and puts the handlers back that were there before."""
+        """Kills the ranks that still run, and restores the previous signal handlers."""
         for rank in self.ranks:
             rank.process.kill()
             rank.process.join()
@@ -214,9 +218,9 @@ class _Parent:
 def _reason(
     ranks: Sequence[_Rank], killed: _Rank | None, silent: Sequence[_Rank], timeout: float
 ) -> RunError | UserError | None:
-    """Why the run has failed, from whoever knows it best; None where nobody knows.
+    """Returns the most informative reason why the run has failed; None if there is none.
 
-    killed: the first rank that a signal has ended; silent: the ranks that had to be killed because they did not end.
+    killed: the first rank that a signal has ended. silent: the ranks that were killed because they did not end.
     """
     if killed is not None:
         number = signal.Signals(-killed.process.exitcode)
@@ -227,7 +231,7 @@ def _reason(
             return error
     reporting = {rank.number for rank in ranks if rank.error is not None}
     lost = [error for error in errors if isinstance(error, PeerLost)]
-    for error in lost:  # a rank that is missing and has told why it waits is not the cause
+    for error in lost:  # a missing rank that has reported why it waits is not the cause
         if error.missing and not reporting & set(error.missing):
             return error
     unheard = ", ".join(str(rank) for rank in silent if rank.number not in reporting)
@@ -239,11 +243,11 @@ def _reason(
 
 
 def start_ranks(function: Callable[..., int], world: int, *arguments: Any, timeout: float) -> int:
-    """Runs `function(info, *arguments)` in `world` new processes; returns the exit status of the run.
+    """Runs `function(info, *arguments)` in `world` new processes and returns the exit status of the run.
 
-    That is 0 where all ranks return 0, else the first status that is not. timeout: seconds that ranks get to end after
-    the first one has. Raises what tells the reason: a RunError or UserError of a rank, a RunError where one was killed,
-    and KeyboardInterrupt where a second signal has ended all ranks.
+    The status is 0 if all ranks return 0, else that of the first rank, in rank order, with another one. timeout: the
+    seconds that ranks get to end after the first one has ended. Raises the error that gives the reason: a RunError or
+    UserError of a rank, a RunError if a rank was killed, and KeyboardInterrupt if a second signal has ended all ranks.
     """
     store = os.memfd_create("tpfuse-store")
     parent = _Parent()

@@ -1,8 +1,8 @@
-"""`tpfuse memory`: what each rank of a training run will hold, counted without starting it and without memory for it.
+"""`tpfuse memory` counts the memory that each rank of a training run will hold, without starting or allocating it.
 
-The model is the real one, on the meta device, built as the first tensor-parallel rank would build it: torch's fake
-process group stands in for the others. That rank has the most, since it has the longest shards. What autograd saves is
-a formula's (`tpfuse.models.saved_activations`), the rest is that of `tpfuse.zero.memory`.
+The real model is built on the meta device, as the first tensor-parallel rank would build it: torch's fake process group
+stands in for the others. That rank holds the most, since it has the longest shards. `tpfuse.models.saved_activations`
+computes the tensors that autograd saves by a formula, and `tpfuse.zero.memory` counts the rest.
 """
 
 import contextlib
@@ -31,14 +31,15 @@ from tpfuse.zero.memory import STAGES, MemoryAccount, Width, account, account_sh
 from tpfuse.zero.taken_parameters import take_partial_gradients
 
 _LINES = ("parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding")
-_VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # of tokenizers that need no file to be known
+_VOCABULARIES = {"bytes": 256, "gpt2": 50257}  # the vocabulary sizes of tokenizers that need no file
 
 
 @dataclass(frozen=True)
 class Counted:
-    """parameters: of the whole model; accounts: what the first rank holds, by stage; micro_batches: to a step.
+    """The memory of the first rank. accounts: its bytes by ZeRO's stage.
 
-    unaccumulated: bytes of gradients at stages 2 and 3 if a step had one micro-batch; empty where it has.
+    parameters: the number of parameters of the whole model. micro_batches: the micro-batches of a step. unaccumulated:
+    the bytes that gradients would take at stages 2 and 3 if a step had one micro-batch; empty if it has one.
     """
 
     options: TrainCommand
@@ -50,7 +51,7 @@ class Counted:
 
 
 def memory(name: str, command: MemoryCommand) -> str:
-    """The table of `tpfuse memory NAME`. Raises UserError."""
+    """Returns the table of `tpfuse memory NAME`. Raises UserError."""
     options = _with_command(_read(name), command)
     stages = STAGES if command.stage == "all" else (int(command.stage),)
     return table(name, count(options, _vocabulary(options, command), stages))
@@ -65,7 +66,7 @@ def _read(name: str) -> TrainCommand:
 
 
 def _with_command(options: TrainCommand, command: MemoryCommand) -> TrainCommand:
-    """`options` as the command's flags change them, with their layout."""
+    """Returns `options` with the values of the command's flags and with the layout filled in."""
     given = {"ranks": command.ranks, "tp": command.tp, "cp": command.cp, "micro-batch": command.micro_batch}
     for flag, value in (given | {"vocab-size": command.vocab_size}).items():
         if value < 0:
@@ -96,7 +97,7 @@ def _vocabulary(options: TrainCommand, command: MemoryCommand) -> int:
 
 
 def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Counted:
-    """What the first rank holds. options: with their layout. Raises UserError."""
+    """Counts the memory of the first rank. options: with the layout filled in. Raises UserError."""
     config, parallel = model_config(options, vocabulary), options.parallel
     if parallel.replicas < 1 or parallel.dp * parallel.cp % parallel.replicas:
         raise UserError(
@@ -107,12 +108,12 @@ def count(options: TrainCommand, vocabulary: int, stages: Sequence[int]) -> Coun
 
 
 def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, stages: Sequence[int]) -> Counted:
-    """What this rank of a tensor-parallel mesh holds. options: with their layout, and sound."""
+    """Counts the memory of this rank of a tensor-parallel mesh. options: checked, with the layout filled in."""
     sequences, micro_batches = _micro_batches(options)
     ulysses = ulysses_ranks(options.parallel, config.n_head // options.parallel.tp)
     activations = saved_bytes(_micro_batch(options, config, sequences, ulysses), options.train.recompute)
     whole = GPT(config, device_mesh=mesh, device="meta", dtype=getattr(torch, options.train.dtype))
-    partial = take_partial_gradients(whole)  # once for all stages: a model gives them up
+    partial = take_partial_gradients(whole)  # once for all stages, since a model can be asked only once
     accounts = {stage: _account(whole, partial, stage, options, micro_batches > 1, activations) for stage in stages}
     less = [stage for stage in stages if stage >= 2 and micro_batches > 1]
     unaccumulated = {stage: _account(whole, partial, stage, options, False, activations).gradients for stage in less}
@@ -121,7 +122,7 @@ def count_on(mesh: DeviceMesh | None, options: TrainCommand, config: GPTConfig, 
 
 
 def _micro_batches(options: TrainCommand) -> tuple[int, int]:
-    """(sequences of a rank's micro-batch, micro-batches of a step)."""
+    """Returns (sequences of a rank's micro-batch, micro-batches of a step). Raises UserError."""
     batch, dp = options.train.batch, options.parallel.dp
     share, rest = divmod(batch, dp)
     if rest or not share:
@@ -178,7 +179,7 @@ def _account(
 
 
 def table(name: str, counted: Counted) -> str:
-    """A line for each kind, a column for each stage."""
+    """Returns the table, which has a line for each kind of memory and a column for each stage."""
     options, parallel, accounts = counted.options, counted.options.parallel, counted.accounts
     sequences = options.train.batch // parallel.dp // counted.micro_batches
     columns = [["", *_LINES]]
@@ -209,7 +210,7 @@ def table(name: str, counted: Counted) -> str:
 
 
 def _accumulated(counted: Counted) -> list[str]:
-    """Why gradients need more at stages 2 and 3 than one would expect."""
+    """Returns lines that say why gradients take more memory at stages 2 and 3 than one would expect."""
     if not counted.unaccumulated:
         return []
     count = counted.micro_batches

@@ -1,9 +1,9 @@
 """Writes a safetensors file in one pass and constant memory.
 
-The format (https://github.com/huggingface/safetensors): 8 bytes, the length of the header, little-endian; the
-header, a JSON object {name: {dtype, shape, data_offsets}} padded with spaces to a multiple of 8; the tensors'
-bytes, row-major, little-endian, without gaps. The safetensors library itself offers to write one only from
-bytes that are in memory all at once, and neither hashes nor syncs.
+The format (https://github.com/huggingface/safetensors) has three parts: 8 bytes with the length of the header,
+little-endian; the header, a JSON object {name: {dtype, shape, data_offsets}} padded with spaces to a multiple of 8; the
+tensors' bytes, row-major, little-endian, without gaps. The safetensors library itself can write a file only from bytes
+that are in memory all at once, and it neither hashes nor syncs.
 """
 
 import json
@@ -32,7 +32,7 @@ CHUNK_BYTES = 4 * 2**20
 
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
-    """The bytes of a tensor on any device in pieces of about CHUNK_BYTES, on the CPU."""
+    """Yields the bytes of a tensor on any device as uint8 tensors of about CHUNK_BYTES on the CPU."""
     rows = tensor.detach()
     rows = rows.view(-1) if rows.is_contiguous() else rows
     row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
@@ -41,9 +41,10 @@ def _chunks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def write_safetensors(file: DurableFile, tensors: dict[str, Tensor]) -> None:
-    """Writes non-empty tensors of the types in DTYPES. Raises OSError."""
+    """Writes tensors, which must not be empty, of the dtypes in DTYPES. Raises OSError."""
     assert sys.byteorder == "little"
-    # Large elements first: then every tensor starts at a multiple of its element size, which readers want.
+    # Tensors with large elements come first, so that every tensor starts at a multiple of its element size, which
+    # readers require.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header, end = {}, 0
     for name in names:

@@ -1,4 +1,4 @@
-"""`tpfuse sample`: texts from the newest good checkpoint of a run, on one rank."""
+"""`tpfuse sample` generates texts with the newest good checkpoint of a run, on one rank."""
 
 from pathlib import Path
 
@@ -14,13 +14,14 @@ from tpfuse.train.saved_state import open_run
 from tpfuse.train.tokenizer import Tokenizer
 from tpfuse.train.untrusted import Unreadable, read_text
 
-BETWEEN = "\n------\n"  # what stands between two samples
+BETWEEN = "\n------\n"  # separates two samples
 
 
 def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
-    """The model of a run's newest good checkpoint, in float32 (float64 if trained so), and its tokenizer.
+    """Returns the model of a run's newest good checkpoint, and its tokenizer.
 
-    Raises UserError where there is no checkpoint and CheckpointError where all are damaged.
+    The model is float32, or float64 if it was trained in float64. Raises UserError if there is no checkpoint, and
+    CheckpointError if all are damaged.
     """
     saved, state, config, tokenizer = open_run(folder)
     dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
@@ -35,7 +36,7 @@ def load_run(folder: Path, device: torch.device) -> tuple[GPT, Tokenizer]:
 
 
 def sample(folder: Path, options: SampleCommand) -> str:
-    """The prompt and what the model adds to it, up to the token that ends a text; several with `BETWEEN` between.
+    """Returns the prompt and its continuation up to the token that ends a text; `BETWEEN` separates several samples.
 
     Raises UserError for bad options.
     """
@@ -80,6 +81,6 @@ def _prompt(options: SampleCommand) -> str:
 
 
 def _until_end(ids: list[int], prompt: int, tokenizer: Tokenizer) -> list[int]:
-    """The first `prompt` tokens, and those behind them up to the one that ends the text, which is left out."""
+    """Returns the first `prompt` tokens, and those after them up to the token that ends the text, which is left out."""
     ends = (position for position in range(prompt, len(ids)) if ids[position] == tokenizer.end_of_text)
     return ids[: next(ends, len(ids))]

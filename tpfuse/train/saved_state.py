@@ -1,4 +1,4 @@
-"""The part of a checkpoint that is no tensor: what a run says of itself, and what others may take from it."""
+"""The state of a run in a checkpoint, without its tensors, and how other commands read it."""
 
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,7 +23,7 @@ _SCHEMA = {
 
 
 def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], GPTConfig]:
-    """The state of a checkpoint of `tpfuse train`, and its model. Raises CheckpointError for another state."""
+    """Returns the state and the model of a checkpoint of `tpfuse train`. Raises CheckpointError for another state."""
     try:
         check(checkpoint.state, _SCHEMA, "state")
         hints = get_type_hints(GPTConfig)
@@ -36,10 +36,10 @@ def saved_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], GPTConfig]:
 
 
 def open_run(folder: Path) -> tuple[Checkpoint, dict[str, Any], GPTConfig, Tokenizer]:
-    """A run's newest good checkpoint, its state and model, and the run's tokenizer.
+    """Returns a run's newest good checkpoint, its state and model, and the run's tokenizer.
 
-    Raises UserError where there is no checkpoint, or no tokenizer that fits it, and CheckpointError where all
-    checkpoints are damaged.
+    Raises UserError if there is no checkpoint, or no tokenizer that fits it, and CheckpointError if all checkpoints are
+    damaged.
     """
     saved = newest_good(folder, warn=warn) if folder.is_dir() else None
     if saved is None:

@@ -10,9 +10,9 @@ _TOKENS = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?) *tokens")
 
 
 def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> int:
-    """Steps from a number of steps, or from a text such as "375e6tokens", rounded up.
+    """Returns a length in steps. length: a number of steps, or a text such as "375e6tokens", which is rounded up.
 
-    Raises UserError, which calls it --optim.`name`, for any other text.
+    Raises UserError, which names the option --optim.`name`, for any other text.
     """
     if isinstance(length, int):
         return length
@@ -26,11 +26,11 @@ def steps_of(length: int | str, tokens_per_step: int, name: str = "length") -> i
 
 
 def learning_rate(options: OptimOptions, step: int, steps: int, tokens_per_step: int) -> float:
-    """The learning rate of optimizer step `step` (from 0) of `steps`.
+    """Returns the learning rate of optimizer step `step` (from 0) of `steps`.
 
-    Linear warm-up from 0 to lr, then by the schedule: cosine and linear fall to min_lr at decay_steps; wsd (MiniCPM,
-    arXiv:2404.06395, section 4) stays at lr and falls in a line over the last `decay` steps before decay_steps, by
-    default a tenth of all steps, which suffices there; constant stays at lr.
+    It rises linearly from 0 to lr in the warm-up and then follows the schedule: cosine and linear fall to min_lr at
+    decay_steps; wsd (MiniCPM, arXiv:2404.06395, section 4) stays at lr and falls linearly over the last `decay` steps
+    before decay_steps, by default a tenth of all steps, which the paper found sufficient; constant stays at lr.
     """
     warmup = steps_of(options.warmup, tokens_per_step)
     end = steps_of(options.decay_steps, tokens_per_step) or steps

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run is found here, before a rank starts and before anything is written."""
+"""Checks a run and prepares it. All bad input is found here, before a rank starts and before anything is written."""
 
 import fcntl
 import json
@@ -38,10 +38,10 @@ _LONGEST_TIMEOUT = 1e6
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to start: what every rank is given.
+    """A run that is ready to start. Every rank receives it.
 
-    checkpoint: the folder to go on from; weights: where there is none, the folder that the first weights come from
-    (`tpfuse.train.initial_weights`), None where they are drawn.
+    checkpoint: the folder of the checkpoint to continue from, or None. weights: without a checkpoint, the folder that
+    the initial weights come from (`tpfuse.train.initial_weights`); None if they are drawn.
     """
 
     folder: Path
@@ -53,9 +53,10 @@ class Run:
 
 
 def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
-    """`options` with dp filled in for `world` ranks (None: as many as this machine suits, see `ParallelOptions`).
+    """Returns `options` with dp filled in for `world` ranks.
 
-    Raises UserError where the world is not tp x cp x dp, or a GPU machine has too few GPUs for it.
+    world: None for the number of ranks that fits this machine (see `ParallelOptions`). Raises UserError if the world is
+    not tp x cp x dp, or if a machine with GPUs has too few of them.
     """
     tp, cp, dp = options.parallel.tp, options.parallel.cp, options.parallel.dp
     if tp < 1 or cp < 1 or dp < 0:
@@ -72,7 +73,7 @@ def with_layout(options: TrainCommand, world: int | None) -> TrainCommand:
 
 
 def check_numbers(options: TrainCommand) -> None:
-    """Raises UserError for a number outside its range, with the layout filled in."""
+    """Raises UserError for a number outside its range. options: with the layout filled in."""
     train, optim, dp = options.train, options.optim, options.parallel.dp
     at_least = {
         "train.steps": (train.steps, 1), "train.batch": (train.batch, 1), "train.micro-batch": (train.micro_batch, 0),
@@ -145,7 +146,7 @@ def _check_zero(options: TrainCommand) -> None:
 
 
 def _check_offload(options: TrainCommand, config: GPTConfig, local_ranks: int) -> None:
-    """That the folder can take the optimizer's state of this host's ranks, but for some padding."""
+    """Raises UserError if the folder has no space for the optimizer state of this host's ranks, without padding."""
     zero, parallel = options.zero, options.parallel
     if zero.offload_path is None:
         return
@@ -171,7 +172,7 @@ def _check_kernels(options: TrainCommand) -> None:
 
 
 def _check_lengths(options: TrainCommand, count: int, val_count: int | None) -> None:
-    """count: of the tokens of --data.path; val_count: of --data.val-path."""
+    """Raises UserError if there are too few tokens. count: the tokens of --data.path; val_count: of --data.val-path."""
     fraction, context = options.data.val_fraction, options.model.n_positions
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"--data.val-fraction {fraction}: expected 0 <= fraction < 1")
@@ -195,7 +196,7 @@ def _run_folder(options: TrainCommand) -> Path:
 
 
 def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
-    """The model of these options, with their layout. Raises UserError where its ranks cannot share it."""
+    """Returns the model of these options, whose layout is filled in. Raises UserError if its ranks cannot share it."""
     model = options.model
     config = GPTConfig(
         vocab_size,
@@ -216,7 +217,7 @@ def model_config(options: TrainCommand, vocab_size: int) -> GPTConfig:
 
 
 def _check_context(parallel: ParallelOptions, config: GPTConfig) -> None:
-    """Raises ValueError, or UserError, where context ranks cannot share the model's sequences."""
+    """Raises ValueError, or UserError, if context-parallel ranks cannot share the model's sequences."""
     if parallel.cp_ulysses and parallel.cp_schedule != "ulysses_ring":
         given = f"--parallel.cp-ulysses {parallel.cp_ulysses}"
         raise UserError(f"{given} is for --parallel.cp-schedule ulysses_ring, not {parallel.cp_schedule}")
@@ -227,9 +228,9 @@ def _check_context(parallel: ParallelOptions, config: GPTConfig) -> None:
 
 
 def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
-    """How many context ranks exchange heads beside a ring, 1 where none do; heads: of a tensor-parallel rank.
+    """Returns how many context-parallel ranks exchange heads under ulysses_ring, and 1 under the other schedules.
 
-    Raises ValueError where ulysses_ring finds no number.
+    heads: the attention heads of one tensor-parallel rank. Raises ValueError if no number of ranks fits.
     """
     if parallel.cp == 1 or parallel.cp_schedule != "ulysses_ring":
         return 1
@@ -237,11 +238,10 @@ def ulysses_ranks(parallel: ParallelOptions, heads: int) -> int:
 
 
 def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
-    """Checks the options (with their layout), the data and the run folder, then writes what ranks read.
+    """Checks the options, the data and the run folder, and then writes the files that ranks read.
 
-    local_ranks: of this host, None for all.
-    Raises UserError (nothing has been written then) and CheckpointError where all checkpoints to resume from
-    are damaged.
+    options: with the layout filled in. local_ranks: the number of ranks on this host; None for all. Raises UserError
+    (nothing has been written then), and CheckpointError if all checkpoints to resume from are damaged.
     """
     check_numbers(options)
     _check_kernels(options)
@@ -250,7 +250,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
     ranks = local_ranks or options.parallel.tp * options.parallel.cp * options.parallel.dp
     folder = _run_folder(options)
     _check_names(folder, options.data.path, options.data.val_path, options.init_from)
-    model_config(options, 1)  # what needs no text is checked before one is read: a large one takes a while
+    model_config(options, 1)  # checks that need no text come before reading it, which takes long for a large text
     if options.resume:
         _lock(folder)
     source = None if options.resume else find_source(options)
@@ -265,7 +265,7 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
             _lock(folder)
         data = store(folder / "data", train, val)
     except OSError as error:
-        shutil.rmtree(folder / "data", ignore_errors=True)  # the next run may have the folder
+        shutil.rmtree(folder / "data", ignore_errors=True)  # so that the next run may use the folder
         raise UserError(f"cannot write the run folder {folder}: {error.strerror}") from None
     checkpoint = _resume_point(folder, options, config, data) if options.resume else None
     if options.resume and checkpoint is None:
@@ -273,12 +273,12 @@ def prepare_run(options: TrainCommand, local_ranks: int | None = None) -> Run:
         weights = None if source is None else source.weights_for(train.tokenizer)
     if data.train.paths[0].parent != folder / "data":
         options = _with_tokenizer(options, data.train)
-    _write(folder, options, data.train.tokenizer)  # at last: what it says is there
+    _write(folder, options, data.train.tokenizer)  # comes last, so that everything it names exists
     return Run(folder, options, config, data, checkpoint, weights)
 
 
 def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
-    """The options with the name that fits the tokenizer of token files, whose JSON wins over --data.tokenizer."""
+    """Returns the options with the tokenizer of the token files, whose JSON file overrides --data.tokenizer."""
     name, kind = options.data.tokenizer, files.tokenizer.as_json()["kind"]
     if kind in ("bytes", "chars"):
         name = kind
@@ -288,7 +288,7 @@ def _with_tokenizer(options: TrainCommand, files: TokenFiles) -> TrainCommand:
 
 
 def _check_names(*paths: Path | None) -> None:
-    """Raises UserError for a name that config.toml, which is UTF-8, cannot hold."""
+    """Raises UserError for a path that config.toml, which is UTF-8, cannot hold."""
     for path in paths:
         try:
             str(path).encode()
@@ -300,7 +300,7 @@ _locked: dict[tuple[int, int], int] = {}  # descriptors of run folders, by devic
 
 
 def _lock(folder: Path) -> None:
-    """Keeps other runs out of a run folder as long as this process lives. Raises UserError where one is in it."""
+    """Locks a run folder until this process ends. Raises UserError if another run has locked it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     key = status.st_dev, status.st_ino
@@ -314,7 +314,7 @@ def _lock(folder: Path) -> None:
         raise UserError(
             f"{folder} is in use by another run: wait until it has ended, or choose another --out"
         ) from None
-    except OSError:  # a file system without locks
+    except OSError:  # this file system has no locks
         os.close(descriptor)
         return
     _locked[key] = descriptor
@@ -338,7 +338,7 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: 
     state, model = saved_state(checkpoint)
     pairs = {name: (old, getattr(config, name)) for name, old in asdict(model).items()}
     differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    differing.pop("dropout", None)  # has no weights; changing it is a choice, not a mistake
+    differing.pop("dropout", None)  # dropout has no weights, so a user may change it on purpose
     if differing:
         changes = ", ".join(
             f"{name} is {old} in the checkpoint and {new} in the options" for name, (old, new) in differing.items()
@@ -357,7 +357,7 @@ def _resume_point(folder: Path, options: TrainCommand, config: GPTConfig, data: 
 
 
 def prepare_tokens(options: PrepareCommand) -> TokenFiles:
-    """`tpfuse prepare`: writes the token file. Raises UserError."""
+    """Writes the token file of `tpfuse prepare` and returns it. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
     if options.data.val_path is not None:
