@@ -1,6 +1,7 @@
-"""The commands of `tpfuse`. Bad input: one line on stderr, exit status 2; a damaged checkpoint: 3.
+"""The commands of `tpfuse`. Bad input gives one line on stderr and exit status 2, a damaged checkpoint gives status 3.
 
-A command imports what it needs when it runs: torch takes seconds, and help and most mistakes need none of it.
+A command imports the modules that it needs when it runs: importing torch takes seconds, and neither help nor most
+errors need it.
 """
 
 import contextlib
@@ -48,14 +49,14 @@ def _train(arguments: Sequence[str]) -> int:
     try:
         return start_ranks(train_rank, world, run, timeout=options.comm.timeout)
     except KeyboardInterrupt:
-        show_cursor()  # which the first rank's progress bar has hidden
+        show_cursor()  # the first rank's progress bar has hidden it
         saved = checkpoint_folders(run.folder)
         newest = f"the newest checkpoint is {saved[0]}" if saved else f"nothing was saved in {run.folder}"
         raise RunError(f"ended at once by a second signal; {newest}") from None
 
 
 def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
-    """The first rank checks and prepares; the others hear whether to go on."""
+    """Trains as a rank of torchrun. The first rank checks and prepares the run and tells the others the outcome."""
     import torch.distributed as dist
 
     from tpfuse.comm.collectives.collective import is_lost_peer, set_timeout
@@ -89,7 +90,7 @@ def _train_under_torchrun(info: "RankInfo", options: "TrainCommand") -> int:
 
 
 def _subject_and_options(kind: type[T], arguments: Sequence[str], command: str, question: str) -> tuple[str, T]:
-    """(the first argument, the options behind it). Raises UserError with `question` where an option comes first."""
+    """Returns (the first argument, the options after it). Raises UserError(question) if the first is an option."""
     from tpfuse.train.config import parse_command
 
     if not arguments or arguments[0].startswith("-"):
@@ -206,7 +207,7 @@ def _version(arguments: Sequence[str]) -> int:
 
 
 def _completion(arguments: Sequence[str]) -> int:
-    """Prints the script with which a shell completes commands and options."""
+    """Prints the script by which a shell completes commands and options."""
     shell = arguments[0] if arguments else ""
     if shell not in _SHELLS:
         raise UserError(f"{shell!r} is not a shell: expected one of {', '.join(_SHELLS)}")

@@ -1,15 +1,15 @@
-"""Checkpoints that survive: `RUN/step-N/` is complete and sound, or it is not there.
+"""Crash-safe checkpoints: `RUN/step-N/` is complete and sound, or it does not exist.
 
-    RUN/step-N/rank-00000.safetensors   what this rank writes, one file for each rank that writes anything
+    RUN/step-N/rank-00000.safetensors   the slices of this rank, one file for each rank that writes any
     RUN/step-N/manifest.json            SHA-256 of itself; size and SHA-256 of every file; every tensor's global
                                         shape, dtype and saved slices; the caller's state
 
-All is written and synced in `RUN/.staging-step-N`, which one rename turns into `step-N`. What is to go is first
-renamed to `RUN/.deleting-…`, so no half-deleted folder is ever taken for a checkpoint. Saving is a sequence of
-local phases, each ended by one exchange of how it went (`agree`), so that all ranks see the same outcome.
+All files are written and synced in `RUN/.staging-step-N`, which one rename turns into `step-N`. A folder that is to be
+deleted is first renamed to `RUN/.deleting-…`, so that no half-deleted folder is taken for a checkpoint. Saving is a
+sequence of local phases. Each phase ends in one exchange of its outcome (`agree`), so that all ranks see the same one.
 
-A tensor is stored as rectangles [start, stop) of its global shape, as the ranks hold them: none, one or several each.
-A loading rank reads the intersections of these with its own, so any layout loads into any other.
+A tensor is stored as rectangles [start, stop) of its global shape, as the ranks hold them: none, one or several on each
+rank. A loading rank reads the intersections of these with its own rectangles, so any layout loads into any other.
 """
 
 import os
@@ -48,17 +48,19 @@ from tpfuse.train.safetensors_file import DTYPES, write_safetensors
 from tpfuse.train.untrusted import Unreadable, check_regular
 
 _STEP = re.compile(r"step-(0|[1-9]\d*)")
-_Wanted = tuple[str, Slices, Slices, Shard]  # key in the file, the slice that is there, what of it the shard needs
+_Wanted = tuple[
+    str, Slices, Slices, Shard
+]  # key in the file, the slice stored there, its intersection with the shard, the shard
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Returns the folder of the checkpoint of a step."""
     return run / f"step-{step}"
 
 
 @dataclass
 class Checkpoint:
-    """A folder whose manifest is sound. sound: the files that are known to be so too, by `verify` or `load`."""
+    """A checkpoint whose manifest is sound. sound: the files that `verify` or `load` has found to be sound too."""
 
     folder: Path
     step: int
@@ -67,11 +69,11 @@ class Checkpoint:
 
     @property
     def state(self) -> Any:
-        """What the caller of `save` gave, as JSON returns it (tuples are lists, keys are text)."""
+        """Returns the state that was given to `save`, as JSON returns it (tuples are lists, keys are text)."""
         return self.manifest["state"]
 
     def verify(self) -> None:
-        """Reads every file once. Raises CheckpointError for one whose size or SHA-256 is not the manifest's."""
+        """Reads every file once. Raises CheckpointError if a size or a SHA-256 is not the manifest's."""
         for name in self.manifest["files"]:
             self._verify(name)
 
@@ -91,16 +93,16 @@ class Checkpoint:
         self.sound.add(name)
 
     def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
-        """The global shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
+        """Returns the global shapes of the tensors whose names begin with `prefix`, by the rest of their names."""
         tensors = self.manifest["tensors"].items()
         return {name.removeprefix(prefix): tuple(x["shape"]) for name, x in tensors if name.startswith(prefix)}
 
     def load(self, shards: Shards) -> None:
-        """Fills every shard; what else the checkpoint holds is left alone.
+        """Fills every shard from the files. Other tensors of the checkpoint are not read.
 
-        Raises CheckpointMismatch, before anything is written, for a tensor that the checkpoint does not have or
-        has in another shape or dtype; CheckpointError for a file that cannot be read or, though others may have
-        verified it before, is not what the manifest says.
+        Raises CheckpointMismatch, before any shard is written, for a tensor that the checkpoint does not have or has in
+        another shape or dtype. Raises CheckpointError for a file that cannot be read, or that is not what the manifest
+        says, even if another rank has verified it before.
         """
         wanted: dict[str, list[_Wanted]] = {}
         for name, shard in ((name, shard) for name, held in shards.items() for shard in held):
@@ -120,7 +122,7 @@ class Checkpoint:
 
     def _fitting_entry(self, name: str, shard: Shard) -> dict[str, Any]:
         entry = self.manifest["tensors"].get(name)
-        if entry is None and 0 in shard.shape:  # of what has no elements, ranks need not hold any shard
+        if entry is None and 0 in shard.shape:  # ranks need not hold any shard of a tensor without elements
             return {"slices": []}
         if entry is None:
             raise CheckpointMismatch(f"{self.folder} has no tensor {name}: it is of another model or optimizer")
@@ -148,7 +150,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, its manifest checked and its other files not (`Checkpoint.verify`).
+    """Returns the checkpoint in a folder. It checks the manifest, but not the other files (`Checkpoint.verify`).
 
     Raises CheckpointError.
     """
@@ -157,7 +159,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The folders of checkpoints, good or not, newest first."""
+    """Returns the folders of all checkpoints, good and damaged, newest first."""
     if not run.is_dir():
         return []
     folders = [path for path in run.iterdir() if _STEP.fullmatch(path.name)]
@@ -171,11 +173,11 @@ def _good(folder: Path) -> Checkpoint:
 
 
 def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of a run that is sound to the last byte; None where there is none at all.
+    """Returns the newest checkpoint of a run that is sound to the last byte, or None if the run has no checkpoint.
 
-    A damaged one is named through `warn` and passed over. Raises CheckpointError where all are damaged. One rank
-    should ask and tell the others the step, who then use `open_checkpoint`. Raises OSError where the run's folder
-    cannot be listed.
+    `warn` is called for each damaged checkpoint, which is skipped. One rank should call this function and send the step
+    to the others, which then call `open_checkpoint`. Raises CheckpointError if all checkpoints are damaged, and OSError
+    if the run's folder cannot be listed.
     """
     damaged = []
     for folder in checkpoint_folders(run):
@@ -191,7 +193,7 @@ def newest_good(run: Path, *, warn: Callable[[str], None]) -> Checkpoint | None:
 
 @dataclass
 class _Saving:
-    """One call of `save` on one rank: its phases. `warnings` are told at the end, when no rank waits any more."""
+    """The phases of one call of `save` on one rank. Its warnings are given at the end, when no rank waits any more."""
 
     run: Path
     step: int
@@ -204,14 +206,14 @@ class _Saving:
         self.staging = self.run / f".staging-step-{self.step}"
 
     def begin(self) -> bool:
-        """Rank 0: whether a good checkpoint of this step is there already; if not, an empty staging folder is."""
+        """Returns on rank 0 whether a good checkpoint of this step exists; if not, makes an empty staging folder."""
         if not self.run.is_dir():
             make_folder(self.run)
         self._clear()
         if os.path.lexists(self.final):
             try:
                 _good(self.final)
-                sync_folder(self.run)  # the save that made it may have failed at just this
+                sync_folder(self.run)  # the save that wrote it may have failed in this very call
                 return True
             except CheckpointError as error:
                 self.warnings.append(f"damaged checkpoint, replaced by a new one: {error}")
@@ -226,7 +228,7 @@ class _Saving:
                 self.warnings.append(f"cannot remove files of an earlier save: {error}")
 
     def write(self) -> tuple[str, int, str] | None:
-        """This rank's file: name, size, SHA-256."""
+        """Writes this rank's file and returns its name, size and SHA-256; returns None if there is nothing to write."""
         tensors = {key: shard.tensor for name, held in self.shards.items() for key, shard in owned_shards(name, held)}
         if not tensors:
             return None
@@ -235,7 +237,7 @@ class _Saving:
         return file.path.name, file.size, file.sha256
 
     def commit(self, manifest: dict[str, Any], keep: int) -> None:
-        """Rank 0: the manifest, the rename, and then what is too old."""
+        """Writes the manifest on rank 0, renames the staging folder, and then deletes checkpoints that are too old."""
         with DurableFile(self.staging / MANIFEST) as file:
             file.write(encode(manifest))
         sync_folder(self.staging)
@@ -250,7 +252,10 @@ class _Saving:
             self.warnings.append(f"step {self.step} is saved, but older checkpoints cannot be removed: {error}")
 
     def _prune(self, keep: int) -> None:
-        """Nothing goes before `keep` newer ones have been read and found good; the one just written never goes."""
+        """Deletes checkpoints older than `keep` good ones, but never the one that was just written.
+
+        No checkpoint is deleted before `keep` newer ones have been read and found good.
+        """
         folders = checkpoint_folders(self.run)
         if not 0 < keep < len(folders):
             return
@@ -267,7 +272,7 @@ class _Saving:
                 good += 1
             except CheckpointError as error:
                 self.warnings.append(f"damaged checkpoint, not counted among the {keep} that are kept: {error}")
-        sync_folder(self.run)  # the renames, before anything in those folders goes
+        sync_folder(self.run)  # makes the renames durable before anything in those folders is deleted
 
 
 def save(
@@ -280,16 +285,16 @@ def save(
     group: dist.ProcessGroup | None,
     warn: Callable[[str], None],
 ) -> Path | None:
-    """Collective over `group` (None: one rank): the new checkpoint's folder, or None on all ranks if it failed.
+    """Saves a checkpoint and returns its folder, or None on all ranks if saving failed. Collective over `group`.
 
-    shards: by name, all that this rank holds. state: JSON-able, rank 0's is stored. keep: how many of the newest good
-    checkpoints stay (0: all); the older ones among them are read whole before any is deleted. warn: called on
-    rank 0, with one line. A good checkpoint of this step that is there already is returned as it is; a damaged
-    one is replaced.
+    shards: by name, all shards that this rank holds. state: a value for JSON; that of rank 0 is stored. keep: how many
+    of the newest good checkpoints are kept (0: all); the older ones among them are read whole before any is deleted.
+    group: None for one rank. warn: called on rank 0, with one line. A good checkpoint of this step that exists already
+    is returned as it is; a damaged one is replaced.
 
-    The disk failing any rank (OSError) is a warning and None; everything of this save is removed as far as the
-    disk allows. Raises ValueError for shards that do not make up their tensors, TypeError for a state that JSON
-    does not know, RuntimeError for a rank that died or raised something else.
+    If the disk of any rank fails (OSError), `warn` is called and None is returned; all files of this save are removed
+    as far as the disk allows. Raises ValueError for shards that are not a partition of their tensors, TypeError for a
+    state that JSON cannot hold, and RuntimeError if a rank died or raised another error.
     """
     rank = 0 if group is None else group.rank()
     saving = _Saving(Path(run), step, shards, rank, [])

@@ -52,7 +52,7 @@ class RankInfo:
 
 
 def torchrun_rank() -> RankInfo | None:
-    """This process's info where torchrun (or the like) has started it, else None."""
+    """Returns the rank of this process if torchrun, or a similar launcher, has started it, else None."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if not all(name in os.environ for name in names):
         return None

@@ -1,4 +1,4 @@
-"""What one rank does in `tpfuse train`: the loop around the steps, from joining the others to the last line."""
+"""The work of one rank in `tpfuse train`: the loop around the steps, from joining the other ranks to the last line."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -49,13 +49,13 @@ from tpfuse.train.trainer import StepResult, Trainer
 
 _SAMPLE_TOKENS = 200
 _MEASURE_SECONDS = 20.0  # on GPUs, by default
-_RECENT = 5  # intervals between rows, which say how much time is left
+_RECENT = 5  # the last intervals between rows, from which the remaining time is estimated
 
 
 def train_rank(info: RankInfo, run: Run) -> int:
-    """Joins the other ranks, trains and leaves; returns 0. One rank alone needs no group.
+    """Joins the other ranks, trains, leaves them and returns 0. One rank alone needs no process group.
 
-    Raises RunError where the run cannot go on, as PeerLost where other ranks do not answer.
+    Raises RunError if the run cannot continue, and PeerLost, which is a RunError, if other ranks do not answer.
     """
     stop = StopRequest(insistent=info.world == 1)
     set_kernels(run.options.kernels)
@@ -70,7 +70,7 @@ def train_rank(info: RankInfo, run: Run) -> int:
         keep_freed_memory()
     elif run.options.train.expandable_segments:
         expand_segments()
-    if info.world > 1 and not dist.is_initialized():  # under torchrun the ranks have met before
+    if info.world > 1 and not dist.is_initialized():  # under torchrun the ranks have joined already
         join(info, device, comm.timeout)
     loop = None
     try:
@@ -114,13 +114,13 @@ def _when(loop: "TrainingLoop | None") -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What Gloo says, without its source line and its advice."""
+    """Returns Gloo's message without its source line and its advice."""
     line = str(error).strip().splitlines()[0]
     return line.partition("] ")[2].partition(". This is")[0] if line.startswith("[/") else line
 
 
 class TrainingLoop:
-    """The run as this rank sees it. Only rank 0 prints and writes metrics."""
+    """The training of a run on one rank. Only rank 0 prints and writes metrics."""
 
     def __init__(
         self, info: RankInfo, run: Run, mesh: DeviceMesh | None, device: torch.device, stop: StopRequest
@@ -135,8 +135,8 @@ class TrainingLoop:
         self.val_windows = Windows(self.val_tokens, length, options.seed, "val", options.batch)
         held = held_bytes(device)
         self.trainer = Trainer(run.options, run.config, mesh, device)
-        self.held_before = held  # by Python and torch themselves
-        self.decisions: dict[str, Decision] = {}  # by which the products of all ranks are computed
+        self.held_before = held  # bytes that Python and torch themselves hold
+        self.decisions: dict[str, Decision] = {}  # the implementations by which the ranks compute their products
         if run.checkpoint is not None:
             self._resume(run.checkpoint)
         elif run.weights is not None:
@@ -150,7 +150,7 @@ class TrainingLoop:
         self.retry_delay = 1
 
     def _resume(self, folder: Path) -> None:
-        """Every rank reads what it needs. Raises RunError on all ranks where one cannot."""
+        """Loads the checkpoint; every rank reads its shards. Raises RunError on all ranks if one cannot."""
         states: list[dict[str, Any]] = []
 
         def load() -> None:
@@ -166,7 +166,7 @@ class TrainingLoop:
                 self.decisions = from_json(cases)
 
     def _on_all_ranks(self, load: Callable[[], None]) -> None:
-        """Raises RunError on all ranks where one cannot load."""
+        """Calls `load` on every rank. Raises RunError on all ranks if one cannot load."""
 
         def outcome() -> tuple[str, int] | None:
             try:
@@ -180,7 +180,7 @@ class TrainingLoop:
                 raise RunError(*failure)
 
     def run_to_end(self) -> None:
-        """Trains until the last step or until a rank is asked to stop, saves, and says how it went."""
+        """Trains until the last step or until a rank is asked to stop, saves, and prints the result."""
         self._introduce()
         started, steps = perf_counter(), self.options.train.steps
         reporter = Reporter(self.run.folder, steps, self.trainer.step, self._holder()) if self.first else None
@@ -231,7 +231,7 @@ class TrainingLoop:
         say(f"run      {self.run.folder}" + (f", continuing after step {trainer.step}" if trainer.step else ""))
 
     def _described_data(self) -> str:
-        """How many tokens there are, and how often the run reads each, in words."""
+        """Returns in words how many tokens there are, and how often the run reads each."""
         train, count, data = self.options.train, len(self.train_tokens), self.data
         times = train.steps * train.batch * self.run.config.n_positions / count
         validation = "" if data.val is None else f"; validation on {data.val.count:,} tokens of {data.val.source}"
@@ -239,7 +239,7 @@ class TrainingLoop:
         return f"{data.train.source}: {count:,} tokens, each read {often} times in {train.steps} steps{validation}"
 
     def _counted(self) -> str:
-        """What `tpfuse memory` counts for this rank, in words."""
+        """Returns in words the memory that `tpfuse memory` counts for this rank."""
         stage, mesh = self.options.zero.stage, self.trainer.model.device_mesh
         account = count_on(mesh, self.options, self.run.config, (stage,)).accounts[stage]
         kinds = ("parameters", "gradients", "master", "moments", "buffers", "activations")
@@ -248,23 +248,23 @@ class TrainingLoop:
         return f"ZeRO stage {stage}{by}, counted {account.total / 2**20:.1f} MiB a rank: {', '.join(sizes)}"
 
     def _measured(self) -> str:
-        """And what is there after a step, with what the count leaves out."""
+        """Returns in words the memory in use after a step, which includes the parts that the count leaves out."""
         held = held_bytes(self.device) - self.held_before
         line = f"memory   measured {held / 2**20:.1f} MiB after the first step, with workspaces"
         whole = f"\n         process {memory_bytes(self.device) / 2**20:.0f} MiB, with Python and torch"
         return line + (whole if self.device.type == "cpu" else "")
 
     def _holder(self) -> str:
-        """What `memory_bytes` counts the memory of."""
+        """Returns whose memory `memory_bytes` counts."""
         return "process" if self.device.type == "cpu" else "GPU"
 
     def _precision(self) -> str:
-        """Of parameters and, where that is another, of products, in words."""
+        """Returns in words the dtype of the parameters and, if it differs, of matrix products."""
         train = self.options.train
         return train.dtype if train.autocast == "none" else f"{train.dtype} with autocast to {train.autocast}"
 
     def _kernels(self) -> str:
-        """What computes, in words."""
+        """Returns in words which kernels compute."""
         kind = "torch" if self.trainer.dtype is torch.float64 else resolved_kernels(self.device.type)
         interpreted = kind == "triton" and self.device.type == "cpu"
         compiled = ", steps by torch.compile" if self.options.train.compile else ""
@@ -272,7 +272,7 @@ class TrainingLoop:
         return words + (", interpreted" if interpreted else "") + compiled
 
     def _loop(self, reporter: Reporter | None, started: float) -> bool:
-        """Steps, evaluations, checkpoints; True where the run was stopped before its end."""
+        """Runs steps, evaluations and checkpoints. Returns whether the run was stopped before its end."""
         options, trainer = self.options.train, self.trainer
         mark, mark_step = perf_counter(), trainer.step
         begun = trainer.step
@@ -315,7 +315,10 @@ class TrainingLoop:
         return False
 
     def _first_step(self) -> StepResult:
-        """A step in which the ranks measure what is the fastest here; a run that goes on takes what it took before."""
+        """Runs a step in which the ranks measure which implementations are the fastest here.
+
+        A resumed run uses the implementations that it used before.
+        """
         seconds = self.options.parallel.measure_seconds
         if seconds < 0:
             seconds = _MEASURE_SECONDS if self.device.type == "cuda" else 0.0
@@ -335,11 +338,11 @@ class TrainingLoop:
     def _row(
         self, result: StepResult, interval: tuple[int, float], mean_loss: float, evaluated: bool, seconds: float
     ) -> Row:
-        """interval: (steps, seconds) since the last row, without evaluation and checkpoints."""
+        """Returns the row of a step. interval: (steps, seconds) since the last row, without evaluation and saving."""
         speed = self.options.train.batch * self.run.config.n_positions / _seconds_a_step([interval])
         flops = speed * self.trainer.model.flops_per_token() / self.info.world
         if self.device.type == "cpu":
-            self.peak = max(self.peak, flops)  # another process may have slowed the probe down
+            self.peak = max(self.peak, flops)  # another process may have slowed down the probe
         return Row(
             self.trainer.step,
             result.loss,
@@ -359,11 +362,11 @@ class TrainingLoop:
         self.val_loss = self.trainer.evaluate(self.val_windows, self.options.train.eval_batches)
 
     def _save(self) -> None:
-        """Saves; after a failure tries again 1, 2, 4, … steps later."""
+        """Saves a checkpoint. After a failure, the next attempt is 1, 2, 4, … steps later."""
         trainer = self.trainer
         if not all(agree(trainer.world_group, (self.run.folder / "config.toml").is_file)):
             raise RunError(f"step {trainer.step} was not saved: the run's folder {self.run.folder} has been removed")
-        loss = trainer.evaluate(self.windows, 1)  # a model that an update has ruined must not replace a good one
+        loss = trainer.evaluate(self.windows, 1)  # a model that an update has damaged must not replace a good one
         if not isfinite(loss):
             raise RunError(
                 f"step {trainer.step}: after the update the loss is {loss}; not saved, the last checkpoint is untouched"
@@ -393,7 +396,7 @@ class TrainingLoop:
             self.retry_delay *= 2
 
     def _conclude(self, seconds: float) -> None:
-        """The last lines: losses, a sample, and where the files are. Collective: all ranks generate."""
+        """Prints the last lines: losses, a sample, and the files. It is collective, since all ranks generate."""
         start = torch.from_numpy(self.train_tokens[:1].astype(np.int64)).to(self.device)
         count = min(_SAMPLE_TOKENS, 4 * self.run.config.n_positions)
         ids = generate(self.trainer.model, start.unsqueeze(0), count, temperature=0.8, top_k=None, seed=0)
@@ -425,12 +428,12 @@ class TrainingLoop:
 
 
 def _seconds_a_step(intervals: Collection[tuple[int, float]]) -> float:
-    """The mean over intervals of (steps, seconds)."""
+    """Returns the mean number of seconds of a step over intervals of (steps, seconds)."""
     return sum(seconds for _, seconds in intervals) / sum(steps for steps, _ in intervals)
 
 
 def _plain(tree: Any) -> Any:
-    """Dictionaries, lists and scalars for JSON."""
+    """Returns the tree as dictionaries, lists and scalars for JSON."""
     if isinstance(tree, dict):
         return {key: _plain(value) for key, value in tree.items()}
     return str(tree) if isinstance(tree, Path) else tree

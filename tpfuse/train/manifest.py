@@ -1,6 +1,6 @@
-"""What a checkpoint consists of: shards of tensors in memory, slices of them in files, and the manifest of both.
+"""The contents of a checkpoint: shards of tensors in memory, slices of them in files, and the manifest of both.
 
-    {"sha256": of everything behind this line,
+    {"sha256": of everything after this line,
      "format": 2, "step": N,
      "files":   {file: {"size": bytes, "sha256": …}},
      "tensors": {name: {"shape": global, "dtype": as in safetensors,
@@ -8,10 +8,10 @@
                                     "ranges": [[start, stop] for every dimension]}]}},
      "state":   the caller's}
 
-The slices of a tensor are a partition of its shape: none overlap, none lack. Those without elements are left out.
-A rank may hold several shards of one tensor; in its file they are NAME, NAME#1, NAME#2, …
+The slices of a tensor are a partition of its shape: no slices overlap, and no element is missing. Slices without
+elements are left out. A rank may hold several shards of one tensor; in its file their keys are NAME, NAME#1, NAME#2, …
 
-Format 1, which is still read, had no keys: a file held at most one slice of a tensor, under the tensor's name.
+Format 1, which can still be read, had no keys: a file held at most one slice of a tensor, under the tensor's name.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from tpfuse.train.safetensors_file import DTYPES
 from tpfuse.train.untrusted import EACH, Unreadable, check, parsed_json, quoted, read_bytes
 
 FORMAT = 2
-READ = (1, 2)  # formats
+READ = (1, 2)  # the formats that can be read
 MANIFEST = "manifest.json"
 _SCHEMA = {
     "step": int,
@@ -41,7 +41,7 @@ _SCHEMA = {
     },
     "state": dict,
 }
-# What a rank holds: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
+# The shards of a rank: by tensor, its global shape, its dtype, and the slices that the rank writes, if any, by key.
 Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
 
 
@@ -49,9 +49,9 @@ Description = dict[str, tuple[tuple[int, ...], str, dict[str, Slices]]]
 class Shard:
     """A shard of a global tensor that this rank holds.
 
-    shape: of the global tensor. slices: [start, stop) of the shard in every dimension. tensor: the shard itself,
-    on any device; loading writes into it in place. is_owner: whether this rank saves it; of the ranks with the
-    same slices exactly one does.
+    shape: the shape of the global tensor. slices: [start, stop) of the shard in every dimension. tensor: the shard
+    itself, on any device; loading writes into it in place. is_owner: whether this rank saves it; exactly one of the
+    ranks with the same slices does.
     """
 
     shape: tuple[int, ...]
@@ -60,27 +60,27 @@ class Shard:
     is_owner: bool
 
 
-Shards = Mapping[str, Sequence[Shard]]  # by the name of the global tensor, all that a rank holds of it
+Shards = Mapping[str, Sequence[Shard]]  # by the name of the global tensor, all shards of it that a rank holds
 
 
 def extent(slices: Slices) -> tuple[int, ...]:
-    """The shape of a rectangle."""
+    """Returns the shape of a rectangle."""
     return tuple(stop - start for start, stop in slices)
 
 
 def intersection(a: Slices, b: Slices) -> Slices | None:
-    """The rectangle that both have, None where it is empty."""
+    """Returns the intersection of two rectangles, or None if it is empty."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def index_within(slices: Slices, inside: Slices) -> tuple[slice, ...]:
-    """The index of a rectangle in a tensor that holds the rectangle `inside`."""
+    """Returns the index of the rectangle `slices` in a tensor that holds the rectangle `inside`."""
     return tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(slices, inside, strict=True))
 
 
 def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
-    """Why these rectangles are not a partition of the shape; None if they are."""
+    """Returns why these rectangles are not a partition of the shape, or None if they are."""
     for slices in saved:
         inside = len(slices) == len(shape) and all(0 <= a < b <= n for (a, b), n in zip(slices, shape, strict=True))
         if not inside:
@@ -93,12 +93,12 @@ def flaw(shape: tuple[int, ...], saved: list[Slices]) -> str | None:
 
 
 def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
-    """A rectangle that has elements in common with one before it in the list, if any.
+    """Returns a rectangle that has elements in common with an earlier one in the list, or None.
 
-    Rectangles are separated by planes between them, one dimension after the other, until each is alone: n log n steps
-    for those that sharding makes. Only what no plane separates is compared pair by pair.
+    Planes separate the rectangles, one dimension after the other, until each is alone. This takes n log n steps for
+    rectangles that sharding makes. Only rectangles that no plane separates are compared pair by pair.
     """
-    waiting = [(saved, 0, 0)]  # rectangles, the dimension to try next, how many were tried since the last that split
+    waiting = [(saved, 0, 0)]  # rectangles, the dimension to try next, how many dimensions have not separated them
     while waiting:
         together, dimension, tried = waiting.pop()
         if tried == dimensions:
@@ -113,7 +113,7 @@ def _overlapping(saved: list[Slices], dimensions: int) -> Slices | None:
 
 
 def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
-    """The rectangles in groups that have no coordinate of this dimension in common."""
+    """Returns the rectangles in groups that have no coordinate of this dimension in common."""
     groups: list[list[Slices]] = []
     reached = 0
     for slices in sorted(saved, key=lambda slices: slices[dimension]):
@@ -126,7 +126,7 @@ def _separated(saved: list[Slices], dimension: int) -> list[list[Slices]]:
 
 
 def check_shard(name: str, shard: Shard) -> None:
-    """Raises ValueError where tensor, slices and shape contradict each other."""
+    """Raises ValueError if tensor, slices and shape contradict each other."""
     if tuple(shard.tensor.shape) != extent(shard.slices) or len(shard.shape) != len(shard.slices):
         raise ValueError(
             f"shard of {name}: a tensor of shape {tuple(shard.tensor.shape)} cannot be the slices {shard.slices} of"
@@ -135,24 +135,24 @@ def check_shard(name: str, shard: Shard) -> None:
 
 
 def slices_of(ranges: list[list[int]]) -> Slices:
-    """What JSON made lists of."""
+    """Converts slices from the lists that JSON has made of them."""
     return tuple((start, stop) for start, stop in ranges)
 
 
 def file_name(rank: int) -> str:
-    """Of the file that a rank writes."""
+    """Returns the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def owned_shards(name: str, shards: Sequence[Shard]) -> Iterator[tuple[str, Shard]]:
-    """What this rank writes of a tensor, each shard with its key in the rank's file."""
+    """Yields the shards of a tensor that this rank writes, each with its key in the rank's file."""
     writes = (shard for shard in shards if shard.is_owner and shard.tensor.numel())
     for index, shard in enumerate(writes):
         yield f"{name}#{index}" if index else name, shard
 
 
 def describe(shards: Shards) -> Description:
-    """What this rank holds and writes. Raises ValueError for what cannot be saved."""
+    """Describes the shards that this rank holds and writes. Raises ValueError for a shard that cannot be saved."""
     description: Description = {}
     for name, held in shards.items():
         if "#" in name:
@@ -170,7 +170,10 @@ def describe(shards: Shards) -> Description:
 
 
 def tensor_table(described: list[Description]) -> dict[str, Any]:
-    """The manifest's tensors from what each rank holds. Raises ValueError where ranks disagree or slices lack."""
+    """Returns the manifest's tensors from every rank's description.
+
+    Raises ValueError if ranks disagree or slices are missing.
+    """
     table: dict[str, Any] = {}
     for rank, description in enumerate(described):
         for name, (shape, dtype, slices) in description.items():
@@ -187,13 +190,16 @@ def tensor_table(described: list[Description]) -> dict[str, Any]:
 
 
 def encode(body: dict[str, Any]) -> bytes:
-    """The manifest: JSON whose first entry is the SHA-256 of every byte behind that entry's line."""
+    """Returns the manifest as JSON whose first entry is the SHA-256 of every byte after that entry's line."""
     rest = json.dumps(body, indent=1).removeprefix("{\n").encode()
     return b'{\n "sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a step's folder, checked against itself and the folder's name. Raises CheckpointError."""
+    """Returns the manifest of a step's folder, checked against its SHA-256 and the folder's name.
+
+    Raises CheckpointError.
+    """
     file = folder / MANIFEST
     try:
         raw = read_bytes(file)
@@ -222,7 +228,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _add_keys(manifest: dict[str, Any]) -> None:
-    """Format 1 becomes format 2."""
+    """Converts a manifest of format 1 to format 2."""
     for name, entry in manifest["tensors"].items():
         for stored in entry["slices"]:
             stored["key"] = name

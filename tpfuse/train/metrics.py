@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl is the truth; the console, TensorBoard and loss.png are drawn from it."""
+"""The metrics of a run. metrics.jsonl holds the rows, and the console, TensorBoard and loss.png show them."""
 
 import contextlib
 import json
@@ -27,11 +27,14 @@ _BAR = 20  # columns of the progress bar
 
 @dataclass(frozen=True)
 class Row:
-    """One line of metrics.jsonl. Losses in nats per token; val_loss is None between evaluations; mean_loss: of the
-    steps since the row before; mfu in [0, 1], on CPU relative to the best rate that was seen so far; memory_bytes: the
-    most that torch has allocated on a GPU, or that the process has held on CPU; seconds since the run (this start of
-    it) began; sent_bytes and received_bytes: gradients and parameters that the first rank exchanged with data-parallel
-    ones in this step; the rest is None in a row that only has a val_loss."""
+    """A line of metrics.jsonl.
+
+    Losses are in nats per token. val_loss: None between evaluations. mean_loss: the mean loss of the steps since the
+    previous row. mfu: in [0, 1], on CPU relative to the best rate so far. memory_bytes: the most bytes that torch has
+    allocated on a GPU, or that the process has held on CPU. seconds: since this start of the run. sent_bytes,
+    received_bytes: the bytes of gradients and parameters that the first rank exchanged with data-parallel ranks in this
+    step. The other values are None in a row that has only a val_loss.
+    """
 
     step: int
     loss: float | None
@@ -48,9 +51,10 @@ class Row:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a metrics.jsonl; none where there is no file.
+    """Returns the complete rows of a metrics.jsonl, and no rows if there is no file.
 
-    A line may be cut where the run was killed or the disk was full. Raises UserError for what is no file.
+    A line may be incomplete if the run was killed or the disk was full. Raises UserError if the path is not a readable
+    file.
     """
     try:
         lines = read_bytes(path, None).splitlines()
@@ -66,15 +70,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drops the rows beyond `step`, which a resumed run is about to write again."""
+    """Drops the rows after `step`, which a resumed run is about to write again."""
     rows = [row for row in read_metrics(path) if row["step"] <= step]
     replace_file(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def described(row: Row, steps: int, holder: str, width: int | None = None) -> str:
-    """The row as words for the console; what matters least is left out until they fit `width` columns.
+    """Returns the row in words for the console, without its least important values if it exceeds `width` columns.
 
-    holder: whose memory `memory_bytes` is.
+    holder: a word for whose memory `memory_bytes` counts.
     """
     parts: dict[str, str] = {"step": f"step {row.step}/{steps}"}
     if row.loss is not None and row.grad_norm is not None and row.lr is not None:
@@ -91,14 +95,14 @@ def described(row: Row, steps: int, holder: str, width: int | None = None) -> st
 
 
 def clock(seconds: float) -> str:
-    """A duration as m:ss or h:mm:ss."""
+    """Returns a duration as m:ss or h:mm:ss."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class TensorBoardWriter:
-    """Scalars for TensorBoard, one event for each row; what earlier starts wrote beyond `start` is superseded."""
+    """Writes scalars for TensorBoard, one event per row. They supersede events after `start` of earlier starts."""
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,33 +128,33 @@ class TensorBoardWriter:
 
 
 class Reporter:
-    """Writes rows to the run folder and shows them; for the first rank alone.
+    """Writes rows to the run folder and shows them. Only the first rank has a reporter.
 
-    On a terminal one progress line with the latest row, in as many columns as there are, and above it a line for each
-    evaluation, which stays; otherwise a line for each row. holder: whose memory the rows tell.
+    On a terminal, one progress line shows the latest row, in as many columns as the terminal has, and each evaluation
+    adds a permanent line above it. Elsewhere each row is a line. holder: a word for whose memory the rows count.
     """
 
     def __init__(self, folder: Path, steps: int, start: int, holder: str) -> None:
         self.path = folder / "metrics.jsonl"
         self.steps, self.holder = steps, holder
         forget_after(self.path, start)
-        # Unbuffered: what a full disk refuses is lost, and not tried again when the file is closed.
+        # The file is unbuffered: a row that a full disk refuses is lost, and not written when the file is closed.
         self._file = self.path.open("ab", buffering=0)
         self._failed = False
         self._tensorboard = TensorBoardWriter(folder / "tensorboard", start)
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._console = Console()
-        if sys.stdout.isatty() and self._console.is_interactive:  # not in a dumb terminal, nor where colors are forced
+        if sys.stdout.isatty() and self._console.is_interactive:  # not in a dumb terminal, and not if colors are forced
             self._progress = Progress(BarColumn(_BAR), TextColumn("{task.description}"), console=self._console)
             self._task = self._progress.add_task("", total=steps, completed=start)
             self._progress.start()
 
     def add(self, row: Row, left: float | None) -> None:
-        """Records a row; `left`: seconds that the run will still take, where known."""
+        """Records a row. left: the seconds that the run will still take, or None if unknown."""
         values = asdict(row)
         try:
-            # Written at once, and on a line of its own also where the last one was cut.
+            # The row is written at once, and on a line of its own even if the last one is incomplete.
             self._file.write((("\n" if self._failed else "") + json.dumps(values) + "\n").encode())
             del values["step"]
             self._tensorboard.add(row.step, {name: value for name, value in values.items() if value is not None})
@@ -178,14 +182,14 @@ class Reporter:
 
 
 def draw_losses(folder: Path, unigram: float | None) -> None:
-    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, the unigram's for scale.
+    """Draws RUN/loss.png from metrics.jsonl: training and validation loss over steps, and a unigram model's for scale.
 
-    The training loss is the mean of the steps since the row before, in the middle of these: that of one batch is noisy.
-    A disk that is full costs a warning.
+    The training loss is the mean over the steps since the previous row, drawn at the middle of these steps, since the
+    loss of one batch is noisy. If the disk is full, a warning is printed.
     """
     import matplotlib
 
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it announces its font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # on a new machine it reports that it builds its font cache
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

@@ -1,12 +1,12 @@
-"""Token files: llm.c's .bin, one or several that follow each other as one sequence.
+"""Token files in llm.c's .bin format. Several files are concatenated to one sequence.
 
-A .bin begins with 256 int32: the magic 20240520, the version 1, the number of tokens, then zeros; uint16 tokens
-follow (github.com/karpathy/llm.c, dev/data). `tpfuse prepare` writes a JSON beside it, with the tokenizer and the
-SHA-256 of the .bin. The files of llm.c have none.
+A .bin file begins with 256 int32: the magic 20240520, the version 1, the number of tokens, then zeros; uint16 tokens
+follow (github.com/karpathy/llm.c, dev/data). `tpfuse prepare` writes a JSON file beside it, with the tokenizer and the
+SHA-256 of the .bin file. The files of llm.c have no JSON file.
 
-Several files are one sequence in the order of their names, and a window of tokens may begin in one file and end in
-the next: batches do not depend on where the tokens were cut. Scripts as llm.c's fill a file to its last token and go
-on with the same document in the next one, so such a window is text as it was written.
+Several files are one sequence in the order of their names, and a window of tokens may begin in one file and end in the
+next: batches do not depend on where the tokens were split. Scripts such as llm.c's fill a file to its last token and
+continue the same document in the next one, so such a window is contiguous text.
 """
 
 import glob
@@ -31,18 +31,21 @@ from tpfuse.train.tokenizer import Tokenizer, Tokens, from_json
 from tpfuse.train.untrusted import Unreadable, check_regular, read_json
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-_CHUNK = 1 << 24  # tokens that are written or verified in one go
-_BLOCK = 2048  # tokens of each block that stands for a file without a SHA-256
+_CHUNK = 1 << 24  # tokens that are written or verified at once
+_BLOCK = 2048  # tokens of each of the blocks by which a file without a JSON file is identified
 _VALIDATION = re.compile(r"(^|[^a-z])val(id(ation)?)?([^a-z]|$)")
 
 
 class DamagedTokens(OSError):
-    """A token file that ends too early, or a token that is not in the vocabulary. The message names the place."""
+    """A token file ends too early, or a token is not in the vocabulary. The message names the file and the token."""
 
 
 class _File:
-    """The tokens of one file. They are read and not mapped: a process with a map of a file that gets shorter is
-    killed by SIGBUS; a read that returns too little is an error."""
+    """The tokens of one file.
+
+    They are read and not mapped: if a mapped file gets shorter, SIGBUS kills the process, while a read returns too few
+    bytes, which is an error that can be reported.
+    """
 
     def __init__(self, path: Path, count: int, vocab_size: int) -> None:
         self.path, self.count, self.vocab_size = path, count, vocab_size
@@ -50,7 +53,7 @@ class _File:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens [start, stop), fewer than 2^30. Raises DamagedTokens."""
+        """Returns tokens [start, stop), which must be fewer than 2^30. Raises DamagedTokens."""
         data = os.pread(self._descriptor, 2 * (stop - start), HEADER_BYTES + 2 * start)
         if len(data) < 2 * (stop - start):
             left = max(0, os.fstat(self._descriptor).st_size - HEADER_BYTES) // 2
@@ -63,9 +66,9 @@ class _File:
 
 
 class FileTokens:
-    """The tokens of files that follow each other, or a part of them; a slice is read when it is asked for.
+    """The tokens of concatenated files, or a contiguous part of them. A slice is read when it is indexed.
 
-    Each slice raises DamagedTokens where a file is shorter than it was or has a token outside the vocabulary.
+    Indexing raises DamagedTokens if a file has become shorter or has a token outside the vocabulary.
     """
 
     def __init__(self, files: Sequence[_File], start: int, stop: int) -> None:
@@ -76,7 +79,7 @@ class FileTokens:
         return self._stop - self._start
 
     def part(self, start: int, stop: int) -> "FileTokens":
-        """Tokens [start, stop) of these, not read yet."""
+        """Returns tokens [start, stop) of this sequence without reading them."""
         return FileTokens(self._files, self._start + start, self._start + stop)
 
     def __getitem__(self, key: slice) -> Tokens:
@@ -95,9 +98,9 @@ class FileTokens:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Token files that are one sequence. counts: tokens of each; source: what the tokens were made of.
+    """Token files that are one sequence. counts: the tokens of each file. source: a description of the text.
 
-    sha256: of the .bin where there is one with a JSON; otherwise as `open_token_files` says.
+    sha256: the SHA-256 of the .bin file if there is one file with a JSON file, else that of `open_token_files`.
     """
 
     paths: tuple[Path, ...]
@@ -108,28 +111,28 @@ class TokenFiles:
 
     @property
     def count(self) -> int:
-        """Tokens of all files."""
+        """Returns the number of tokens of all files."""
         return sum(self.counts)
 
     def open(self) -> FileTokens:
-        """Their tokens; each process that reads them opens the files itself. Raises OSError."""
+        """Opens the files and returns their tokens. Each process must open the files itself. Raises OSError."""
         return FileTokens(_opened(self.paths, self.counts, self.tokenizer.vocab_size), 0, self.count)
 
 
 def _opened(paths: Sequence[Path], counts: Sequence[int], vocab_size: int) -> list[_File]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 2 * len(paths) and soft != resource.RLIM_INFINITY:  # 1024 is usual; a data set may have more files
+    if soft < 2 * len(paths) and soft != resource.RLIM_INFINITY:  # the usual limit is 1024 files; data may have more
         most = 2 * len(paths) if hard == resource.RLIM_INFINITY else min(2 * len(paths), hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     return [_File(path, count, vocab_size) for path, count in zip(paths, counts, strict=True)]
 
 
 def token_paths(path: Path) -> tuple[Path, ...] | None:
-    """The token files that `--data.path` names, in the order of their names; None where it names text.
+    """Returns the token files that `--data.path` names, in the order of their names; None if it names text.
 
-    They are a file NAME.bin, those that lie in a folder, or those that match a pattern. Raises UserError for a
-    pattern that matches nothing or other files, and for a folder with files of two kinds, such as llm.c's
-    NAME_train_000001.bin and NAME_val_000000.bin.
+    They are a file NAME.bin, the .bin files of a folder, or the files that match a pattern. Raises UserError for a
+    pattern that matches no file or other files, and for a folder with both training and validation files, such as
+    llm.c's NAME_train_000001.bin and NAME_val_000000.bin.
     """
     try:
         if path.is_dir():
@@ -166,7 +169,7 @@ def _check_one_kind(folder: Path, files: Sequence[Path]) -> None:
 def write_token_file(
     folder: Path, tokens: Tokens, tokenizer: Tokenizer, source: str, name: str = "tokens"
 ) -> TokenFiles:
-    """Writes folder/NAME.bin and folder/NAME.json. Raises OSError."""
+    """Writes folder/NAME.bin and folder/NAME.json and returns them. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
@@ -185,12 +188,12 @@ def write_token_file(
         "tokenizer": tokenizer.as_json(),
     }
     replace_file(path.with_suffix(".json"), json.dumps(description, ensure_ascii=False))
-    staging.replace(path)  # at last, so that where it is all is there
+    staging.replace(path)  # comes last, so that the JSON file exists whenever the .bin file does
     return TokenFiles((path,), (len(tokens),), tokenizer, digest.hexdigest(), source)
 
 
 def _read_header(path: Path) -> bytes:
-    """The header of a token file whose length it states. Raises UserError."""
+    """Returns the header of a token file, checked against the length of the file. Raises UserError."""
     try:
         size = check_regular(path)
         with path.open("rb") as file:
@@ -215,7 +218,7 @@ def _read_header(path: Path) -> bytes:
 
 
 def _read_description(path: Path) -> dict[str, Any]:
-    """The JSON beside a token file. Raises UserError."""
+    """Returns the contents of the JSON file beside a token file. Raises UserError."""
     beside = path.with_suffix(".json")
     try:
         description: dict[str, Any] = read_json(beside, {"tokenizer": {"kind": str}, "sha256": str})
@@ -227,9 +230,9 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """What the JSON beside each file says; empty where no file has one.
+    """Returns the contents of the JSON file beside each file; an empty list if no file has one.
 
-    Raises UserError where some files have one and others do not, and where they name different tokenizers.
+    Raises UserError if only some files have one, and if they name different tokenizers.
     """
     if not any(path.with_suffix(".json").exists() for path in paths):
         return []
@@ -241,7 +244,7 @@ def _descriptions(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
-    """The tokenizer that the JSON beside the files names; None where they have none. Raises UserError."""
+    """Returns the tokenizer that the JSON files name; None if there are none. Raises UserError."""
     described = _descriptions(paths)
     if not described:
         return None
@@ -252,15 +255,15 @@ def stated_tokenizer(paths: Sequence[Path]) -> Tokenizer | None:
 
 
 def open_token_files(paths: tuple[Path, ...], unnamed: Callable[[], Tokenizer]) -> TokenFiles:
-    """Token files, checked. unnamed: the tokenizer of files that have no JSON beside them.
+    """Checks token files and returns them. unnamed: returns the tokenizer of files without a JSON file beside them.
 
-    A file with a JSON is read once and compared with its SHA-256. Of a file without one the header and four blocks
-    of 2048 tokens, of which one is the first and one the last, make up a SHA-256 in its place: a data set of 100
-    files with 100 million tokens each would take minutes to read whenever a run starts, and to notice that a run
-    goes on with other data the blocks suffice. The digest of several files is that of their digests.
+    A file with a JSON file is read once and compared with its SHA-256. A file without one gets a SHA-256 of its header
+    and of four blocks of 2048 tokens, one of which is at its start and one at its end: a data set of 100 files with 100
+    million tokens each would take minutes to read whenever a run starts, and the blocks suffice to notice that a run
+    continues with other data. The digest of several files is that of their digests.
 
-    Raises UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token
-    outside the vocabulary.
+    Raises UserError for a missing or unreadable file, a wrong magic, version, length or SHA-256, and a token outside
+    the vocabulary.
     """
     headers = [_read_header(path) for path in paths]
     counts = tuple(int(np.frombuffer(header, dtype="<i4")[2]) for header in headers)

@@ -17,11 +17,11 @@ from tpfuse.train.untrusted import Unreadable, check, parsed_json, quoted, read_
 Tokens = npt.NDArray[np.uint16]
 _GPT2_MODEL = "openai-community/gpt2"
 END_OF_TEXT = "<|endoftext|>"  # as GPT-2 names it
-LARGEST = 2**16  # token numbers are stored in 16 bits
+LARGEST = 2**16  # the largest vocabulary, since token ids are stored in 16 bits
 
 
 class TokenSequence(Protocol):
-    """Token numbers by slices: an array, or token files (`tpfuse.train.token_file.FileTokens`)."""
+    """A sequence of token ids that is read by slices: an array, or `tpfuse.train.token_file.FileTokens`."""
 
     def __len__(self) -> int: ...
 
@@ -29,26 +29,26 @@ class TokenSequence(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to token numbers and back; `as_json` is all that is needed to make it again.
+    """Converts text to token ids and back. `from_json` builds an equal tokenizer from the result of `as_json`.
 
-    end_of_text: the token that ends a text, None where there is none.
+    end_of_text: the token that ends a text; None if there is none.
     """
 
     vocab_size: int
     end_of_text: int | None
 
     def encode(self, text: str) -> Tokens:
-        """Raises UserError for text that the vocabulary cannot express."""
+        """Returns the token ids of `text`. Raises UserError for text that the vocabulary cannot express."""
 
     def decode(self, tokens: list[int]) -> str:
-        """The text; bytes that are no UTF-8 become the replacement character."""
+        """Returns the text of `tokens`. Bytes that are not UTF-8 become the replacement character."""
 
     def as_json(self) -> dict[str, Any]:
-        """A dictionary for `from_json`."""
+        """Returns a dictionary for `from_json`."""
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: 256 tokens."""
+    """A tokenizer whose 256 tokens are the bytes of UTF-8."""
 
     vocab_size = 256
     end_of_text: int | None = None
@@ -64,7 +64,7 @@ class ByteTokenizer:
 
 
 class CharTokenizer:
-    """The distinct characters of a text in sorted order, as nanoGPT numbers them."""
+    """A tokenizer whose tokens are the distinct characters of a text in sorted order, as nanoGPT numbers them."""
 
     end_of_text: int | None = None
 
@@ -75,7 +75,7 @@ class CharTokenizer:
 
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """The tokenizer of this text. Raises UserError where it has more than 65,536 different characters."""
+        """Returns the tokenizer of a text. Raises UserError if it has more than 65,536 different characters."""
         characters = "".join(sorted(set(text)))
         if len(characters) > LARGEST:
             raise UserError(f"the text has {len(characters)} different characters; at most {LARGEST} fit 16 bits")
@@ -118,7 +118,7 @@ class FileTokenizer:
 
 
 def from_json(description: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `as_json` described. Raises UserError for another description."""
+    """Returns the tokenizer that `as_json` has described. Raises UserError for another description."""
     kind = description.get("kind")
     if kind == "bytes":
         return ByteTokenizer()
@@ -135,17 +135,17 @@ def from_json(description: dict[str, Any]) -> Tokenizer:
 
 
 def _of_library(text: str, source: object) -> FileTokenizer:
-    """Raises UserError for a text that the library does not take."""
+    """Returns the library's tokenizer of a JSON text. Raises UserError for a text that the library does not accept."""
     try:
         return FileTokenizer(text)
     except UserError:
         raise
-    except Exception as error:  # the library raises plain Exception for what it cannot use
+    except Exception as error:  # the library raises plain Exception for a text that it cannot use
         raise UserError(f"{source} is not a tokenizer of the tokenizers library: {str(error)[:200]}") from None
 
 
 def build_tokenizer(name: str, text: str) -> Tokenizer:
-    """The tokenizer `--data.tokenizer` names, for `text`. Raises UserError."""
+    """Returns the tokenizer that `--data.tokenizer` names, for `text`. Raises UserError."""
     if name == "bytes":
         return ByteTokenizer()
     if name == "chars":
@@ -164,7 +164,7 @@ def build_tokenizer(name: str, text: str) -> Tokenizer:
 
 
 def _of_file(text: str, name: str) -> Tokenizer:
-    """A run's tokenizer.json, or a file of the library. Raises UserError."""
+    """Returns the tokenizer of a run's tokenizer.json, or of a file of the library. Raises UserError."""
     try:
         description = parsed_json(text, {"kind": str})
     except Unreadable:
@@ -176,13 +176,13 @@ def _of_file(text: str, name: str) -> Tokenizer:
 
 
 def _gpt2() -> FileTokenizer:
-    """GPT-2's from the Hugging Face hub, or from its cache where there is no network."""
+    """Returns GPT-2's tokenizer from the cache of the Hugging Face hub, or from the hub itself."""
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)  # it reports every retry
     try:
         try:
             file = hf_hub_download(_GPT2_MODEL, "tokenizer.json", local_files_only=True)
         except LocalEntryNotFoundError:
-            socket.getaddrinfo("huggingface.co", 443)  # says at once that there is no network; the hub tries for long
+            socket.getaddrinfo("huggingface.co", 443)  # fails at once without a network; the hub retries for long
             file = hf_hub_download(_GPT2_MODEL, "tokenizer.json")
         return FileTokenizer(Path(file).read_text(encoding="utf-8"))
     except (OSError, LocalEntryNotFoundError, HfHubHTTPError) as error:

@@ -1,9 +1,9 @@
-"""One training step, one evaluation, and the state between them; the same on one rank and on many.
+"""The training step, the evaluation, and the state between them, on one rank or on many.
 
-The loss is the sum over all tokens of the batch divided by their number, whatever the layout: data-parallel ranks have
-other sequences, context-parallel ones other tokens of the same, and gradients are summed over both. At the end of each
-backward pass the ranks add up one small vector: the gradient's norm, the loss, and whether somebody was asked to stop.
-So all of them see the same numbers and take the same decision.
+The loss is the sum over all tokens of the batch divided by their number, in every layout: data-parallel ranks have
+different sequences, context-parallel ranks have different tokens of the same sequences, and gradients are summed over
+both. At the end of each backward pass, the ranks sum one small vector: the squared norm of the gradient, the loss, and
+whether a rank was asked to stop. So all ranks see the same numbers and take the same decision.
 """
 
 from collections.abc import Callable
@@ -36,16 +36,19 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import StateStore, state_bytes, state_store
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
-_FIRST_SCALE = 2.0**16  # of the loss in float16; halved at an overflow, doubled after 2000 steps without one
+_FIRST_SCALE = 2.0**16  # the first loss scale in float16; it is halved at an overflow and doubled after 2000 good steps
 _SCALE_INTERVAL = 2000
-_REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh parameters are equal, tokens are not
+_REPLICAS = ("dp", "cp", "ring", "ulysses")  # along these dimensions of a mesh, parameters are equal and tokens differ
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step tells: loss in nats per token, gradient norm before clipping, the learning rate, and whether
-    any rank was asked to stop. sent, received: bytes of gradients and parameters that passed between this rank and
-    others with the same parameters. skipped: a float16 overflow, no update was made."""
+    """The result of a training step.
+
+    loss: in nats per token. grad_norm: the norm of the gradient before clipping. lr: the learning rate. stop: whether
+    any rank was asked to stop. sent, received: the bytes of gradients and parameters that this rank exchanged with
+    ranks that have the same parameters. skipped: whether float16 overflowed, so that no update was made.
+    """
 
     loss: float
     grad_norm: float
@@ -57,10 +60,11 @@ class StepResult:
 
 
 class Trainer:
-    """Model, buckets and optimizer of this rank.
+    """The model, the buckets and the optimizer of this rank.
 
-    mesh: `tpfuse.comm.mesh.build_mesh`'s, None for a single rank. Initial weights come from `options.train.seed`.
-    dtype: of the parameters; compute_dtype: of matrix products, another one under `options.train.autocast`.
+    mesh: the mesh of `tpfuse.comm.mesh.build_mesh`; None for a single rank. Initial weights are drawn from
+    `options.train.seed`. dtype: the dtype of the parameters. compute_dtype: the dtype of matrix products, which differs
+    under `options.train.autocast`.
     """
 
     def __init__(self, options: TrainCommand, config: GPTConfig, mesh: DeviceMesh | None, device: torch.device) -> None:
@@ -93,8 +97,8 @@ class Trainer:
         self.optimizer: FlatAdamW | ShardedAdamW
         self.engine, self.optimizer = self._sharded() if self._fully else self._bucketed()
         self.layout = self._layout()
-        self.forward: Callable[..., Any] = self.model  # of training steps
-        if options.train.compile:  # fully_shard's hooks, around each unit, are not for tracing
+        self.forward: Callable[..., Any] = self.model  # the forward pass of training steps
+        if options.train.compile:  # the hooks of fully_shard, around each unit, cannot be traced
             self.forward = compiled(self.model, one_graph=not self._fully)
         self.step = 0
         self.loss_scale = _FIRST_SCALE if self._scales else 1.0
@@ -102,12 +106,12 @@ class Trainer:
 
     @property
     def _fully(self) -> bool:
-        """Stage 3; a rank without others has nothing to shard."""
+        """Returns whether stage 3 shards the parameters. A single replica has nothing to shard."""
         return self.options.zero.stage == 3 and self.replicas > 1
 
     @property
     def _scales(self) -> bool:
-        """Whether the loss is scaled, against underflow in float16."""
+        """Returns whether the loss is scaled, against underflow in float16."""
         return self.compute_dtype is torch.float16
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -116,7 +120,7 @@ class Trainer:
         return torch.autocast(self.device.type, self.compute_dtype)
 
     def _bucketed(self) -> tuple[GradientBuckets, FlatAdamW]:
-        """Stages 0 to 2."""
+        """Makes the engine and the optimizer of stages 0 to 2."""
         zero, optim = self.options.zero, self.options.optim
         seed = self.options.train.seed
         self.compression = compression_of(zero.compression, rank=zero.powersgd_rank, seed=seed)
@@ -134,7 +138,7 @@ class Trainer:
         return engine, FlatAdamW(engine, betas=betas, weight_decay=optim.weight_decay, store=store)
 
     def _store(self, nbytes: int) -> StateStore:
-        """For the optimizer's state. Raises RunError, on every rank, where one cannot have it."""
+        """Makes the store of the optimizer's state. Raises RunError on every rank if one rank has no space for it."""
         zero, problem = self.options.zero, ""
         try:
             store = state_store(zero.offload, self.device, zero.offload_path, nbytes)
@@ -146,7 +150,7 @@ class Trainer:
         return store
 
     def _sharded(self) -> tuple[FullySharded, ShardedAdamW]:
-        """Stage 3."""
+        """Makes the engine and the optimizer of stage 3."""
         assert self.mesh is not None
         zero, optim = self.options.zero, self.options.optim
         engine = FullySharded(
@@ -160,19 +164,19 @@ class Trainer:
 
     @property
     def exchanged_by(self) -> str:
-        """What exchanges gradients and parameters of data-parallel ranks, and why, in words."""
+        """Returns in words what exchanges gradients and parameters between data-parallel ranks, and why."""
         if isinstance(self.engine, FullySharded):
             return "fully_shard"
         return ", ".join(dict.fromkeys(self.engine.reasons))
 
     @property
     def share(self) -> range:
-        """The sequences of each batch that are this rank's."""
+        """Returns the numbers of this rank's sequences in each batch."""
         size = self.options.train.batch // self.dp
         return range(self.dp_rank * size, (self.dp_rank + 1) * size)
 
     def micro_batches(self, windows: Windows, number: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
+        """Returns (ids, targets, sequence numbers) of each of this rank's micro-batches of batch `number`."""
         size = self.options.train.micro_batch or len(self.share)
         cuts = range(self.share.start, self.share.stop, size)
         return [
@@ -184,8 +188,11 @@ class Trainer:
         ]
 
     def train_step(self, windows: Windows, stop_wanted: Callable[[], bool]) -> StepResult:
-        """Trains on batch `self.step` and moves on. Raises RunError, naming step and layer, before the update
-        where the loss or the gradient is not finite on any rank."""
+        """Trains on batch `self.step` and increments the step.
+
+        Raises RunError, which names the step and the layer, before the update if the loss or the gradient is not finite
+        on any rank.
+        """
         options = self.options
         tokens = options.train.batch * self.config.n_positions
         at = (options.train.seed, self.step)
@@ -222,7 +229,7 @@ class Trainer:
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
     def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
-        """Global squared norm of the gradient, global sum of the loss, whether any rank wants to stop."""
+        """Returns the gradient's squared norm and the sum of the loss over all ranks, and whether any rank must stop."""
         vector = torch.zeros(3, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
@@ -232,7 +239,7 @@ class Trainer:
         return squared, loss, stopping > 0
 
     def _overflow(self, result: StepResult, batches: list[tuple[Tensor, Tensor, Tensor]]) -> StepResult:
-        """In float16 a smaller loss scale and no update; otherwise the end."""
+        """Halves the loss scale and makes no update in float16. Raises RunError if that cannot help."""
         if self._scales and result.loss == result.loss and self.loss_scale > 1.0:
             self._rescale(0.5)
             self.steps_since_overflow = 0
@@ -254,14 +261,14 @@ class Trainer:
                 self.steps_since_overflow = 0
 
     def _rescale(self, factor: float) -> None:
-        """The loss scale, and what compression keeps of gradients that had the old one."""
+        """Scales the loss scale by `factor`, and the compression's remainders, which have the old scale, too."""
         self.loss_scale *= factor
         if self.compression is not None:
             self.compression.scale_errors(factor)
 
     @torch.no_grad()
     def evaluate(self, windows: Windows, batches: int) -> float:
-        """Loss in nats per token over `batches` batches, the same ones at every call, without dropout."""
+        """Returns the loss in nats per token over the same `batches` batches at every call, without dropout."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number in range(batches):
             for ids, targets, _ in self.micro_batches(windows, number):
@@ -273,8 +280,11 @@ class Trainer:
         return float(collectives.all_reduce(total, self.world_group)) / tokens
 
     def shards(self) -> dict[str, list[Shard]]:
-        """What this rank holds for checkpoints: masters and moments under `model.`, `exp_avg.` and `exp_avg_sq.` NAME,
-        and under `powersgd.` RANK what PowerSGD has kept back."""
+        """Returns the shards of this rank for checkpoints.
+
+        Masters and moments are under `model.`, `exp_avg.` and `exp_avg_sq.` NAME, and the remainders of PowerSGD under
+        `powersgd.` RANK.
+        """
         shards: dict[str, list[Shard]] = {}
         for piece in self.optimizer.rectangles():
             shard = Shard(piece.shape, piece.slices, piece.tensor, piece.is_owner)
@@ -288,12 +298,14 @@ class Trainer:
 
     @property
     def _powersgd(self) -> str:
-        """The beginning of the names of what PowerSGD has kept back on this rank."""
+        """Returns the prefix of the names of this rank's remainders of PowerSGD."""
         return f"powersgd.{rank_and_size(self.world_group)[0]}."
 
     def _layout(self) -> dict[str, Any]:
-        """How the ranks share the model, the same on all. powersgd: what its matrices depend on besides; None where it
-        is not in use. Collective."""
+        """Returns how the ranks share the model, which is equal on all ranks. Collective.
+
+        Its entry powersgd names the other values that the matrices of PowerSGD depend on; None if it is not in use.
+        """
         engine, powersgd = self.engine, None
         if isinstance(engine, GradientBuckets) and isinstance(self.compression, PowerSGDCompression) and engine.across:
             assert self.world_group is not None
@@ -302,9 +314,10 @@ class Trainer:
         return {"dp": self.dp, "cp": self.model.context.size, "tp": self.tp, "powersgd": powersgd}
 
     def load(self, saved: Checkpoint) -> bool:
-        """Fills this rank's shards from a checkpoint; `restore` must follow on all ranks. Raises as `Checkpoint.load`.
+        """Fills this rank's shards from a checkpoint. All ranks must call `restore` afterwards.
 
-        Returns False where PowerSGD starts without what it had kept back, as the checkpoint has none for this layout.
+        Returns False if PowerSGD starts without its remainders, because the checkpoint has none for this layout. Raises
+        the errors of `Checkpoint.load`.
         """
         whole = self.layout["powersgd"] is None or saved.state.get("layout") == self.layout
         if whole and self.compression is not None:
@@ -314,12 +327,15 @@ class Trainer:
                 remainders.setdefault(matrix, {})[kind] = torch.empty(
                     shape, dtype=summed_dtype(self.dtype), device=self.device
                 )
-            self.compression.load_state_dict(remainders)  # which makes them shards
+            self.compression.load_state_dict(remainders)  # `shards` then returns them, and `load` fills them
         saved.load(self.shards())
         return whole
 
     def state(self) -> dict[str, Any]:
-        """What is not a tensor. Batches and masks are functions of (seed, step): there is no other random state."""
+        """Returns the state that is not a tensor.
+
+        Batches and dropout masks are functions of (seed, step), so there is no other random state.
+        """
         return {
             "step": self.step,
             "updates": self.optimizer.updates,
@@ -331,7 +347,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """After the shards have been loaded: everything that hangs on them."""
+        """Restores the other state after the shards have been loaded."""
         self.optimizer.publish()
         self.step = int(state["step"])
         self.loss_scale = float(state["loss_scale"]) if self._scales else 1.0

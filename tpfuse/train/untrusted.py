@@ -1,9 +1,10 @@
-"""Files that a user, a disk or a stranger may have changed: one way to read them, in which nothing is without bounds.
+"""Reads files that a user, a disk or a stranger may have changed, with bounds on everything that is read.
 
     description = read_json(path, {"tokenizer": dict, "sha256": str})
 
-A schema is a type; a list of one schema, for lists whose entries all have it; or a dictionary of schemas by key, of
-which all keys must be there and others may be. The key `EACH` stands for every key.
+A schema is one of three things: a type; a list of one schema, for a list whose entries all have that schema; or a
+dictionary of schemas by key. All keys of the dictionary must be present, and other keys may be. The key `EACH` stands
+for every key.
 """
 
 import json
@@ -12,26 +13,26 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-MOST = 256 * 2**20  # bytes; the manifest of a model with a thousand ranks has a few
+MOST = 256 * 2**20  # bytes; the manifest of a model with a thousand ranks has a few MiB
 EACH = "*"
-_QUOTED = 200  # characters of a file that a message may show
+_QUOTED = 200  # the most characters of a file that a message shows
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class Unreadable(ValueError):
-    """What is wrong with a file, in one line without the file's name."""
+    """A file cannot be used. The message says why, in one line without the file's name."""
 
 
 def quoted(value: object) -> str:
-    """A value out of a file, for a message."""
+    """Returns a value from a file in the form that messages show, which may be shortened."""
     text = repr(value)
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}… ({len(text)} characters)"
 
 
 def check_regular(path: Path) -> int:
-    """The size of a file in bytes, which is not opened: a pipe would make the reader wait.
+    """Returns the size of a file in bytes. The file is not opened, since a pipe would make the reader wait.
 
-    Raises Unreadable where it is no regular file, OSError where there is none.
+    Raises Unreadable if it is not a regular file, and OSError if it does not exist.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -40,7 +41,7 @@ def check_regular(path: Path) -> int:
 
 
 def read_bytes(path: Path, most: int | None = MOST) -> bytes:
-    """The whole of a regular file of at most `most` bytes (None: of any size). Raises Unreadable and OSError."""
+    """Returns the bytes of a regular file, at most `most` of them (None: any number). Raises Unreadable and OSError."""
     size = check_regular(path)
     if most is not None and size > most:
         raise Unreadable(f"expected at most {most} bytes, found {size}")
@@ -49,7 +50,7 @@ def read_bytes(path: Path, most: int | None = MOST) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """UTF-8. Raises Unreadable and OSError."""
+    """Returns the text of a UTF-8 file. Raises Unreadable and OSError."""
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -57,12 +58,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path, schema: Any) -> Any:
-    """A JSON document that has the schema. Raises Unreadable and OSError."""
+    """Returns a JSON document that has the schema. Raises Unreadable and OSError."""
     return parsed_json(read_text(path), schema)
 
 
 def parsed_json(text: str | bytes, schema: Any) -> Any:
-    """`read_json`, of a text. Raises Unreadable."""
+    """Returns the JSON document in a text, which must have the schema. Raises Unreadable."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -72,7 +73,7 @@ def parsed_json(text: str | bytes, schema: Any) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML document. Raises Unreadable and OSError."""
+    """Returns a TOML document. Raises Unreadable and OSError."""
     try:
         return tomllib.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -88,7 +89,7 @@ def _refusal(error: ValueError | RecursionError) -> str:
 
 
 def check(value: object, schema: Any, where: str = "the document") -> None:
-    """Raises Unreadable where a value does not have the schema."""
+    """Raises Unreadable if a value does not have the schema."""
     kind = type(schema) if isinstance(schema, (dict, list)) else schema
     number = kind is float and isinstance(value, int)
     if not (isinstance(value, kind) or number) or (isinstance(value, bool) and kind is not bool):
