@@ -1,19 +1,20 @@
-"""Text from a GPT: greedy or sampled, with a key/value cache while the context lasts.
+"""Generates text with a GPT, greedily or by sampling, with a key/value cache until the context is full.
 
-A sequence longer than the context is continued from its last n_positions tokens. Learned positions are
-absolute, so the window's keys change with every step and nothing of them can be kept: from there on the
-window is computed anew for each token, with and without the cache alike.
+A sequence longer than the context is continued from its last n_positions tokens. Learned positions are absolute, so all
+keys of this window change with every step and none can be kept. From then on, the whole window is computed again for
+each token, with and without the cache.
 
-Every sequence starts at the first position, also that of a padded prompt, and all grow together: a sequence draws its
-next token from the end of its own prompt on, while longer prompts still supply theirs (the reference code of Llama,
-arXiv:2302.13971, does the same). So the model needs no mask. It computes one token at a time from the end of the
-shortest prompt on.
+Every sequence starts at the first position, also that of a padded prompt, and all sequences grow together: a sequence
+draws its next token once its own prompt has ended, while longer prompts still supply their tokens (the reference code
+of Llama, arXiv:2302.13971, does the same). So the model needs no mask. It computes one token at a time once the
+shortest prompt has ended.
 
-Ranks hold equal logits and draw from equal CPU generators, so they agree on every token without a word, and on the end.
-With a cache all context-parallel ranks compute everything; without one they share the window, if it has a token for
-each. Every sequence has a generator of its own, so that what it draws does not depend on the others.
+Ranks hold equal logits and draw from equal CPU generators, so they agree on every token, and on the end, without
+communication. With a cache, all context-parallel ranks compute everything. Without one, they share the window if it has
+a token for each of them. Every sequence has a generator of its own, so that its tokens do not depend on the other
+sequences.
 
-Shape suffixes: B sequences, T positions, N positions with those that are generated, V vocabulary.
+Shape suffixes: B sequences, T positions, N positions including the generated ones, V vocabulary.
 """
 
 import torch
@@ -37,18 +38,18 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
 ) -> Tensor:
-    """ids_BT: [B, T] int64, equal on all ranks -> [B, T + tokens]: the prompts, each with its continuation.
+    """Returns the prompts, each with its continuation: [B, T + tokens] int64.
 
-    attention_mask: [B, T], 1 for the tokens of a prompt and 0 for the padding before it, as the tokenizers of
-    transformers return it with padding_side="left"; None where no prompt is padded. A prompt's logits are those that it
-    has alone, up to rounding. temperature: 0 takes the likeliest token; otherwise the logits are divided by it. top_k:
-    draw from the top_k likeliest tokens alone (more where logits are equal). top_p: draw from the fewest likeliest
-    tokens whose probabilities, after temperature and top_k, add up to top_p or more (nucleus sampling,
-    arXiv:1904.09751). eos: a sequence that has produced this token is filled with it, and when all have, the result
-    ends there: it is then shorter than T + tokens. seed: sequence i draws what it would draw alone with seed + i.
-    use_cache: trades memory for speed, the tokens are the same.
+    ids_BT: [B, T] int64, equal on all ranks. attention_mask: [B, T], 1 for the tokens of a prompt and 0 for the padding
+    before it, as the tokenizers of transformers return it with padding_side="left"; None if no prompt is padded. A
+    padded prompt has the same logits as the prompt alone, up to rounding. temperature: 0 takes the most probable token;
+    otherwise the logits are divided by it. top_k: draw from the top_k most probable tokens (from more if logits are
+    equal). top_p: draw from the smallest set of most probable tokens whose probabilities, after temperature and top_k,
+    sum to at least top_p (nucleus sampling, arXiv:1904.09751). eos: a sequence that has produced this token is filled
+    with it; once all sequences have, the result ends there and is shorter than T + tokens. seed: sequence i draws the
+    same tokens as it would alone with seed + i. use_cache: whether to trade memory for speed; the tokens are the same.
 
-    Raises ValueError for an empty prompt, a mask that is not of this kind, and for options outside their range.
+    Raises ValueError for an empty prompt, a mask that is not padding before prompts, and options outside their range.
     """
     _check(ids_BT, tokens, temperature, top_k, top_p)
     if eos is not None and not 0 <= eos < model.config.vocab_size:
@@ -92,19 +93,19 @@ def _empty_cache(model: GPT, batch: int) -> KeyValueCache:
 def _choose(
     logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generators: list[torch.Generator]
 ) -> Tensor:
-    """A token of each row, [B]."""
+    """Returns one token for each row of logits, [B]."""
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
     logits_BV = logits_BV.cpu().double()
     if top_k is not None and top_k < logits_BV.shape[-1]:
         least_B1 = logits_BV.topk(top_k).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < least_B1, -torch.inf)
-    # Relative to the maximum first: a small temperature would make infinities of large logits.
+    # The maximum is subtracted first, since dividing large logits by a small temperature would give infinities.
     relative_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
     probabilities_BV = relative_BV.softmax(dim=-1)
     if top_p is not None and top_p < 1.0:
         falling_BV, tokens_BV = probabilities_BV.sort(dim=-1, descending=True, stable=True)
-        likelier_BV = falling_BV.cumsum(dim=-1) - falling_BV  # together, of the tokens before each
+        likelier_BV = falling_BV.cumsum(dim=-1) - falling_BV  # the sum over the more probable tokens
         nucleus_BV = falling_BV.masked_fill(likelier_BV >= top_p, 0.0)
         probabilities_BV = torch.zeros_like(probabilities_BV).scatter(1, tokens_BV, nucleus_BV)
     drawn = [torch.multinomial(row, 1, generator=each) for row, each in zip(probabilities_BV, generators, strict=True)]

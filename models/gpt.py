@@ -1,21 +1,21 @@
-"""The GPT-2 family, exactly, on tensor- and sequence-parallel layers.
+"""The GPT-2 family of models, reproduced exactly on tensor- and sequence-parallel layers.
 
     x = wte[ids] + wpe[positions]
     x = x + attention(ln_1(x));  x = x + mlp(ln_2(x))        for each block
     logits = ln_f(x) wteᵀ
 
-Pre-LayerNorm, learned positions, GELU in its tanh form, tied input and output embedding (Radford et al. 2019).
-Parameter names are Hugging Face's; linear weights are [out, in] here and [in, out] there
-(`models/huggingface.py` converts). c_attn packs q, k, v as [3, C, C], each sharded by itself.
+The model has LayerNorm before each sublayer, learned positions, GELU in its tanh form, and tied input and output
+embeddings (Radford et al. 2019). Parameter names are those of Hugging Face; linear weights are [out, in] here and
+[in, out] there (`models/huggingface.py` converts them). c_attn packs q, k, v as [3, C, C], each sharded by itself.
 
-Between the blocks a rank holds a shard of the batch's tokens: B * T of them behind each other, padded to a
-multiple of the tensor-parallel size. The blocks' first layers gather them, their last layers scatter them.
+Between the blocks, a rank holds a shard of the batch's B * T tokens, which are concatenated and padded to a multiple of
+the tensor-parallel size. The first layers of each block gather them, and its last layers scatter them.
 
-With context parallelism a rank holds n of each sequence's T tokens (`tpfuse.parallel.context`), and only attention
-looks at the others. What is said of a batch's tokens above then holds for those B * n.
+With context parallelism, a rank holds n of each sequence's T tokens (`tpfuse.parallel.context`), and only attention
+reads the other tokens. The paragraph above then holds for these B * n tokens.
 
-Shape suffixes: B sequences, T positions, n of them this context rank's (T on one), M = B * n tokens (padded), m this
-rank's tokens, C width, H this rank's heads, D head size, V this rank's slice of the vocabulary.
+Shape suffixes: B sequences, T positions, n positions of this context-parallel rank (T if there is one), M = B * n
+tokens (padded), m this rank's tokens, C width, H this rank's heads, D head size, V this rank's shard of the vocabulary.
 """
 
 import math
@@ -40,7 +40,7 @@ from tpfuse.parallel.recompute import Recompute, check_recompute, recomputed_who
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks and the last norm, under Hugging Face's prefix."""
+    """The embeddings, the blocks and the last norm, under Hugging Face's prefix."""
 
     def __init__(
         self, config: GPTConfig, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
@@ -57,15 +57,15 @@ class Transformer(nn.Module):
 class GPT(nn.Module):
     """A GPT-2 model on one rank, or on many that share its layers, its sequences, or both.
 
-    device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: of the ranks that share
-    each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring"; context_schedule and
-    context_balance: of `tpfuse.ops.ring_attention.ring_attention`. recompute: what is computed again in the backward
-    pass, of `tpfuse.parallel.recompute`. device, dtype: of the parameters, which are left uninitialised:
-    `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
+    device_mesh: the tensor-parallel mesh, one-dimensional; None for one rank. context_mesh: the mesh of the ranks that
+    share each sequence, one-dimensional, or (ring, ulysses) for the schedule "ulysses_ring". context_schedule,
+    context_balance: as for `tpfuse.ops.ring_attention.ring_attention`. recompute: the activations that the backward
+    pass computes again, as for `tpfuse.parallel.recompute`. device, dtype: the device and the dtype of the parameters,
+    which are left uninitialised: `tpfuse.parallel.initialize` draws them, `models.huggingface` loads them.
 
-    Context-parallel ranks have equal parameters; the gradients of each are those of its tokens, and are to be summed
-    over them as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a configuration that
-    the meshes cannot hold.
+    Context-parallel ranks have equal parameters. Each of them computes the gradients of its own tokens, which must be
+    summed over these ranks as over data-parallel ranks (`tpfuse.zero.gradient_buckets`). Raises ValueError for a
+    configuration that the meshes cannot hold.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class GPT(nn.Module):
         self.to(dtype).to_empty(device=device)
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of parameter `name` at the start of training.
+        """Returns the mean and the standard deviation of parameter `name` at the start of training.
 
-        GPT-2's: 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end a residual branch.
+        As in GPT-2, the standard deviation is 0.02, and 0.02 / sqrt(2 n_layer) for the projections that end a residual
+        branch.
         """
         if ".ln_" in name:
             return (1.0, 0.0) if name.endswith("weight") else (0.0, 0.0)
@@ -105,8 +106,11 @@ class GPT(nn.Module):
         return 0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if "c_proj" in name else 0.02
 
     def flops_per_token(self) -> int:
-        """Of a training step: 6 for each parameter but the positions', 12 n_layer T C for attention (PaLM,
-        arXiv:2204.02311, appendix B)."""
+        """Returns the number of floating-point operations of a training step for each token.
+
+        They are 6 for each parameter except those of the position table, and 12 n_layer T C for attention (PaLM,
+        arXiv:2204.02311, appendix B).
+        """
         c = self.config
         block = 12 * c.n_embd * c.n_embd
         return 6 * (c.n_layer * block + c.vocab_size * c.n_embd) + 12 * c.n_layer * c.n_positions * c.n_embd
@@ -121,14 +125,15 @@ class GPT(nn.Module):
         sequences_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Losses [B, T] in nats where targets are given, else logits [B, T, vocab_size]; equal on all ranks.
+        """Returns losses [B, T] in nats if targets are given, else logits [B, T, vocab_size]; equal on all ranks.
 
-        ids_BT, targets_BT: int64, equal on all ranks, a target of -1 has no loss. loss_weight: where given, their
-        weighted sum [] instead of the losses, for which the logits are never held whole; of context ranks each has the
-        sum over its own tokens, so that the ranks' add up to it. dropout_at: (seed, step) where dropout is wanted;
-        sequences_B: the numbers of these sequences in the whole batch, default 0 … B-1. cache: holds the positions
-        before these, and these afterwards; with it every context rank computes everything. Raises ValueError where
-        there is no token, fewer than context ranks, the context is too short, or an id is not in the vocabulary.
+        ids_BT, targets_BT: int64, equal on all ranks; a target of -1 has no loss. loss_weight: if given, the losses
+        times this weight are summed to one value [], and the logits are never held whole; each context-parallel rank
+        returns the sum over its own tokens, so that the sum over the ranks is the whole. dropout_at: (seed, step) if
+        dropout is wanted. sequences_B: the numbers of these sequences in the whole batch, by default 0 … B-1. cache:
+        holds the positions before these, and afterwards also these; with it, every context-parallel rank computes
+        everything. Raises ValueError if there are no tokens, or fewer than context-parallel ranks, if the context is
+        too short, or if an id is not in the vocabulary.
         """
         if not ids_BT.numel():
             raise ValueError(f"ids of shape {tuple(ids_BT.shape)}: expected at least one token")
@@ -169,7 +174,7 @@ class GPT(nn.Module):
         rows_m: Tensor,
         positions_m: Tensor,
     ) -> DropoutState | None:
-        """Numbers this rank's rows and heads as the unsharded batch does."""
+        """Numbers this rank's rows and heads as in the unsharded batch, so that dropout masks are equal."""
         if dropout_at is None or self.config.dropout == 0.0:
             return None
         if sequences_B is None:

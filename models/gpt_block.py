@@ -1,10 +1,10 @@
-"""A block of GPT-2 on tensor- and sequence-parallel layers: attention and MLP, each behind a norm, beside a residual.
+"""A block of GPT-2 on tensor- and sequence-parallel layers: attention and MLP, each after a norm, on a residual path.
 
-`recompute`: of `tpfuse.parallel.recompute`. With "selective" the GELU is an operator of its own between the MLP's
-layers, which is computed again from its input; otherwise it is part of the first one, in whose last pass Triton's
-kernels apply it before rounding. So on GPUs in a half type the two differ as rounding does, on CPUs in nothing.
+`recompute` is as in `tpfuse.parallel.recompute`. With "selective", the GELU is an operator of its own between the MLP's
+layers, which is computed again from its input. Otherwise it is part of the first layer, whose last pass applies it in
+Triton's kernels before rounding. So the two differ by rounding in 16-bit dtypes on GPUs, and not at all on CPUs.
 
-Shape suffixes as in `tpfuse.models.gpt`; N: this rank's features.
+Shape suffixes are those of `tpfuse.models.gpt`; N is the number of this rank's features.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ACTIVATION = "gelu_tanh"
 def _onto(
     residual_mC: Tensor, project: Callable[[Tensor | None], Tensor], dropout: Dropout, state: DropoutState | None
 ) -> Tensor:
-    """residual + dropout(project()); where nothing is dropped the projection's last pass adds."""
+    """Returns residual + dropout(project()). If nothing is dropped, the projection's last pass adds the residual."""
     if state is None or dropout.p == 0.0:
         return project(residual_mC)
     dropped_mC: Tensor = dropout(project(None), state)
@@ -41,7 +41,7 @@ def _onto(
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each rank computes its heads."""
+    """Causal self-attention, of which each rank computes its heads."""
 
     def __init__(
         self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         state: DropoutState | None,
         cache: KeyValueCache | None,
     ) -> Tensor:
-        """residual + attention(x)."""
+        """Returns residual + attention(x)."""
         qkv_MN = self.c_attn(x_mC)
         q_BHnD, k_BHnD, v_BHnD = rearrange(
             qkv_MN[: sharded.tokens], "(b n) (part h d) -> part b h n d", b=sharded.batch, part=3, d=self.head_size
@@ -96,13 +96,13 @@ class Attention(nn.Module):
         return _onto(residual_mC, project, self.resid_dropout, state)
 
     def explained(self, name: str) -> LayerPlan | None:
-        """For `tpfuse.explain`: how context ranks attend to each other's tokens; None where there are none."""
+        """Returns for `tpfuse.explain` how context-parallel ranks attend to each other's tokens; None for one rank."""
         plan = self.context.plan(self.length, self.heads, self.head_size, self.c_proj.weight)
         return None if plan is None else LayerPlan(name, "Attention", (), (), "ring_attention", *plan)
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU, four times as wide inside."""
+    """Two linear layers with a GELU between them, where there are four times as many features."""
 
     def __init__(self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, recompute: Recompute) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class MLP(nn.Module):
         self.dropout = Dropout(config.dropout, site=4 * layer + 3)
 
     def forward(self, x_mC: Tensor, residual_mC: Tensor, state: DropoutState | None) -> Tensor:
-        """residual + MLP(x)."""
+        """Returns residual + MLP(x)."""
         y_MN = self.c_fc(x_mC)
 
         def project(added_mC: Tensor | None) -> Tensor:
@@ -130,7 +130,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual path."""
+    """Attention and MLP, each after a LayerNorm and on a residual path."""
 
     def __init__(
         self, config: GPTConfig, layer: int, mesh: DeviceMesh | None, context: ContextParallel, recompute: Recompute

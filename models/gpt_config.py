@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Hyperparameters under GPT-2's names. `n_positions` is the context length in tokens."""
+    """The hyperparameters under GPT-2's names. `n_positions` is the context length in tokens."""
 
     vocab_size: int = 50257
     n_positions: int = 1024
@@ -17,7 +17,7 @@ class GPTConfig:
     layer_norm_epsilon: float = 1e-5
 
     def check(self, tp: int = 1) -> None:
-        """Raises ValueError for a configuration that cannot be built, or not on `tp` ranks."""
+        """Raises ValueError for a configuration that cannot be built on `tp` tensor-parallel ranks."""
         for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: expected at least 1")

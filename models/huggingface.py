@@ -1,9 +1,9 @@
 """Reads and writes GPT-2 in Hugging Face's form: config.json and model.safetensors.
 
-Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the
-packed c_attn is [C, 3C] there and [3, C, C] here. Each rank reads the slices that it holds and nothing else;
-safetensors files hold no code, and nothing is unpickled. Files stand under their own names or, in several
-pieces, behind model.safetensors.index.json.
+Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the packed
+c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds. Safetensors files hold no
+code, and nothing is unpickled. The tensors are in model.safetensors, or in several files that
+model.safetensors.index.json lists.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 _LINEAR = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
-_ROWS = 4096  # of the vocabulary, compared at a time
-# Settings of transformers' GPT2Config that this model has in one form only.
+_ROWS = 4096  # rows of the vocabulary that are compared at a time
+# These settings of transformers' GPT2Config must have one of these values, since this model has no other form.
 _FIXED: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
@@ -47,13 +47,16 @@ class Pretrained:
     _tensors: dict[str, Any]  # slices that read from the files, by name without the prefix
 
     def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
-        """The part [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
+        """Returns the slice [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
         return _read(self._tensors[name.removeprefix(_PREFIX)], name, self.config.n_embd, slices)
 
 
 @contextlib.contextmanager
 def open_pretrained(folder_or_file: str | Path) -> Iterator[Pretrained]:
-    """Opens what `load_pretrained` loads, and checks names and shapes of all tensors. Raises ValueError as it does."""
+    """Opens the files that `load_pretrained` loads, and checks the names and shapes of all tensors.
+
+    Raises ValueError as `load_pretrained` does.
+    """
     path = Path(folder_or_file)
     config = read_config(path)
     with contextlib.ExitStack() as stack:
@@ -69,13 +72,13 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> GPT:
-    """The GPT-2 in a folder, or in a .safetensors file with its config.json beside it.
+    """Loads the GPT-2 in a folder, or in a .safetensors file with its config.json beside it.
 
-    device_mesh: the tensor-parallel mesh, whose ranks all call this, without communication; None for one rank.
-    Names are accepted with and without "transformer.", lm_head.weight where it equals the embedding; tensors of
-    any float dtype are converted to `dtype`. Raises ValueError for files that are missing or damaged, for
-    tensors that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or asks
-    for what `GPT` does not do, and where the mesh cannot hold the model.
+    device_mesh: the tensor-parallel mesh, on all of whose ranks this is called, without communication; None for one
+    rank. Tensor names may begin with "transformer.", and lm_head.weight is accepted if it equals the embedding. Tensors
+    of any float dtype are converted to `dtype`. Raises ValueError for files that are missing or damaged, for tensors
+    that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or has settings that `GPT`
+    does not support, and if the mesh cannot hold the model.
     """
     with open_pretrained(folder_or_file) as pretrained:
         model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
@@ -87,10 +90,10 @@ def load_pretrained(
 def save_pretrained(model: GPT, folder: str | Path) -> None:
     """Writes the model so that `transformers.GPT2LMHeadModel.from_pretrained(folder)` loads it.
 
-    A collective of the ranks of the model's mesh (with data parallelism: of one replica's), of which the first
-    one writes, in the parameters' dtype. Biases that the model does not have are written as zeros, which give
-    the same logits. Raises ValueError on every rank where the folder holds either file already, OSError on the
-    writing rank alone.
+    It is collective over the ranks of the model's mesh (with data parallelism, of one replica's mesh). The first rank
+    writes, in the parameters' dtype. Biases that the model does not have are written as zeros, which give the same
+    logits. Raises ValueError on every rank if the folder holds either file already, and OSError on the writing rank
+    alone.
     """
     folder = Path(folder)
     there = [name for name in ("config.json", "model.safetensors") if (folder / name).exists()]
@@ -119,7 +122,7 @@ def save_pretrained(model: GPT, folder: str | Path) -> None:
 
 
 def read_config(folder_or_file: Path) -> GPTConfig:
-    """The model that config.json, in the folder or beside the file, describes. Raises ValueError."""
+    """Returns the model that config.json, in the folder or beside the file, describes. Raises ValueError."""
     path = (folder_or_file if folder_or_file.is_dir() else folder_or_file.parent) / "config.json"
     try:
         settings = json.loads(path.read_text())
@@ -179,7 +182,7 @@ def _config_of(config: GPTConfig) -> dict[str, object]:
 
 
 def _shapes(config: GPTConfig) -> dict[str, list[int]]:
-    """Every tensor of a GPT-2 and its shape, as Hugging Face has them, without the prefix."""
+    """Returns the shape of every tensor of a GPT-2 as Hugging Face has it, by name without the prefix."""
     c = config.n_embd
     shapes = {"wte.weight": [config.vocab_size, c], "wpe.weight": [config.n_positions, c]}
     for norm in ("ln_f", *(f"h.{i}.{norm}" for i in range(config.n_layer) for norm in ("ln_1", "ln_2"))):
@@ -225,7 +228,7 @@ def _pickled(file: Path) -> str:
 
 
 def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Each tensor of the file(s) by its name without the prefix, as a slice that reads from the file."""
+    """Returns the tensors of the file(s) by name without the prefix, as slices that read from the file."""
     tensors: dict[str, Any] = {}
     for file in _files(path):
         try:
@@ -262,7 +265,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _read(tensor: Any, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
-    """The part [start, stop) … of our parameter `name` from the stored tensor."""
+    """Reads the slice [start, stop) … of parameter `name` of `GPT` from the stored tensor."""
     rows = [slice(*bounds) for bounds in slices]
     packed = "c_attn" in name
     if not packed:

@@ -1,4 +1,4 @@
-"""Keys and values of the positions that a model has seen, so that the next ones need not compute them again."""
+"""A cache of keys and values of earlier positions, so that they are not computed again for each new position."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from tpfuse.models.gpt_config import GPTConfig
 
 
 class KeyValueCache:
-    """Keys and values of the positions seen so far: per layer [B, H, n_positions, D]."""
+    """The keys and values of the first `length` positions, [B, H, n_positions, D] for each layer."""
 
     def __init__(self, config: GPTConfig, batch: int, tp: int, device: torch.device, dtype: torch.dtype) -> None:
         heads, size = config.n_head // tp, config.n_embd // config.n_head
@@ -17,7 +17,7 @@ class KeyValueCache:
         self.length = 0
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, H, T, D] behind the `length` positions there are; returns all of them."""
+        """Stores k, v [B, H, T, D] after the first `length` positions, and returns those of all positions so far."""
         stop = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : stop] = k
         self.values[layer, :, :, self.length : stop] = v

@@ -229,7 +229,7 @@ class Trainer:
         return replace(result, sent=after.sent - sent, received=after.received - received)
 
     def _agree(self, total: Tensor, stop: bool) -> tuple[float, float, bool]:
-        """Returns the gradient's squared norm and the sum of the loss over all ranks, and whether any rank must stop."""
+        """Returns the gradient's global squared norm, the global sum of the loss, and whether any rank must stop."""
         vector = torch.zeros(3, dtype=torch.float64, device=self.device)
         vector[0] = self.engine.squared_norm()
         if self.tp_rank == 0:
