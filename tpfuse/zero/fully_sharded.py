@@ -147,8 +147,8 @@ class FullySharded(MicroBatches):
         self._units: list[FSDPModule] = []
         for unit in (*units, self.model):
             _widen(unit)
-            # The backward pass begins with the model and its last unit: if they freed their parameters after the forward
-            # pass, they would have to gather them again at once.
+            # The backward pass begins with the model and its last unit. If they freed their parameters after the
+            # forward pass, they would have to gather them again at once.
             frees = all(unit is not later for later in (*units[-1:], self.model))
             wrapped = fully_shard(
                 unit,

@@ -1,7 +1,7 @@
-"""Flat buckets of parameters and gradients, exchanged between the data-parallel ranks during the backward pass.
+"""Flat buckets of parameters and gradients, which data-parallel ranks reduce during the backward pass.
 
-Data-parallel are all ranks with the same parameters and other tokens, whether of other sequences or, with context
-parallelism, of the same ones. One engine serves ZeRO's stages 0, 1 and 2 (arXiv:1910.02054):
+Data-parallel ranks have the same parameters and different tokens, either of different sequences or, with context
+parallelism, of the same ones. One engine implements ZeRO's stages 0, 1 and 2 (arXiv:1910.02054):
 
 | stage | gradients                                     | AdamW's state and float32 masters |
 |-------|-----------------------------------------------|-----------------------------------|
@@ -10,13 +10,13 @@ parallelism, of the same ones. One engine serves ZeRO's stages 0, 1 and 2 (arXiv
 | 2     | freed bucket by bucket, sums of a shard       | of a shard                        |
 
 Parameters are packed into flat buffers in the reverse of their order in the model, which is about the order in which
-their gradients arrive (the scheme of PyTorch's DDP, arXiv:2006.15704). A hook takes each gradient; when the last one of
-a bucket is there in the last micro-batch, its reduction starts while backward goes on. Buckets are sent in one order on
-all ranks, even where ranks get their gradients in different ones, or some do not get a gradient at all. Gradients are
-summed, not averaged: the loss is already divided by the number of tokens of the whole batch.
+their gradients arrive (the scheme of PyTorch's DDP, arXiv:2006.15704). A hook takes each gradient. When a bucket has
+all its gradients in the last micro-batch, its reduction starts while the backward pass continues. All ranks reduce the
+buckets in the same order, even if their gradients arrive in different orders, or if some gradients do not arrive at
+all. Gradients are summed, not averaged: the loss is already divided by the number of tokens of the whole batch.
 
 Parameters in a half type have float32 masters in the optimizer (`tpfuse.zero.flat_adamw`), and their gradients are
-accumulated and summed in float32 unless less is asked for. What is exchanged how: `tpfuse.zero.reducer.base`.
+accumulated and summed in float32 unless the caller asks for less. `tpfuse.zero.reducer.base` describes the reduction.
 """
 
 from dataclasses import dataclass
@@ -49,31 +49,32 @@ _WITHOUT_GRADIENT = (
 
 
 class GradientBuckets(MicroBatches):
-    """Takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
+    """An engine that takes over the parameters of `model`: their storage, and their gradients until the optimizer step.
 
-    model: parameters plain or DTensors on one tensor-parallel mesh; modules with a true `sum_gradients`
-    (`tpfuse.layers.layer_norm`) leave the sum over the mesh to the buckets from here on. stage: 0 to 2. data_group:
-    ranks with the same parameters and other tokens, which get the parameters and buffers of the first of them, as under
-    DDP, frozen ones too; world_group: all ranks of data × tensor parallelism.
-    bucket_bytes: of float32 gradients; torch DDP's default. gradient_dtype: in which gradients are accumulated and
-    kept; reduce_dtype: in which they travel, by default the same. "float32" means float64 for float64, "parameter" is
-    half as much where parameters are a half type; sums are float32 in any case, but for the whole ones of stage 0,
-    which are of the dtype that travels. compression: of what passes between nodes (`tpfuse.zero.compression`).
+    model: its parameters are plain or DTensors on one tensor-parallel mesh. If a module has a true `sum_gradients`
+    (`tpfuse.layers.layer_norm`), the buckets sum its gradients over the mesh from now on. stage: 0, 1 or 2. data_group:
+    ranks with the same parameters and different tokens; they get the parameters and buffers of the first of them, also
+    frozen ones, as under DDP. world_group: all ranks of data × tensor parallelism. bucket_bytes: the size of a bucket's
+    float32 gradients, by default that of torch's DDP. gradient_dtype: the dtype in which gradients are accumulated and
+    kept. reduce_dtype: the dtype in which they are sent, by default the same. "float32" means float64 for float64;
+    "parameter" takes half as much memory if the parameters are a half type. Sums are float32 in both cases, except the
+    whole sums of stage 0, which have the dtype that is sent. compression: the compression of the gradients that are
+    sent between nodes (`tpfuse.zero.compression`).
 
-    Use: hand them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for an optimizer of your own, call for each
-    micro-batch `start(last=…)` and backward; then `finish()`, after which `bucket.reduced_shard` is there. A parameter that
-    took no part has gradient zero; one that is frozen (requires_grad False) stays out of the buckets, and so out of
-    the optimizer. Every rank makes and uses its buckets in the same order.
+    Use: pass them to `tpfuse.zero.optimizer.ZeroOptimizer`; or, for another optimizer, call `start(last=…)` and a
+    backward pass for each micro-batch, then `finish()`; after that each bucket has its `reduced_shard`. A parameter
+    that took no part has gradient zero. A frozen parameter (requires_grad False) is in no bucket, so the optimizer does
+    not have it. Every rank must make and use its buckets in the same order.
 
-    Parameters stay the objects that they are, with their hooks (a post-accumulate hook sees the gradient of a
-    micro-batch if it was registered before the buckets were made); `trained` has those of the buckets by name. Their
-    `.grad` is not there: what computes with it, as torch's optimizers and clip_grad_norm_ do, raises ValueError.
+    Parameters stay the same objects with their hooks (a post-accumulate hook sees the gradient of a micro-batch if it
+    was registered before the buckets were made). `trained` maps names to the parameters of the buckets. Their `.grad`
+    holds no gradient: code that computes with it, such as torch's optimizers and clip_grad_norm_, raises ValueError.
 
-    A copy of the model (copy.deepcopy, torch.optim.swa_utils.AveragedModel, torch.save) is a plain model whose
-    parameters are its own and in no buckets.
+    A copy of the model (copy.deepcopy, torch.optim.swa_utils.AveragedModel, torch.save) is a plain model with its own
+    parameters, which are in no buckets.
 
-    Raises ValueError for another stage, where nothing requires a gradient, for complex parameters, where data-parallel
-    ranks have parameters of other names, shapes or dtypes, or `world_group` is missing but needed.
+    Raises ValueError for another stage; if no parameter requires a gradient; for complex parameters; if data-parallel
+    ranks have parameters of other names, shapes or dtypes; and if `world_group` is missing but needed.
     """
 
     _advice = "make new buckets and a new optimizer of the changed model"
@@ -115,7 +116,7 @@ class GradientBuckets(MicroBatches):
         )
         self.reasons: list[str] = []
         self.buckets = self._open(layouts, groups, local_tensor(first).device, compression)
-        self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # plain ones say 0
+        self._model_rank = max(_mesh_rank(parameter) for parameter in trained.values())  # 0 if all are plain
         self._unknown_world = world_group is None and any(
             _is_on_several_ranks(parameter) for parameter in trained.values()
         )
@@ -138,7 +139,7 @@ class GradientBuckets(MicroBatches):
         device: torch.device,
         compression: Compression | None,
     ) -> list[Bucket]:
-        """One exchange for the buckets of one group and dtype; the buckets in the order of `layouts`."""
+        """Make one reducer for the buckets of each group and dtype; return the buckets in the order of `layouts`."""
         families: dict[tuple[dist.ProcessGroup | None, torch.dtype], list[BucketLayout]] = {}
         for layout in layouts:
             sent = self._dtype(layout, self._reduce_dtype if layout.world > 1 else self._gradient_dtype)
@@ -158,20 +159,20 @@ class GradientBuckets(MicroBatches):
         return layout.dtype if choice == "parameter" else layout.state_dtype
 
     def _move_parameters(self, bucket: Bucket) -> None:
-        """The parameters move into the bucket, and a hook of each takes its gradients there."""
+        """Move the parameters into the bucket, and register a hook on each that takes its gradients there."""
         for index, segment in enumerate(bucket.layout.segments):
             parameter = self.trained[segment.name]
             move_(parameter, bucket.layout.view(bucket.values, segment))
             hooks = parameter._post_accumulate_grad_hooks or {}
             for key in [key for key, hook in hooks.items() if isinstance(hook, _Taking)]:
-                del hooks[key]  # of buckets that had the parameter before
+                del hooks[key]  # left by buckets that had the parameter before
             taking = _Taking(self, bucket, index, parameter)
             parameter.register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
             if isinstance(parameter, DTensor):
                 offer_leaf(parameter).register_post_accumulate_grad_hook(taking)  # type: ignore[no-untyped-call]
 
     def _take(self, bucket: Bucket, index: int, gradient: Tensor) -> None:
-        """A gradient of the bucket's segment `index` has come."""
+        """Take a gradient of the bucket's segment `index`, which has arrived."""
         segment = bucket.layout.segments[index]
         if gradient.layout is not torch.strided:
             raise ValueError(f"{segment.name} has a sparse gradient: expected a dense one (sparse=False)")
@@ -180,7 +181,7 @@ class GradientBuckets(MicroBatches):
         if bucket.accumulated is None and self._last:
             bucket.waiting[index] = gradient
             if bucket is self.buckets[self._next]:
-                self._copy_waiting(bucket)  # and so its memory is free for the next ones
+                self._copy_waiting(bucket)  # so that its memory is free for the next gradients
         else:
             sum_so_far = bucket.layout.view(self._accumulation_buffer(bucket), segment)
             if index in bucket.without_gradient:
@@ -199,7 +200,7 @@ class GradientBuckets(MicroBatches):
         return bucket.accumulated
 
     def _start_reductions(self, *, complete: bool) -> None:
-        """Sends the buckets whose turn it is; all that are left, or those that are complete."""
+        """Start the reduction of the next buckets in order. complete: stop at the first one that lacks a gradient."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
             if complete and bucket.pending:
@@ -214,7 +215,7 @@ class GradientBuckets(MicroBatches):
             buffer = self._copy_waiting(bucket)
             ends = [0, *(segment.stop for segment in layout.segments)]
             starts = [*(segment.start for segment in layout.segments), layout.size]
-            for start, end in zip(ends, starts, strict=True):  # what is between segments is in the norm too
+            for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too
                 buffer[start:end].zero_()
         else:
             buffer = bucket.reducer.gradient_buffer(bucket.index)
@@ -226,7 +227,7 @@ class GradientBuckets(MicroBatches):
             bucket.accumulated = bucket.reduce_buffer = None
 
     def _copy_waiting(self, bucket: Bucket) -> Tensor:
-        """What the bucket holds goes to its room, which is opened by that."""
+        """Copy the bucket's waiting gradients into the reducer's buffer, which is requested here on the first call."""
         if bucket.reduce_buffer is None:
             bucket.reduce_buffer = bucket.reducer.gradient_buffer(bucket.index)
         for index, gradient in bucket.waiting.items():
@@ -280,7 +281,7 @@ class GradientBuckets(MicroBatches):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes that all exchanges have passed since the buckets were made."""
+        """Return the bytes that all reducers have sent and received since the buckets were made."""
         total = Traffic()
         for reducer in self.reducers:
             total.add(reducer.traffic.sent, reducer.traffic.received)
@@ -288,7 +289,7 @@ class GradientBuckets(MicroBatches):
 
     @property
     def across(self) -> list[list[int]]:
-        """For each exchange between nodes the ranks of the world with which this rank sums across them."""
+        """Return, for each reducer that sums between nodes, the ranks of the world with which this rank sums there."""
         groups = [reducer.across for reducer in self.reducers]
         return [dist.get_process_group_ranks(group) for group in groups if group is not None]
 
@@ -300,9 +301,9 @@ class GradientBuckets(MicroBatches):
         return self._world_group
 
     def squared_norm(self) -> Tensor:
-        """This rank's contribution to the squared norm of the whole gradient: the sum over `world_group` is it.
+        """Return this rank's contribution to the squared norm of the whole gradient, float64 [].
 
-        float64 []. What several ranks have counts on one of them.
+        The sum over `world_group` is the squared norm: a shard that several ranks have is counted on one of them.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].values.device)
         for bucket in self.buckets:
@@ -313,14 +314,14 @@ class GradientBuckets(MicroBatches):
         return total
 
     def is_owner(self, bucket: Bucket, index: int) -> bool:
-        """Whether this rank saves what it holds of segment `index`: of the ranks with the same exactly one does."""
+        """Return whether this rank saves its data of segment `index`; exactly one rank with the same data does."""
         if bucket.layout.kind == "replicated" and self._model_rank > 0:
             return False
         reducer = bucket.reducer
         return self.stage > 0 or index % reducer.world == reducer.shard_index
 
     def nonfinite(self) -> list[str]:
-        """Names of the parameters with a gradient that is not finite in this rank's shards, in the order of buckets."""
+        """Return the names of parameters with a non-finite gradient in this rank's shards, in the buckets' order."""
         return [
             segment.name
             for bucket in self.buckets
@@ -329,14 +330,14 @@ class GradientBuckets(MicroBatches):
         ]
 
     def close(self) -> None:
-        """Gives symmetric memory back, parameters included: the model is of no use afterwards. Collective."""
+        """Free the symmetric memory, including the parameters: the model must not be used afterwards. Collective."""
         for reducer in self.reducers:
             reducer.free()
 
 
 @dataclass(eq=False)
 class _Taking:
-    """The hook that takes what arrives at a parameter, or at its leaf, to segment `index` of a bucket."""
+    """A hook that moves the gradient of a parameter, or of its leaf, to segment `index` of a bucket."""
 
     buckets: GradientBuckets
     bucket: Bucket
@@ -352,7 +353,7 @@ class _Taking:
 
 
 def _trained(model: nn.Module) -> dict[str, Parameter]:
-    """The parameters that require a gradient, in the model's order. Raises ValueError for one that is complex."""
+    """Return the parameters that require a gradient, in the model's order. Raises ValueError for a complex one."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         if not parameter.is_floating_point():
@@ -361,13 +362,13 @@ def _trained(model: nn.Module) -> dict[str, Parameter]:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Whether the parameter has hooks besides the one that takes its gradient."""
+    """Return whether the parameter has hooks besides the one that takes its gradient."""
     hooks = (parameter._post_accumulate_grad_hooks or {}).values()
     return bool(parameter._backward_hooks) or any(not isinstance(hook, _Taking) for hook in hooks)
 
 
 def _within(shard: Tensor, whole: range, part: range) -> Tensor:
-    """The elements `part` of a bucket out of those that a shard of it holds."""
+    """Return the elements `part` of a bucket, given the tensor of its shard `whole`."""
     return shard[part.start - whole.start : part.stop - whole.start]
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds when it trains: bytes of parameters, gradients and AdamW's state by ZeRO's stage, arithmetic alone.
+"""The memory of a training rank: bytes of parameters, gradients and AdamW's state at each stage of ZeRO, by arithmetic.
 
 | kind       | stage 0       | stage 1       | stage 2                          | stage 3                           |
 |------------|---------------|---------------|----------------------------------|-----------------------------------|
@@ -6,15 +6,16 @@
 | gradients  | whole buckets | whole buckets | sums of shards, a bucket unsent  | sums of shards, a unit unsent     |
 | master     | whole         | shards        | shards                           |                                   |
 | moments    | two, whole    | two of shards | two of shards                    | two of shards                     |
-| buffers    |               |               | up to three rooms for buckets    | gathered units, one that is sent  |
+| buffers    |               |               | up to three gradient buffers     | gathered units, one that is sent  |
 
-Masters are there where parameters are a half type, in float32. With several micro-batches whole gradients are there
-besides at stages 2 and 3: only the last one communicates. A bucket of one rank is held as at stage 1, of one shard.
-Buckets are padded until ranks have equal shards (`tpfuse.zero.bucket_layout`), and `fully_shard` pads the
-dimension of each parameter that it cuts; all that is counted.
+Parameters of a half type have float32 masters. With several micro-batches, stages 2 and 3 also hold whole gradients,
+because only the last micro-batch communicates. A bucket of one rank is held as at stage 1, as one shard. Buckets are
+padded until ranks have equal shards (`tpfuse.zero.bucket_layout`), and `fully_shard` pads the dimension of each
+parameter that it cuts; this padding is counted.
 
-Counted is what lives through a step, and of what comes and goes by turns as much as is there at once. Not counted are
-workspaces of operators, slots of small collectives, and what an allocator keeps for itself. ZeRO: arXiv:1910.02054.
+The count has the buffers that exist during a whole step and, for buffers that come and go, the largest amount that
+exists at once. It does not have the workspaces of operators, the slots of small collectives, and the memory that an
+allocator caches. ZeRO: arXiv:1910.02054.
 """
 
 import math
@@ -35,9 +36,9 @@ Width = Literal["float32", "parameter"]
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Bytes that one rank holds, by kind.
+    """The bytes that one rank holds, by kind.
 
-    padding: of `parameters`, what is of no element: at stage 3 beyond an equal part of all.
+    padding: the bytes of `parameters` that belong to no element; at stage 3 those beyond an equal share of all.
     """
 
     parameters: int = 0
@@ -50,18 +51,21 @@ class MemoryAccount:
 
     @property
     def total(self) -> int:
-        """Of all kinds; padding is in the parameters."""
+        """Return the bytes of all kinds; the padding is part of the parameters."""
         return self.parameters + self.gradients + self.master + self.moments + self.buffers + self.activations
 
     def __add__(self, other: "MemoryAccount") -> "MemoryAccount":
-        """Kind by kind."""
+        """Add two accounts kind by kind."""
         return MemoryAccount(*(getattr(self, kind.name) + getattr(other, kind.name) for kind in fields(self)))
 
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: parameter; gradient, as it is kept whole; summed, as a shard of it is; master, 0 for none;
-    moment, of each of the two."""
+    """The bytes of one element.
+
+    parameter: of a parameter. gradient: of a whole gradient. summed: of a summed shard. master: of a master, 0 if there
+    are none. moment: of each of the two moments.
+    """
 
     parameter: int
     gradient: int
@@ -71,13 +75,14 @@ class Widths:
 
 
 ZERO_PAPER = Widths(parameter=2, gradient=2, summed=2, master=4, moment=4)
-"""Of the ZeRO paper, section 3.1: half-precision parameters and gradients, K = 12 bytes of float32 state."""
+"""The widths of the ZeRO paper, section 3.1: half-precision parameters and gradients, K = 12 bytes of float32 state."""
 
 
 def states(whole: int, shard: int, stage: int, widths: Widths) -> MemoryAccount:
-    """Of `whole` elements, of which this rank's shard is `shard`, what has to be held at a stage of ZeRO.
+    """Return the bytes that a rank must hold at a stage of ZeRO, without temporary buffers.
 
-    Without what only passes by. Raises ValueError for a stage that does not exist.
+    whole: the number of elements. shard: the number of elements of this rank's shard. Raises ValueError for a stage
+    that does not exist.
     """
     check_stage(stage)
     state = shard if stage >= 1 else whole
@@ -90,7 +95,7 @@ def states(whole: int, shard: int, stage: int, widths: Widths) -> MemoryAccount:
 
 
 def check_stage(stage: int) -> None:
-    """Raises ValueError for one that does not exist."""
+    """Raise ValueError for a stage that does not exist."""
     if stage not in STAGES:
         raise ValueError(f"stage {stage}: expected 0, 1, 2 or 3")
 
@@ -104,16 +109,16 @@ def account(
     accumulating: bool = False,
     activations: int = 0,
 ) -> MemoryAccount:
-    """What a rank holds of these buckets at stage 0, 1 or 2, to the byte.
+    """Return the exact bytes that a rank holds of these buckets at stage 0, 1 or 2.
 
-    gradient_dtype, reduce_dtype: of `tpfuse.zero.gradient_buckets`. accumulating: whether a step has several
-    micro-batches. activations: bytes, which are passed on. Raises ValueError for another stage.
+    gradient_dtype, reduce_dtype: as in `tpfuse.zero.gradient_buckets`. accumulating: whether a step has several
+    micro-batches. activations: bytes that are added to the result as they are. Raises ValueError for another stage.
     """
     check_stage(stage)
     if stage == 3:
         raise ValueError("stage 3 has no buckets: account_sharded counts it")
     total = MemoryAccount(activations=activations)
-    sizes_of_reducers: dict[tuple[bool, torch.dtype], list[int]] = {}  # the buckets of each exchange, in bytes
+    sizes_of_reducers: dict[tuple[bool, torch.dtype], list[int]] = {}  # bytes of the buckets of each reducer
     unsent = 0
     for layout in layouts:
         kept = _dtype(layout.dtype, gradient_dtype)
@@ -123,7 +128,7 @@ def account(
         if stage == 2 and not one_rank:
             key = layout.kind == "partial", sent
             sizes_of_reducers.setdefault(key, []).append(layout.size * sent.itemsize)
-            if accumulating:  # and so none is unsent but there
+            if accumulating:  # the gradients that are not sent yet are in this buffer
                 total += MemoryAccount(gradients=layout.size * kept.itemsize)
             else:
                 unsent = max(unsent, _elements(layout) * layout.dtype.itemsize)
@@ -140,14 +145,14 @@ def account_sharded(
     accumulating: bool = False,
     activations: int = 0,
 ) -> MemoryAccount:
-    """What a rank holds at stage 3, by `tpfuse.zero.fully_sharded`.
+    """Return the bytes that a rank holds at stage 3 (`tpfuse.zero.fully_sharded`).
 
-    units: shapes of the parameters of each, as this rank would hold them whole (its tensor-parallel part); the last one
-    is the model itself, which has what the others have not. world: ranks that share them. dtype: of the parameters.
-    reduce_dtype, accumulating, activations: as in `account`.
+    units: the shapes of each unit's parameters, unsharded over the data-parallel ranks (this rank's tensor-parallel
+    shard of them); the last unit is the model itself, with the parameters that no other unit has. world: the number of
+    ranks that share them. dtype: the parameters' dtype. reduce_dtype, accumulating, activations: as in `account`.
 
-    Gathered at once are, of each block that computes, it and the next one, and the model's own parameters all the time.
-    Of gradients those of one unit are whole: as they come, and as they are sent.
+    The unit that computes and the next one are gathered at the same time, and the model's own parameters always. The
+    gradients of one unit are whole: as they arrive, and as they are sent.
     """
     state = summed_dtype(dtype)
     sent = _dtype(dtype, reduce_dtype)
@@ -169,25 +174,25 @@ def account_sharded(
 
 
 def _padded_shard(shape: tuple[int, ...], world: int) -> int:
-    """Elements that stage 3 has on each rank."""
+    """Return the number of elements, padding included, that each rank has of a parameter at stage 3."""
     size = shape[shard_dim(shape, world)]
     return -(-size // world) * (math.prod(shape) // size)
 
 
 def _bucket(layout: BucketLayout, stage: int, kept: torch.dtype, sent: torch.dtype) -> MemoryAccount:
-    """What is held of one bucket all the time."""
+    """Return the bytes that a rank holds of one bucket all the time."""
     state = layout.state_dtype.itemsize
     widths = Widths(layout.dtype.itemsize, kept.itemsize, state, state if layout.dtype in HALF else 0, state)
     size, shard = layout.size, layout.size // layout.world
     buffers = size * sent.itemsize if stage < 2 and sent != kept else 0
     if stage == 1 and layout.world > 1 and sent != layout.state_dtype:
-        buffers += shard * state  # sums of what travels in less than float32 have a place of their own
+        buffers += shard * state  # sums of gradients that are sent in less than float32 have their own buffer
     padding = (size - _elements(layout)) * layout.dtype.itemsize
     return states(size, shard, stage, widths) + MemoryAccount(buffers=buffers, padding=padding)
 
 
 def _elements(layout: BucketLayout) -> int:
-    """That belong to parameters."""
+    """Return the number of elements that belong to parameters, without padding."""
     return sum(segment.stop - segment.start for segment in layout.segments)
 
 

@@ -1,16 +1,16 @@
-"""Where AdamW's master and moments live: on the device, in the host's memory, or in a file on disk.
+"""The memory of AdamW's masters and moments: on the device, in the host's memory, or in a file on disk.
 
-They are read and written once in a step, block after block, and by nothing else; so they need not be where the model
-is. The update then runs on the host: a block of the gradient goes there, and the new parameters come back. The idea is
-ZeRO-Infinity's (arXiv:2104.07857); mapped memory takes the place of its engine for reading and writing, because the
-kernel's page cache does the same and uses all memory that nobody else wants.
+Only the update reads and writes them, once in a step, block after block, so they do not have to be on the model's
+device. If they are on the host, the update runs there: a block of the gradient is copied to the host, and the new
+parameters are copied back. The idea is ZeRO-Infinity's (arXiv:2104.07857). Mapped memory replaces its engine for
+reading and writing, because the kernel's page cache does the same and uses all memory that is free.
 
     for part in store.blocks(tensors, following=tensors_of_the_next):
         with staging.host(gradient[part], parameter[part]) as (on_host, new):
             adamw_([master[part]], [on_host], …, [new], …)
 
-A file of state is scratch: it has no name, so that it is gone with the process whatever ends it. State that is to
-survive is in checkpoints.
+A file of state is temporary: it has no name, so it disappears with the process, however this ends. Checkpoints hold
+the state that must survive.
 """
 
 import contextlib
@@ -29,33 +29,33 @@ from tpfuse.choices import Offload
 from tpfuse.comm.rank_order import HALF
 from tpfuse.zero.bucket_layout import ALIGNMENT, BucketLayout
 
-BLOCK = 4 * 2**20  # elements, 16 MiB in float32: long enough for a disk, and a few of them are little memory
+BLOCK = 4 * 2**20  # elements, 16 MiB in float32: large enough for a disk, and a few blocks take little memory
 _IN_MEMORY = ("tmpfs", "ramfs")
-_MADV_POPULATE_WRITE = 23  # which Python's mmap has no name for
+_MADV_POPULATE_WRITE = 23  # Python's mmap module does not define it
 
 
 class StateStore(ABC):
-    """Gives out tensors of state, and says in which blocks to go over them."""
+    """A store allocates tensors of state and yields the blocks in which the update reads and writes them."""
 
     @abstractmethod
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Zeros [size], which are the caller's for as long as the store lives. key: for messages."""
+        """Return zeros [size], which are valid as long as the store exists. key: their name in error messages."""
 
     @abstractmethod
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """Parts that together are the whole of `tensors` [n], one after the other.
+        """Yield slices that together cover `tensors` [n], in order. The caller uses a slice until it requests the next.
 
-        tensors: of this store, or parts of those; others of the same length may be among them. A part is to be used
-        until the next one is asked for. then: what the walk after this one goes over, if that is known.
+        tensors: tensors of this store or parts of them; other tensors of the same length may be among them. following:
+        the tensors of the next call, if they are known.
         """
 
     def release(self) -> None:
-        """After all state was read or written other than by `blocks`, for a checkpoint: lets go of what need not stay."""
+        """Release memory that is not needed, after a checkpoint has read or written the state without `blocks`."""
         return
 
 
 class DeviceStore(StateStore):
-    """Memory of the device, gone over at once."""
+    """Memory of the device, which is updated as one block."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,9 +70,10 @@ class DeviceStore(StateStore):
 
 
 class HostStore(StateStore):
-    """Memory of the host, in blocks of `block` elements: what `Staging` has room for.
+    """Memory of the host, updated in blocks of `block` elements, the size of `Staging`'s buffers.
 
-    pinned: so that the device may copy to and from it directly. Torch rounds each pinned tensor up to a power of two.
+    pinned: whether the memory is pinned, so that the device can copy to and from it directly. Torch rounds the size of
+    each pinned tensor up to a power of two.
     """
 
     def __init__(self, block: int = BLOCK, *, pinned: bool = False) -> None:
@@ -90,18 +91,18 @@ class HostStore(StateStore):
 class FileStore(StateStore):
     """A file of `nbytes` in `folder`, mapped into memory; while a block is updated the next one is read ahead.
 
-    After a block was updated its pages leave this process: what is resident is a few blocks, however much state there
-    is. The kernel keeps them in its cache as long as nobody needs that memory, and writes them to disk when it likes
-    (made to begin at once, it took twice as long over a state that the cache could hold).
-    Raises ValueError where the folder does not have the space, before any is taken; all of it is taken at once, so that
-    the disk cannot be full later.
+    After the update of a block its pages leave this process, so only a few blocks are resident, however much state
+    there is. The kernel keeps the pages in its cache while the memory is free, and chooses when it writes them to disk
+    (when it was made to begin at once, a state that fits the cache took twice as long).
+    Raises ValueError if the folder does not have the space, before allocating any; all of it is allocated at once, so
+    that the disk cannot be full later.
     """
 
     def __init__(self, folder: Path, nbytes: int, block: int = BLOCK) -> None:
         check_space(folder, nbytes)
         self._block, self._used = block, 0
-        nbytes = max(nbytes, 1)  # nothing cannot be mapped
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the store is
+        nbytes = max(nbytes, 1)  # an empty file cannot be mapped
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the store exists
         try:
             _allocate(self._file.fileno(), nbytes)
             self._map = mmap.mmap(self._file.fileno(), nbytes)
@@ -111,7 +112,7 @@ class FileStore(StateStore):
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
-        """See `StateStore`. Raises ValueError where the file is full."""
+        """See `StateStore`. Raises ValueError if the file is full."""
         start = -(-self._used // dtype.itemsize) * dtype.itemsize
         stop = start + size * dtype.itemsize
         if stop > len(self._bytes):
@@ -144,8 +145,11 @@ class FileStore(StateStore):
             self._map.madvise(mmap.MADV_WILLNEED, start, length)
 
     def _populate(self, tensors: Sequence[Tensor], part: slice) -> None:
-        """All pages of a part by one call, not one by one as they are touched; a disk that fails then raises OSError,
-        where touching the page would end the process. Linux before 5.14 cannot."""
+        """Load all pages of a part with one call, instead of one by one when they are accessed.
+
+        A disk that fails raises OSError here; an access to the page would end the process. Linux before 5.14 does not
+        support this call, and it is skipped there.
+        """
         for start, length in self._pages(tensors, part):
             try:
                 self._map.madvise(_MADV_POPULATE_WRITE, start, length)
@@ -154,12 +158,12 @@ class FileStore(StateStore):
                     raise
 
     def _release_pages(self, tensors: Sequence[Tensor], part: slice) -> None:
-        """Loses nothing: pages of a shared mapping are the file's. A page that two blocks share just comes again."""
+        """Release the pages of a part. The file keeps their data; a page that two blocks share is loaded again."""
         for start, length in self._pages(tensors, part):
             self._map.madvise(mmap.MADV_DONTNEED, start, length)
 
     def _pages(self, tensors: Sequence[Tensor], part: slice) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) in the file of the pages that hold a part of each tensor that lies there."""
+        """Yield (offset, bytes) of the file's pages with this part of each tensor; skip tensors of other memory."""
         base = self._bytes.data_ptr()
         for tensor in tensors:
             if tensor.untyped_storage().data_ptr() != base or part.start == part.stop:
@@ -177,13 +181,13 @@ def _length(tensors: Sequence[Tensor]) -> int:
 
 
 def _parts(length: int, block: int) -> list[slice]:
-    """Cut between the processor's vectors: torch rounds what it computes one by one, at the end, otherwise."""
+    """Return slices that end between the processor's vectors: torch rounds elements after the last one differently."""
     assert block % ALIGNMENT == 0, f"blocks of {block} elements: expected a multiple of {ALIGNMENT}"
     return [slice(start, min(start + block, length)) for start in range(0, length, block)]
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:
-    """Takes the space of a file: one that only seems as long would end the process when the disk is full."""
+    """Allocate the space of a file; if it were sparse, a full disk would end the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
     else:
@@ -199,26 +203,27 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 class Staging:
-    """Takes blocks of gradients from a device to the host, and new parameters back. On the CPU they just stay.
+    """Copies blocks of gradients from a device to the host, and new parameters back. On the CPU it copies nothing.
 
-    Both pass through pinned memory. Its next use waits for the stream, and so for the copy out of it.
+    Both are copied through pinned memory. Before the memory is used again, `host` waits for the stream, and so for the
+    copy of the new parameters to the device.
     """
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}
 
     def _buffer(self, name: str, block: Tensor) -> Tensor:
-        """For a block, which may be larger than those before."""
+        """Return pinned memory for a block, which may be larger than earlier blocks."""
         if name not in self._memory or self._memory[name].nbytes < block.nbytes:
             self._memory[name] = _pinned(block.nbytes)
         return self._memory[name][: block.nbytes].view(block.dtype)
 
     @contextlib.contextmanager
     def host(self, gradient: Tensor, parameter: Tensor, *, read: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Both blocks [n] on the host: the gradient to be read, the parameter to be written.
+        """Yield both blocks [n] on the host: the gradient to read, and the parameter to write.
 
-        read: whether the parameter's present values are wanted too, as where it is the master. What was written is in
-        the device's parameter for whoever comes next on the current stream.
+        read: whether the block of the parameter must have its present values, which is so if it is its own master. On
+        exit the new values are copied to the device's parameter on the current stream.
         """
         if _on_host(gradient):
             yield gradient, parameter
@@ -234,7 +239,7 @@ class Staging:
 
 
 def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
-    """Bytes of one rank's master (of half types), exp_avg and exp_avg_sq: the same on all ranks."""
+    """Return the bytes of one rank's masters (for half types), exp_avg and exp_avg_sq; all ranks have as many."""
     total = 0
     for layout in layouts:
         elements = len(layout.shard(0)) if stage else layout.size
@@ -243,7 +248,7 @@ def state_bytes(layouts: Iterable[BucketLayout], stage: int) -> int:
 
 
 def state_store(offload: Offload, device: torch.device, folder: Path | None, nbytes: int) -> StateStore:
-    """The store of this name. nbytes: of all tensors that will be asked of it. Raises ValueError."""
+    """Return the store for this option. nbytes: the size of all its tensors. Raises ValueError if it cannot be made."""
     if offload == "none":
         return DeviceStore(device)
     if offload == "optimizer":
@@ -254,10 +259,10 @@ def state_store(offload: Offload, device: torch.device, folder: Path | None, nby
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Raises ValueError where a file of `nbytes` cannot be made in a folder, or would be no gain there.
+    """Raise ValueError if a file of `nbytes` cannot be made in the folder, or would save no memory there.
 
-    nbytes: of all ranks that share the disk. Memory that is called a folder (tmpfs) is refused: what is put there to
-    spare memory takes it, and the kernel may end the run for that.
+    nbytes: the bytes of all ranks that share the disk. A folder in memory (tmpfs) is refused: its files take the memory
+    that they should save, and the kernel may end the run because of that.
     """
     if not folder.is_dir():
         raise ValueError(f"offload path {folder} is not a folder: expected one on a local disk")
@@ -275,7 +280,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind that Linux names for a folder's device, "" where it names none."""
+    """Return the type of the folder's file system as Linux names it, or "" if it is unknown."""
     device = folder.stat().st_dev
     device_number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@
     scheduler.step()
     optimizer.zero_grad()
 
-As under DDP each rank computes the loss of its own tokens, and the gradient is the mean over the data-parallel ranks.
+As under DDP, each rank computes the loss of its own tokens, and the gradient is the mean over the data-parallel ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,23 +28,22 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import StateStore
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
-_SHARED = ("lr", "betas", "eps")  # what both groups of parameters must have in common
+_SHARED = ("lr", "betas", "eps")  # hyperparameters that must be equal in both groups of parameters
 
 
 class ZeroOptimizer(Optimizer):
     """AdamW whose state is sharded over the data-parallel ranks of an engine.
 
     engine: `GradientBuckets` for ZeRO's stages 0, 1 and 2, `FullySharded` for stage 3; it stays available as `engine`.
-    lr, betas, eps, weight_decay: as torch.optim.AdamW has them. store: where the state of buckets lives, by default on
-    the parameters' device (`tpfuse.zero.offload`).
+    lr, betas, eps, weight_decay: as in torch.optim.AdamW. store: the memory of the buckets' state, by default on the
+    parameters' device (`tpfuse.zero.offload`).
 
-    param_groups: the first holds the parameters with weight decay, the second biases and norms, whose weight decay is 0
+    param_groups: the first has the parameters with weight decay, the second biases and norms, whose weight decay is 0
     (`tpfuse.zero.bucket_layout.decays`). `step` reads them each time, so that torch's schedulers work; lr, betas
-    and eps must be the same in both. `state` stays empty: what a rank holds is in flat shards, which `state_dict`
-    returns.
+    and eps must be the same in both. `state` stays empty: a rank's state is in flat shards, which `state_dict` returns.
 
-    Every rank makes its optimizer and calls its methods in the same order. Raises PeerTimeout where a rank does not
-    come; after that, and after an error in a backward pass, call `engine.abandon()` and `zero_grad()` on every rank.
+    Every rank must make its optimizer and call its methods in the same order. Raises PeerTimeout if a rank does not;
+    after that, and after an error in a backward pass, call `engine.abandon()` and `zero_grad()` on every rank.
     """
 
     def __init__(
@@ -73,19 +72,19 @@ class ZeroOptimizer(Optimizer):
             {"params": [trained[name] for name in trained if not decayed[name]], "weight_decay": 0.0},
         ]
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._clip: float | None = None  # what the next update multiplies the mean gradient by, once that is summed
+        self._clip: float | None = None  # the factor of the mean gradient in the next update; None before it is summed
         engine.start(last=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses parameters that the engine does not have. Raises ValueError."""
+        """Raise ValueError, except in the constructor: the parameters of an engine and their groups do not change."""
         if len(self.param_groups) == 2:
             raise ValueError("ZeroOptimizer has the parameters of its engine: make both anew for a changed model")
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins a step: gradients that came since the last update are given up. set_to_none has no effect.
+        """Begin a step, and discard gradients that have arrived since the last update. set_to_none has no effect.
 
-        Raises ValueError where the model's parameters are not those that the engine took.
+        Raises ValueError if the model's parameters are not those that the engine took.
         """
         self._clip = None
         self.engine.discard()
@@ -93,10 +92,10 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this block add up on each rank; the one after it sends the sum to the other ranks.
+        """Accumulate the gradients of backward passes in this block on each rank; the one after it reduces their sum.
 
-        Forward passes belong into the block too. Raises ValueError where a backward pass outside of such a block came
-        before it in the same step.
+        Forward passes belong in the block too. Raises ValueError if a backward pass outside of such a block came before
+        it in the same step.
         """
         self.engine.defer()
         yield
@@ -104,10 +103,10 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Makes the next `step` scale the gradient so that its 2-norm is at most max_norm.
+        """Make the next `step` scale the gradient so that its 2-norm is at most max_norm; return the norm before that.
 
-        Returns the norm before, float64 [], the same on every rank: of all parameters, sharded ones whole. To be called
-        after the last backward pass of a step. The norm is not finite where the gradient is not.
+        The norm, float64 [], is that of the whole gradient of all parameters, the same on every rank. Call this after
+        the last backward pass of a step. If the gradient is not finite, the norm is not finite either.
         """
         if self._clip is None:
             self.engine.finish()
@@ -118,10 +117,11 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters with the mean gradient; afterwards every rank has the new ones.
+        """Update all parameters with the mean gradient; afterwards every rank has the new ones.
 
-        closure: computes the loss anew, backward pass included, and is called first; its loss is returned. Raises
-        ValueError without a `zero_grad()` since the last step, and where the groups differ in lr, betas or eps.
+        closure: a function that computes the loss and its backward pass; it is called first, and its loss is returned.
+        Raises ValueError if `zero_grad()` was not called since the last step, and if the groups differ in lr, betas or
+        eps.
         """
         loss = None
         if closure is not None:
@@ -143,25 +143,25 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _shards(self) -> dict[str, Tensor]:
-        """This rank's moments and float32 masters, by what they are and where they lie in the whole tensor."""
+        """Return this rank's moments and float32 masters by kind, parameter and slices of the whole tensor."""
         shards = {}
         for rectangle in self._adamw.rectangles():
             if (
                 rectangle.kind == "model"
                 and rectangle.tensor.dtype == self.engine.model.get_parameter(rectangle.name).dtype
             ):
-                continue  # the parameter itself, which is in the model's state_dict
+                continue  # this is the parameter itself, which is in the model's state_dict
             ranges = ", ".join(f"{start}:{stop}" for start, stop in rectangle.slices)
             shards[f"{rectangle.kind}.{rectangle.name}[{ranges}]"] = rectangle.tensor
         return shards
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank holds, for `load_state_dict` on the same rank of the same layout; no communication.
+        """Return this rank's state, for `load_state_dict` on the same rank of the same layout; no communication.
 
-        "state": moments, and float32 masters of half types, by the name and range of their tensor; they are those that
-        the next step changes, so save or copy them before it. "param_groups": without the parameters. "updates": how
-        many there were. "compression": what PowerSGD has kept back. Every rank saves a file of its own. The parameters
-        are in the model's state_dict.
+        "state": moments, and float32 masters of half types, by the name and slices of their tensor. They are not
+        copies: the next step changes them, so save or copy them before it. "param_groups": the groups without the
+        parameters. "updates": the number of updates. "compression": PowerSGD's remainders and factors. Every rank must
+        save its own file. The parameters are in the model's state_dict.
         """
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         compression = self.engine.compression
@@ -173,10 +173,10 @@ class ZeroOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned on this rank; no communication.
+        """Continue from the result of `state_dict` on this rank; no communication.
 
-        Raises ValueError, before anything is changed, where this rank holds other parts: after a change of the number
-        of ranks, of the stage, the bucket size or the model.
+        Raises ValueError, before it changes anything, if this rank holds other rectangles: after a change of the number
+        of ranks, the stage, the bucket size or the model.
         """
         here, there = self._shards(), state_dict["state"]
         if {name: x.dtype for name, x in here.items()} != {name: x.dtype for name, x in there.items()}:

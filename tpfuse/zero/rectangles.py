@@ -1,9 +1,9 @@
-"""What a rank owns of each parameter and of its moments, as rectangles: the terms in which checkpoints are kept.
+"""The rectangles of each parameter and its moments that a rank owns; checkpoints are stored as such rectangles.
 
-A rank that owns a range of a flat bucket owns, of a parameter that the range cuts, a range of its flat elements. In
-the parameter's own dimensions that is the end of a first row, whole rows, and the beginning of a last row, where a
-row's own parts are again ranges of something flat with one dimension fewer. Each such rectangle is contiguous, so
-that it is a view of the flat buffer: nothing is copied, neither to save nor to load.
+If a rank owns a range of a flat bucket and the range cuts a parameter, the rank owns a range of the parameter's flat
+elements. In the parameter's own dimensions this range is the end of a first row, then whole rows, then the beginning of
+a last row; the part of a row is again a range of flat elements, with one dimension fewer. Each of these rectangles is
+contiguous, so it is a view of the flat buffer, and neither saving nor loading copies data.
 """
 
 import math
@@ -21,11 +21,11 @@ STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 @dataclass(frozen=True)
 class StateRectangle:
-    """A rectangle of a parameter (kind "model": its master, where it has one) or of one of its moments.
+    """A rectangle of a parameter (kind "model": of its master, if it has one) or of one of its moments.
 
-    shape: of the global tensor. slices: [start, stop) of the piece in every dimension of it. tensor: the piece itself,
-    a view of what training uses, so that writing into it changes that. writer: whether this rank saves it; of the
-    ranks with the same piece exactly one does.
+    shape: the shape of the global tensor. slices: [start, stop) of the rectangle in each dimension of that tensor.
+    tensor: the rectangle's elements, a view of the memory that training uses, so writing to it changes the training
+    state. is_owner: whether this rank saves it; of the ranks with the same rectangle exactly one does.
     """
 
     name: str
@@ -37,10 +37,10 @@ class StateRectangle:
 
 
 def rectangles(shape: tuple[int, ...], owned: range) -> list[tuple[Slices, range]]:
-    """The range `owned` of the flat elements of a row-major tensor as rectangles, each with its own part of the range.
+    """Return the range `owned` of a row-major tensor's flat elements as rectangles, each with its part of the range.
 
-    In order, without those that are empty; no smaller number of contiguous rectangles is possible. Raises ValueError
-    for a range that is not inside the tensor.
+    The rectangles are in order and not empty, and there are as few contiguous ones as possible. Raises ValueError for a
+    range that is not inside the tensor.
     """
     size = math.prod(shape)
     if owned.step != 1 or not 0 <= owned.start <= owned.stop <= size:
@@ -79,11 +79,12 @@ def state_rectangles(
     tensors: Mapping[StateKind, Tensor],
     is_owner: bool,
 ) -> Iterator[StateRectangle]:
-    """The pieces of a rank that owns a range of the flat elements of a parameter's local part.
+    """Yield the rectangles of a rank that owns a range of the flat elements of a parameter's local shard.
 
-    shape: of the global parameter. place: where its local part lies in it (`tpfuse.comm.layout.local_slices`). owned:
-    of the local part's flat elements. tensors: by kind, [len(owned)] contiguous, those elements. Raises ValueError for
-    a range that is not inside the local part, or tensors of another size.
+    shape: the shape of the global parameter. local_slices: the local shard's slices of it
+    (`tpfuse.comm.layout.local_slices`). owned: a range of the local shard's flat elements. tensors: these elements by
+    kind, [len(owned)] contiguous. is_owner: passed on. Raises ValueError for a range that is not inside the local
+    shard, or tensors of another size.
     """
     local = tuple(stop - start for start, stop in local_slices)
     for inside, part in rectangles(local, owned):

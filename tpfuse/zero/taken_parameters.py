@@ -1,7 +1,8 @@
-"""Parameters that an engine takes over: they stay the same objects, on other storage, without a gradient of their own.
+"""Parameters that an engine takes over: they stay the same objects, with new storage and without their own gradient.
 
-Whoever holds a parameter (a list, an optimizer, a hook) holds it still. So that nobody takes a missing gradient for one
-that is zero, each has a `TakenGradient` instead of its gradient, which raises an error when it is computed with.
+A list, an optimizer or a hook that holds a parameter still holds it. The gradient of each parameter is replaced by a
+`TakenGradient`, which raises an error when code computes with it, so that no code mistakes it for a missing gradient
+or for one that is zero.
 """
 
 from typing import Any
@@ -17,26 +18,29 @@ from tpfuse.layers.parameter import Borrowed
 
 
 def take_partial_gradients(model: nn.Module) -> set[str]:
-    """Names of the parameters whose gradients their modules sum over tensor-parallel ranks, which they do no more."""
+    """Stop the modules' own sums of gradients over tensor-parallel ranks; return the names of their parameters."""
     names = set()
     for prefix, module in model.named_modules():
         sums = getattr(module, "sum_gradients", False)
-        if sums or (isinstance(sums, Borrowed) and sums.own):  # or they did before other buckets had the model
-            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (its type is of modules)
+        if sums or (
+            isinstance(sums, Borrowed) and sums.own
+        ):  # or the module did so before other buckets took the model
+            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (torch declares the attributes of modules as modules)
             names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
     return names
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """The tensor whose memory the parameter has: a DTensor's own local one, not a view of it."""
+    """Return the tensor that has the parameter's memory: for a DTensor its own local tensor, not a view of it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def move_(parameter: Parameter, storage: Tensor) -> None:
-    """Copies the parameter's (local) values to `storage`, of its dtype and local shape, which it lies in from then on.
+    """Copy the parameter's local values to `storage` and make this the parameter's memory.
 
-    It keeps its version, hooks and attributes. What is behind and in front of it in the bucket is not in its storage:
-    copies and files of the parameter are as large as it, and torch copies and pickles DTensors at offset 0 alone.
+    storage: of the parameter's dtype and local shape. The parameter keeps its version, hooks and attributes. The
+    neighbouring elements of the bucket are not in its storage, so copies and files of the parameter are not larger than
+    it; also, torch copies and pickles DTensors only at offset 0.
     """
     storage = from_dlpack(storage)
     storage.copy_(_local(parameter).detach())
@@ -46,17 +50,17 @@ def move_(parameter: Parameter, storage: Tensor) -> None:
     dim = next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
     moved = from_local(storage, parameter.device_mesh, dim, parameter.shape)
     assert isinstance(moved, DTensor)
-    parameter.data = moved  # torch.compile wants the outer tensor's offset and strides to be the local one's
+    parameter.data = moved  # torch.compile requires that the outer tensor's offset and strides equal the local one's
     parameter._local_tensor, parameter._spec = moved._local_tensor, moved._spec
 
 
 def location(parameter: Tensor) -> tuple[torch.dtype, int]:
-    """What changes when the parameter gets other storage (model.to): its dtype, and the address of its memory."""
+    """Return the parameter's dtype and the address of its memory; they change if it gets other storage (model.to)."""
     return parameter.dtype, _local(parameter).data_ptr()
 
 
 def count_write(parameters: list[Parameter]) -> None:
-    """Tells autograd that the parameters were written: backward passes of earlier forward passes are then errors."""
+    """Tell autograd that the parameters were written, so that backward passes of earlier forward passes are errors."""
     torch.autograd.graph.increment_version([_local(parameter) for parameter in parameters])
 
 
@@ -64,9 +68,9 @@ _PERMITTED = (torch.ops.aten.zero_.default, torch.ops.aten.detach.default, torch
 
 
 class TakenGradient(Tensor):
-    """Stands where a gradient of this size, dtype and device would be, and takes no memory.
+    """A placeholder for a gradient of this size, dtype and device, which takes no memory.
 
-    Raises ValueError with `message` when something computes with it (an optimizer's step, clip_grad_norm_, the next
+    It raises ValueError with `message` when code computes with it (an optimizer's step, clip_grad_norm_, the next
     backward pass). Setting it to zero does nothing.
     """
 
@@ -79,13 +83,13 @@ class TakenGradient(Tensor):
         return gradient
 
     def __init__(self, *arguments: object) -> None:
-        """Nothing is left to do after `__new__`."""
+        """Do nothing: `__new__` has set everything."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TakenGradient({self.message!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [], (self.message, self.dtype, self.device)  # torch.compile makes its own of that
+        return [], (self.message, self.dtype, self.device)  # torch.compile rebuilds the gradient from this
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: torch.Size, stride: Any) -> "TakenGradient":
@@ -98,7 +102,7 @@ class TakenGradient(Tensor):
     ) -> Any:
         if func in _PERMITTED:
             return args[0]
-        if func is torch.ops.aten._to_copy.default:  # model.to(): the next start() says what is wrong with that
+        if func is torch.ops.aten._to_copy.default:  # model.to(): the next start() raises an error that explains it
             like = torch.empty(0, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs.get("device"))
             return TakenGradient(args[0].message, args[0].shape, like.dtype, like.device)
         flat = [*args, *(kwargs or {}).values()]
@@ -107,7 +111,7 @@ class TakenGradient(Tensor):
 
 
 def taken_gradient(parameter: Tensor, message: str) -> Tensor:
-    """A `TakenGradient` that may be set as `parameter.grad`, also a DTensor's."""
+    """Return a `TakenGradient` that may be assigned to `parameter.grad`, also for a DTensor."""
     local = _local(parameter)
     taken = TakenGradient(message, local.shape, local.dtype, local.device)
     if not isinstance(parameter, DTensor):
@@ -118,4 +122,4 @@ def taken_gradient(parameter: Tensor, message: str) -> Tensor:
 
 
 def _no_gradient(memo: dict[int, Any]) -> None:
-    """A copy of a taken parameter has no gradient; torch would copy that of a DTensor, as it does not of plain ones."""
+    """Return no gradient for the copy of a taken DTensor; torch copies DTensors' gradients, but not plain tensors'."""

@@ -1,4 +1,4 @@
-"""Which exchange serves the buckets of a group, and why: one function that chooses and explains."""
+"""The choice of the reducer for the buckets of a group, with the reason."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -27,9 +27,9 @@ def make_reducer(
     *,
     compression: Compression | None = None,
 ) -> tuple[GradientReducer, str]:
-    """The exchange for these buckets, and the reason for its kind. Collective.
+    """Return the reducer for these buckets, and the reason for its class. Collective.
 
-    compression: of what passes between nodes; nothing is compressed within one.
+    compression: the compression of gradients that are sent between nodes; nothing is compressed within a node.
     """
     if group is None or group.size() == 1:
         return SingleRankReducer(specs, stage, device), "one rank"
@@ -55,5 +55,5 @@ def _reducer_class(choice: Choice) -> type[DirectReducer]:
 
 
 def _name(memory: SymmetricMemory) -> str:
-    """Of an exchange in its memory, the same on every rank: they are opened in one order."""
+    """Return a new reducer's name in its memory. It is the same on every rank: all make reducers in one order."""
     return f"exchange {next(_indices.setdefault(memory, count()))}"

@@ -1,27 +1,28 @@
-"""What ranks with equal parameters exchange in a training step, bucket by bucket: gradients, sums, new parameters.
+"""The interface of a gradient reducer: the communication of ranks with equal parameters in a training step, by bucket.
 
 A bucket is a flat buffer of parameters and one of gradients (`tpfuse.zero.bucket_layout`). `stage` is ZeRO's
-(arXiv:1910.02054): at 0 every rank has the whole sum and updates everything; at 1 and 2 each rank owns a shard: it
-alone sums the gradients of its elements, updates them, and gives the new parameters to all; at 2 the gradients
-themselves are given up as soon as they are summed.
+(arXiv:1910.02054). At stage 0 every rank has the whole sum and updates all parameters. At stages 1 and 2 each rank owns
+a shard: it alone sums the gradients of its elements, updates them, and sends the new parameters to all ranks. At stage
+2 the gradients themselves are freed as soon as they are summed.
 
-    exchange.begin()                            before the first gradient of a step is written
-    exchange.room(i).copy_(gradients); send(i)  during the backward pass, for buckets 0, 1, 2, … in this order
-    exchange.end_backward()                     nobody computes with the parameters any more
-    exchange.sums(i)                            this rank's shard of Σ over ranks, rank 0 first
-    exchange.update(updates)                    new parameters everywhere: AdamW on the shards between two exchanges
-    exchange.publish()                          parameters of the shards to all, where something else has changed them
-    exchange.abandon(begun=…)                   instead of the rest, after an error: the next step begins anew
+    reducer.begin()                    before the first gradient of a step is written
+    reducer.gradient_buffer(i).copy_(gradients)
+    reducer.start_reduce(i)            during the backward pass, for buckets 0, 1, 2, … in this order
+    reducer.end_backward()             after the backward pass: this rank computes with the parameters no more
+    reducer.reduced_shard(i)           this rank's shard of the sum over ranks, added from rank 0 on
+    reducer.update(updates)            new parameters on every rank: AdamW on the shards between two communications
+    reducer.publish()                  sends the parameters of the shards to all, after other code has changed them
+    reducer.abandon(begun=…)           instead of the rest, after an error: the next step begins from the start
 
-| implementation | what it is                                                                     |
+| implementation | description                                                                    |
 |----------------|--------------------------------------------------------------------------------|
-| alone          | one rank (here)                                                                |
+| single rank    | one rank (in this module)                                                      |
 | direct         | torch operations on memory that the ranks share (`tpfuse.zero.reducer.direct`) |
 | fused          | Triton kernels on symmetric memory (`tpfuse.zero.reducer.fused`)               |
 | collective     | NCCL, Gloo (`tpfuse.zero.reducer.collective`)                                  |
 
-Across nodes direct and fused serve the ranks of a node, and what a rank has summed there passes to the same ranks of
-the other nodes by NCCL or Gloo: each byte of a gradient crosses the slow link once.
+Across nodes, direct and fused serve the ranks of a node; each rank then sums its node's sums with the ranks at its
+position on the other nodes by NCCL or Gloo, so each byte of a gradient crosses the slow link once.
 """
 
 from abc import ABC, abstractmethod
@@ -39,10 +40,10 @@ from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A flat bucket as its exchange needs to know it.
+    """The properties of a flat bucket that its reducer needs.
 
-    size: elements, which world x 16 divides; dtype: of the parameters; sent: of the gradients as they are exchanged;
-    matrices: (first element, rows, columns) of the parameters that are matrices, for compression.
+    size: the number of elements, a multiple of world x 16. dtype: the dtype of the parameters. sent: the dtype in which
+    gradients are sent. matrices: (first element, rows, columns) of the parameters that are matrices, for compression.
     """
 
     size: int
@@ -52,20 +53,20 @@ class BucketSpec:
 
     @property
     def state_dtype(self) -> torch.dtype:
-        """Of sums, masters and moments."""
+        """Return the dtype of sums, masters and moments."""
         return summed_dtype(self.dtype)
 
 
 def squared(block: Tensor) -> float:
-    """The squared norm of a block on the CPU; float32 sums of few enough elements to be as good as any."""
+    """Return the squared norm of a block on the CPU; the block is so small that a float32 sum is accurate."""
     return float(torch.dot(block, block))
 
 
 class GradientReducer(ABC):
-    """The buckets of one group. Every rank calls the same methods in the same order.
+    """Reduces the buckets of one group. Every rank must call the same methods in the same order.
 
-    stage: 0, 1 or 2; world: ranks that share the buckets; shard_index: which shard is this rank's, of `world`; traffic: bytes
-    that passed between ranks.
+    stage: 0, 1 or 2. world: the number of ranks that share the buckets. shard_index: the index of this rank's shard,
+    below `world`. traffic: the bytes that this rank has sent and received.
     """
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, shard_index: int, world: int) -> None:
@@ -73,7 +74,7 @@ class GradientReducer(ABC):
         self.traffic = Traffic()
 
     def shard(self, index: int) -> range:
-        """The elements of bucket `index` that this rank updates: all at stage 0."""
+        """Return the elements of bucket `index` that this rank updates: at stage 0 all of them."""
         size = self.specs[index].size
         if self.stage == 0:
             return range(size)
@@ -82,46 +83,49 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def values(self, index: int) -> Tensor:
-        """The parameters of a bucket, [size], of its dtype: the same tensor as long as the exchange lives."""
+        """Return the parameters of a bucket, [size], in its dtype: always the same tensor."""
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether `gradient_buffer(i)` is the same tensor in all steps, into which gradients may be added one by one."""
+        """Return whether `gradient_buffer(i)` is the same tensor in all steps, so that gradients can be added to it."""
         return self.stage < 2
 
     @property
     def across(self) -> dist.ProcessGroup | None:
-        """The ranks with which this rank sums across nodes; None where sums do not pass between nodes apart."""
+        """Return the ranks with which this rank sums between nodes; None if there is no separate sum between nodes."""
         return None
 
     @abstractmethod
     def begin(self) -> None:
-        """Before a step: afterwards `gradient_buffer` of every bucket may be written. Raises PeerTimeout."""
+        """Begin a step: wait until the gradient buffer of every bucket may be written. Raises PeerTimeout."""
 
     @abstractmethod
     def gradient_buffer(self, index: int) -> Tensor:
-        """Where the gradients of a bucket are to be written, [size], of the dtype `sent`.
+        """Return the buffer in which the caller writes the gradients of a bucket, [size], of the dtype `sent`.
 
-        At stage 2 it is to be asked for bucket after bucket, right before `start_reduce`. Raises PeerTimeout.
+        This method may communicate: at stage 2 it may sum an earlier bucket, and wait until all ranks have read the
+        bucket that was in this buffer before. At stage 2, request the buffers in the order of buckets, each after
+        `start_reduce` of the one before. Raises PeerTimeout.
         """
 
     @abstractmethod
     def start_reduce(self, index: int) -> None:
-        """The gradients of the bucket are in its room: their reduction may begin."""
+        """Start the reduction of a bucket, whose gradients are in its buffer now."""
 
     @abstractmethod
     def end_backward(self) -> None:
-        """All buckets are sent, and this rank needs parameters no more before the update."""
+        """End the backward pass: all buckets are sent, and the parameters are not read again before the update."""
 
     @abstractmethod
     def reduced_shard(self, index: int) -> Tensor:
-        """Σ over ranks of the gradients of this rank's shard. Raises PeerTimeout.
+        """Return the sum over ranks of the gradients of this rank's shard. Raises PeerTimeout.
 
-        float32 (float64 for float64) where ranks share memory, but for the whole sums of stage 0; otherwise as sent.
+        This method may sum and wait. If ranks share memory the sum is float32 (float64 for float64), except the whole
+        sums of stage 0; otherwise it has the dtype `sent`.
         """
 
     def squared_norm(self, index: int) -> Tensor:
-        """Of `reduced_shard`, float64 []."""
+        """Return the squared norm of `reduced_shard`, float64 []."""
         sums, dtype = self.reduced_shard(index), self.specs[index].state_dtype
         if sums.device.type == "cpu":
             starts = range(0, len(sums), CPU_BLOCK)
@@ -132,47 +136,50 @@ class GradientReducer(ABC):
 
     @abstractmethod
     def update(self, updates: Sequence[ShardUpdate]) -> None:
-        """One update for each bucket; ends when all ranks' new parameters are here. Raises PeerTimeout.
+        """Apply one update to each bucket, and wait until all ranks' new parameters are here. Raises PeerTimeout.
 
-        Where `reduced_shard` of a bucket was not asked for in this step, its gradients are summed on the way.
+        If `reduced_shard` of a bucket was not requested in this step, the update sums its gradients too.
         """
 
     @abstractmethod
     def publish(self) -> None:
-        """The parameters of this rank's shards to all, and theirs to this rank. Raises PeerTimeout."""
+        """Send the parameters of this rank's shards to all ranks, and receive theirs. Raises PeerTimeout."""
 
     @abstractmethod
     def abandon(self, *, begun: bool) -> None:
-        """Gives up the gradients of a step, wherever each rank is in it; the next call is `begin`.
+        """Discard the gradients of a step, wherever each rank is in it; the next call must be `begin`.
 
-        begun: whether this rank's last `begin` was for this step. Raises PeerTimeout where a rank does not come.
+        begun: whether this rank's last `begin` was for this step. Raises PeerTimeout if a rank does not call it.
         """
 
-    def free(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Gives symmetric memory back. Collective; the exchange and its tensors are of no use afterwards."""
+    def free(self) -> None:  # noqa: B027 - most reducers have nothing to free
+        """Free symmetric memory. Collective; the reducer and its tensors must not be used afterwards."""
 
 
 class LazyBuffers:
-    """Buffers of zeros that are made when they are first asked for: while parameters move in, bucket by bucket, what
-    they leave is free for the next ones."""
+    """Buffers of zeros that are allocated when they are first requested.
+
+    Parameters move into their buckets one bucket after another, so the memory that they leave is free for the next
+    buckets.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[int, Tensor] = {}
 
     def get(self, index: int, size: int, dtype: torch.dtype) -> Tensor:
-        """Buffer `index`, [size]."""
+        """Return buffer `index`, [size], and allocate it on the first call."""
         if index not in self._buffers:
             self._buffers[index] = torch.zeros(size, dtype=dtype, device=self._device)
         return self._buffers[index]
 
     def drop(self, index: int) -> None:
-        """The next time it is asked for it is another one."""
+        """Drop buffer `index`; the next request allocates another one."""
         self._buffers.pop(index, None)
 
 
 class SingleRankReducer(GradientReducer):
-    """One rank: nothing is exchanged."""
+    """The reducer of a single rank, which communicates nothing."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, device: torch.device) -> None:
         super().__init__(specs, stage, 0, 1)

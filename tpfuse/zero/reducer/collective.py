@@ -1,6 +1,7 @@
-"""Buckets that pass through torch.distributed: a reduce-scatter of each in backward, an all-gather after the update.
+"""Buckets that torch.distributed reduces: a reduce-scatter in the backward pass, an all-gather after the update.
 
-Gradients lie in memory of this rank alone; at stage 2 those of a bucket from its filling until they are sent.
+Gradients are in this rank's own memory; at stage 2 a bucket's gradients use memory only from the first write until they
+are sent.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from tpfuse.comm.collectives.handle import DONE, Handle
 from tpfuse.zero.reducer.base import BucketSpec, GradientReducer, LazyBuffers
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
-_CONCURRENT_REDUCTIONS = 2  # buckets of stage 2 that are being reduced at once
+_CONCURRENT_REDUCTIONS = 2  # at stage 2, at most this many buckets are reduced at the same time
 
 
 class CollectiveReducer(GradientReducer):
-    """Ranks that share no memory: NCCL, or Gloo."""
+    """The reducer of ranks that share no memory; it uses NCCL or Gloo."""
 
     def __init__(self, specs: Sequence[BucketSpec], stage: int, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(specs, stage, group.rank(), group.size())
@@ -44,12 +45,12 @@ class CollectiveReducer(GradientReducer):
             return
         out = gradients.new_empty(len(self.shard(index)))
         handle = collective.start_reduce_scatter(gradients.view(self.world, -1), out, self._group)
-        self._reductions[index] = out, handle, gradients  # which is held until it has been sent
+        self._reductions[index] = out, handle, gradients  # `gradients` must stay alive until it has been sent
         self.traffic.exchange((self.world - 1) * part)
         if self.stage == 2:
             self._gradient_buffers.drop(index)
             if index >= _CONCURRENT_REDUCTIONS:
-                self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # and what was sent for them is free
+                self.reduced_shard(index - _CONCURRENT_REDUCTIONS)  # waits, and frees the gradients that were sent
 
     def end_backward(self) -> None:
         pass
@@ -77,7 +78,7 @@ class CollectiveReducer(GradientReducer):
             handle.wait()
 
     def abandon(self, *, begun: bool) -> None:
-        """Sends NaN where this rank has sent nothing, for which others may wait: no rank goes on with that."""
+        """Send NaN for each bucket that this rank has not sent, since others may wait for it; no rank uses the sums."""
         if not begun:
             self.begin()
         for index, reduced in enumerate(self._reductions):

@@ -1,21 +1,24 @@
-"""Buckets in memory that ranks share: gradients are summed where they lie, parameters written where they are needed.
+"""Buckets in memory that ranks share: peers read gradients where they are, and write parameters where they are used.
 
-Nothing is staged: what a rank's backward pass writes its peers read, and what they update they write into its
-parameters. All that orders this are four counters on each rank, written by it alone:
+No data is staged: peers read the gradients that a rank's backward pass writes, and write the parameters that they
+update directly into the rank's own. Four counters on each rank, written by that rank alone, order all these accesses:
 
-| word   | counts                 | says                                                                               |
-|--------|------------------------|------------------------------------------------------------------------------------|
-| BUCKETS_WRITTEN   | buckets, in all steps  | the gradients of that many are whole                                               |
-| BUCKETS_REDUCED | buckets, in all steps  | this rank has read that many; at stage 0 the sums of its part stand in its own     |
-| BACKWARDS_DONE   | backward passes        | this rank computes with its parameters no more: peers may write them               |
-| STEPS_DONE  | steps                  | this rank reads and writes nothing of others any more                              |
+| counter         | counts                | meaning                                                                    |
+|-----------------|-----------------------|----------------------------------------------------------------------------|
+| BUCKETS_WRITTEN | buckets, of all steps | the gradients of this many buckets are complete                            |
+| BUCKETS_REDUCED | buckets, of all steps | this rank has read this many; at stage 0 the sums of its part have         |
+|                 |                       | replaced its own gradients there                                           |
+| BACKWARDS_DONE  | backward passes       | this rank computes with its parameters no more: peers may write them       |
+| STEPS_DONE      | steps                 | this rank reads and writes no other rank's memory any more                 |
 
-Stages 0 and 1: the owner's sum takes the place of its own gradients, which nobody else reads there. Before a gradient
-is written again everybody has STEPS_DONE the step. Stage 2: three rooms take the buckets in turn, so that nobody waits for
-what has just been sent. The one of bucket i is filled when all have read i - 3, which lay there. Sums are kept apart.
+Stages 0 and 1: the owner's sum replaces the owner's gradients of its shard, which no other rank reads. Before a rank
+writes a gradient again, every rank has set STEPS_DONE for the step. Stage 2: the buckets use three gradient buffers in
+turn, so that no rank waits for the bucket that has just been sent. A rank writes bucket i into its buffer after all
+ranks have read bucket i - 3, which was in the same buffer. Sums are in separate memory.
 
-Across nodes a rank sums for its node the part of all ranks in its place, and they sum what all nodes have: each has a
-piece of that part for its shard. Sources: ZeRO, arXiv:1910.02054; the order of sums is DESIGN's rule 1.
+Across nodes, each rank sums for its node the shard of all ranks at its position, and these ranks then sum the results
+of all nodes: each of them owns a part of that shard. Sources: ZeRO, arXiv:1910.02054; the order of sums is rule 1 of
+docs/architecture.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +35,14 @@ from tpfuse.zero.reducer.shard_update import CPU_BLOCK, ShardUpdate
 
 BUCKETS_WRITTEN, BUCKETS_REDUCED, BACKWARDS_DONE, STEPS_DONE = range(4)
 _BUFFER_ALIGNMENT = 64  # bytes
-GRADIENT_BUFFERS = 3  # at most: one for each bucket is enough
+GRADIENT_BUFFERS = 3  # at most; fewer buckets need one each
 
 
 class DirectReducer(GradientReducer):
-    """Ranks of one host or, with `inter_node`, of one node.
+    """The reducer of the ranks of one host or, with `inter_node`, of one node.
 
-    memory: theirs; name: of this exchange in it; inter_node: to the ranks in this rank's place on the other nodes.
+    memory: the ranks' symmetric memory. name: the name of this reducer in it. inter_node: sums with the ranks at this
+    rank's position on the other nodes.
     """
 
     def __init__(
@@ -49,21 +53,21 @@ class DirectReducer(GradientReducer):
         name: str,
         inter_node: InterNodeReducer | None = None,
     ) -> None:
-        """Collective."""
+        """Allocate the buffers in the ranks' memory. Collective."""
         nodes, node = (1, 0) if inter_node is None else (inter_node.nodes, inter_node.node)
         super().__init__(specs, stage, memory.rank * nodes + node, memory.world * nodes)
         self.memory, self._name, self._inter_node = memory, name, inter_node
         self._others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
         self._counter_words = memory.signals(f"{name}: flags", 4)
-        self._counters, self._generation = [0, 0, 0, 0], memory.generation  # what this rank's counters are
-        self._buckets_before = 0  # buckets that were sent before this step
+        self._counters, self._generation = [0, 0, 0, 0], memory.generation  # the values of this rank's counters
+        self._buckets_before = 0  # the number of buckets that were sent before this step
         self._reduced_shards: list[Tensor | None] = [None] * len(self.specs)
         self._squared_norms: list[Tensor | None] = [None] * len(self.specs)
         self._separate_sums: dict[int, Tensor] = {}
-        self._reduced_between_nodes = 0  # buckets that this step has summed over the nodes
+        self._reduced_between_nodes = 0  # the number of buckets that this step has summed over the nodes
         self._allocate()
 
-    @torch.inference_mode(False)  # views are kept
+    @torch.inference_mode(False)  # the views are used outside of inference mode later
     def _allocate(self) -> None:
         specs = self.specs
         if self.stage == 0:
@@ -91,7 +95,7 @@ class DirectReducer(GradientReducer):
     def _buffers_of_ranks(
         self, what: str, total: int, starts: Sequence[int], dtypes: Sequence[torch.dtype]
     ) -> list[list[Tensor]]:
-        """Of each bucket, every rank's buffer."""
+        """Return, for each bucket, the buffers of all ranks."""
         whole = self.memory.buffer(f"{self._name}: {what}", (total,), torch.uint8).peers
         return [
             [x[at : at + spec.size * dtype.itemsize].view(dtype) for x in whole]
@@ -103,7 +107,7 @@ class DirectReducer(GradientReducer):
             self.memory.free(f"{self._name}: {what}")
 
     def _node_shard(self, index: int) -> slice:
-        """What this rank sums for its node."""
+        """Return the elements that this rank sums for its node."""
         return self._node_shard_of(index, self.memory.rank)
 
     def _node_shard_of(self, index: int, rank: int) -> slice:
@@ -111,7 +115,7 @@ class DirectReducer(GradientReducer):
         return slice(rank * size, (rank + 1) * size)
 
     def _rank_gradients(self, index: int) -> list[Tensor]:
-        """Every rank's gradients of a bucket, in this step."""
+        """Return every rank's gradients of a bucket in this step."""
         return self._gradient_buffers[(self._buckets_before + index) % len(self._gradient_buffers)][index]
 
     def _set_counter(self, word: int, value: int) -> None:
@@ -131,12 +135,12 @@ class DirectReducer(GradientReducer):
 
     def begin(self) -> None:
         with self.memory.guard("begin a step"):
-            if self._generation != self.memory.generation:  # a reset has made all counters 0
+            if self._generation != self.memory.generation:  # a reset has set all counters to 0
                 self._counters, self._generation = [0, 0, 0, 0], self.memory.generation
             self._buckets_before = self._counters[BUCKETS_WRITTEN]
             self._reduced_shards, self._squared_norms = [None] * len(self.specs), [None] * len(self.specs)
             self._reduced_between_nodes = 0
-            if self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]:  # there was no update
+            if self._counters[STEPS_DONE] != self._counters[BACKWARDS_DONE]:  # the step before had no update
                 self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])
             self._wait_for_peers(STEPS_DONE, self._counters[BACKWARDS_DONE], "begin a step")
 
@@ -149,7 +153,7 @@ class DirectReducer(GradientReducer):
         return self._rank_gradients(index)[self.memory.rank]
 
     def _wait_until_read(self, index: int) -> None:
-        """By everybody. Of what the step before has left in the rooms `begin` knows it."""
+        """Wait until every rank has read bucket `index`. `begin` has checked the buffers that the last step left."""
         op = f"room of bucket {index}"
         with self.memory.guard(op):
             self._wait_for_peers(BUCKETS_REDUCED, self._buckets_before + index + 1, op)
@@ -173,12 +177,14 @@ class DirectReducer(GradientReducer):
 
     def squared_norm(self, index: int) -> Tensor:
         squares = self._squared_norms[index]
-        if self.stage == 0 or self._inter_node is not None or squares is None:  # squares are of a part that went on
+        if (
+            self.stage == 0 or self._inter_node is not None or squares is None
+        ):  # with other nodes these are the squares of a partial sum
             return super().squared_norm(index)
         return squares
 
     def _reduce_shard(self, index: int) -> None:
-        """Takes the sum of this rank's shard."""
+        """Sum this rank's shard, unless this step has done so already."""
         if self._reduced_shards[index] is None:
             part = self._sum_part(index)
             if self.stage == 2:
@@ -186,7 +192,7 @@ class DirectReducer(GradientReducer):
             self._reduced_shards[index] = self._reduce_between_nodes(index, part)
 
     def _sum_part(self, index: int) -> Tensor:
-        """The node's sum of this rank's part."""
+        """Return the sum over the node's ranks of this rank's part of the bucket."""
         node_shard, op = self._node_shard(index), f"sum of bucket {index}"
         with self.memory.guard(op):
             self._wait_for_peers(BUCKETS_WRITTEN, self._buckets_before + index + 1, op)
@@ -195,20 +201,20 @@ class DirectReducer(GradientReducer):
             squares = 0.0
             for a, b in _blocks(len(out)):
                 self._sum_block(parts, a, b, out[a:b])
-                squares += squared(out[a:b])  # while it is in the cache
+                squares += squared(out[a:b])  # while the block is in the cache
             self._squared_norms[index] = torch.tensor(squares, dtype=torch.float64)
             self.traffic.exchange((self.memory.world - 1) * parts[0].nbytes)
         return out
 
     def _sum_block(self, parts: Sequence[Tensor], a: int, b: int, out: Tensor) -> None:
-        """out = the sum of parts[:][a:b]; it may be this rank's own one."""
+        """Write the sum over ranks of parts[rank][a:b] to out, which may be this rank's own block."""
         blocks, own = [part[a:b] for part in parts], self.memory.rank
-        if out.data_ptr() == blocks[own].data_ptr() and own > 1:  # it is needed when the first two have been added
+        if out.data_ptr() == blocks[own].data_ptr() and own > 1:  # out is written when the first two blocks are added
             blocks[own] = blocks[own].clone()
         sum_in_rank_order(blocks, out)
 
     def _matrices(self, index: int) -> tuple[tuple[int, int, int], ...]:
-        """The whole rows of matrices that lie in this rank's part, counted from its beginning."""
+        """Return the whole rows of matrices in this rank's part of the bucket; elements count from its beginning."""
         node_shard, matrices = self._node_shard(index), []
         for first, rows, columns in self.specs[index].matrices:
             top = max(0, -(-(node_shard.start - first) // columns))
@@ -218,7 +224,7 @@ class DirectReducer(GradientReducer):
         return tuple(matrices)
 
     def _reduce_between_nodes(self, index: int, part: Tensor) -> Tensor:
-        """Sums the node's part over all nodes: in place at stage 0, otherwise this rank's shard of it."""
+        """Sum the node's part over all nodes: at stage 0 in place, otherwise return this rank's shard of the sum."""
         self._reduced_between_nodes = index + 1
         if self._inter_node is None:
             return part
@@ -228,7 +234,7 @@ class DirectReducer(GradientReducer):
         return self._inter_node.reduce_scatter(part, index, self._matrices(index), self.traffic)
 
     def _sum_whole_buckets(self) -> None:
-        """Stage 0: all sums of all buckets, on every rank; afterwards this rank has read what it needs."""
+        """Compute all sums of all buckets on every rank, at stage 0; then this rank reads no other rank's gradients."""
         own = self.memory.rank
         for index in range(len(self.specs)):
             part = self._sum_part(index)
@@ -259,18 +265,18 @@ class DirectReducer(GradientReducer):
                 self.reduced_shard(index)
         step = self._counters[BACKWARDS_DONE]
         with self.memory.guard("update"):
-            self._wait_for_peers(BACKWARDS_DONE, step, "update")  # and so they have sent all buckets
+            self._wait_for_peers(BACKWARDS_DONE, step, "update")  # all ranks have then sent all buckets
             for index, update in enumerate(updates):
                 self._update_shard(index, update)
             self._set_counter(STEPS_DONE, step)
             self._wait_for_peers(STEPS_DONE, step, "update")
 
     def _must_sum_first(self, update: ShardUpdate) -> bool:
-        """Whether an update cannot sum on its way."""
+        """Return whether the sums of an update must be computed before it, because it cannot compute them itself."""
         return self._inter_node is not None
 
     def _update_shard(self, index: int, update: ShardUpdate) -> None:
-        """The update of a shard, and its parameters to all; its gradients are summed on the way if they are not yet."""
+        """Update a shard and write its parameters to all ranks; also sum its gradients if they are not summed yet."""
         shard, sums, parts = self.shard(index), self._reduced_shards[index], []
         if sums is None:
             parts = [gradients[shard.start : shard.stop] for gradients in self._rank_gradients(index)]
@@ -291,7 +297,7 @@ class DirectReducer(GradientReducer):
             self._write_to_peers(index)
 
     def _write_to_peers(self, index: int) -> None:
-        """The parameters of this rank's shard to all."""
+        """Write the parameters of this rank's shard to all ranks."""
         node_shard, values = self._node_shard(index), self._values[index]
         own = values[self.memory.rank]
         if self._inter_node is not None:
@@ -310,9 +316,9 @@ class DirectReducer(GradientReducer):
         self.memory.barrier("published")
 
     def abandon(self, *, begun: bool) -> None:
-        if self._generation == self.memory.generation:  # another exchange, or the caller, may have reset it
+        if self._generation == self.memory.generation:  # another reducer, or the caller, may have reset it
             self.memory.reset()
-        if self._inter_node is not None:  # which has no reset: other nodes, which may wait for sums, get NaN
+        if self._inter_node is not None:  # it has no reset: send NaN to other nodes, which may wait for sums
             for index in range(self._reduced_between_nodes if begun else 0, len(self.specs)):
                 size = self.specs[index].size // self.memory.world
                 dtype = self.specs[index].state_dtype
@@ -322,7 +328,7 @@ class DirectReducer(GradientReducer):
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where buffers of these sizes begin in a common one, and its size; in bytes."""
+    """Return the offsets of buffers of these sizes in a common buffer, and its size, in bytes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

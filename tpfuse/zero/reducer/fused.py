@@ -1,11 +1,12 @@
-"""Buckets in symmetric memory, with Triton kernels for what `direct` does block by block.
+"""Buckets in symmetric memory, with Triton kernels for the work that `direct` does block by block.
 
-`tpfuse.kernels.shard_sum` sums a shard during the backward pass; `tpfuse.kernels.sharded_adamw` updates it and writes
-the new parameters to all ranks, in one sweep with the sums where nobody has asked for them. Both bring their own rounds
-of signals; the counters of `DirectReducer` order what is copied: whole sums at stage 0, what crosses nodes, the
-parameters of a state that lies on the host.
+`tpfuse.kernels.shard_sum` sums a shard during the backward pass. `tpfuse.kernels.sharded_adamw` updates a shard and
+writes the new parameters to all ranks; if the sums were not requested before, it computes them in the same pass. Both
+kernels have their own rounds of signals. The counters of `DirectReducer` order the copies: whole sums at stage 0, data
+that crosses nodes, and the parameters of a state that is in the host's memory.
 
-A room of stage 2 is filled again behind the sum of the next one, which every rank begins after it has read this one.
+A gradient buffer of stage 2 is written again after the sum of the next bucket, which is earlier on the stream. Every
+rank begins that sum after it has read this buffer, and the sum ends after every rank has begun it.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,11 @@ from tpfuse.zero.reducer.direct import BUCKETS_WRITTEN, DirectReducer
 from tpfuse.zero.reducer.inter_node import InterNodeReducer
 from tpfuse.zero.reducer.shard_update import ShardUpdate
 
-_SLOT_BYTES = 16  # bytes: nothing passes through the channel but signals
+_SLOT_BYTES = 16  # bytes; only signals pass through the channel
 
 
 class FusedReducer(DirectReducer):
-    """CUDA ranks that reach each other's memory; on CPUs interpreted."""
+    """The reducer of CUDA ranks that reach each other's memory; on CPUs its kernels are interpreted."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class FusedReducer(DirectReducer):
         name: str,
         inter_node: InterNodeReducer | None = None,
     ) -> None:
-        """Collective."""
+        """Make the reducer as `DirectReducer` does, and a channel for the kernels' signals. Collective."""
         super().__init__(specs, stage, memory, name, inter_node)
         self._address_tensors: dict[int, Tensor] = {}
         _, self._endpoint = open_channel(memory, f"{name}: channel", _SLOT_BYTES, most_programs(memory))
@@ -45,7 +46,7 @@ class FusedReducer(DirectReducer):
         self._counters[BUCKETS_WRITTEN] += 1
 
     def _wait_until_read(self, index: int) -> None:
-        """The sum of the next bucket, which is on the stream already, ends when all have read this one."""
+        """Do nothing: the next bucket's sum is already on the stream and ends after all ranks have read this one."""
 
     def _sum_part(self, index: int) -> Tensor:
         node_shard, gradients = self._node_shard(index), self._rank_gradients(index)
@@ -93,7 +94,7 @@ class FusedReducer(DirectReducer):
             self.traffic.exchange((self.memory.world - 1) * len(shard) * gradients[0].element_size())
 
     def _addresses(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Of all ranks' buffers, as this rank's kernels see them."""
+        """Return the addresses of all ranks' buffers in this rank's address space, int64 [world]."""
         key = id(tensors)
         if key not in self._address_tensors:
             pointers = [x.data_ptr() for x in tensors]

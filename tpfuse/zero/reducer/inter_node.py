@@ -1,6 +1,7 @@
-"""The inter_node between nodes: what a node's ranks have summed passes to the ranks in the same place on the other nodes.
+"""The reduction between nodes: each rank sums its node's sums with the ranks at its position on the other nodes.
 
-Only the shard of a rank crosses, once each way: its sums by a reduce-scatter, its new parameters by an all-gather.
+Only one shard per rank crosses the network, once each way: its sums in a reduce-scatter, its new parameters in an
+all-gather.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from tpfuse.comm.traffic import Traffic
 
 
 class Compression(Protocol):
-    """Sums that travel in fewer bytes (`tpfuse.zero.compression`)."""
+    """A reduction that sends fewer bytes than the gradients have (`tpfuse.zero.compression`)."""
 
     def all_reduce(
         self,
@@ -24,8 +25,10 @@ class Compression(Protocol):
         group: dist.ProcessGroup,
         traffic: Traffic,
     ) -> None:
-        """x [m] float32 becomes its sum over the group, of bucket `index`; pieces: (first, rows, columns) of the
-        matrices that lie in x whole, or at least in whole rows."""
+        """Replace x [m] float32, of bucket `index`, by its sum over the group.
+
+        matrices: (first element, rows, columns) of the matrices in x, or of their whole rows in x.
+        """
 
     def reduce_scatter(
         self,
@@ -35,27 +38,27 @@ class Compression(Protocol):
         group: dist.ProcessGroup,
         traffic: Traffic,
     ) -> Tensor:
-        """This rank's part of that sum, [m / world]; x may be overwritten."""
+        """Return this rank's shard of that sum, [m / world]; x may be overwritten."""
 
     def scale_errors(self, factor: float) -> None:
-        """Gradients are multiplied by `factor` from now on: so is what is left of earlier ones."""
+        """Multiply the remainders of earlier gradients by `factor`, because later gradients are multiplied by it."""
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What this rank keeps from one step to the next."""
+        """Return the state that this rank keeps from one step to the next."""
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes on from what `state_dict` returned on this rank. Raises ValueError where it is of another kind."""
+        """Continue from the result of `state_dict` on this rank. Raises ValueError for a state of another kind."""
 
 
 class InterNodeReducer:
-    """group: the ranks in this rank's place on all nodes; its numbers are the nodes'."""
+    """Sums over nodes. group: the ranks with this rank's position on every node, ordered by node."""
 
     def __init__(self, group: dist.ProcessGroup, compression: Compression | None = None) -> None:
         self.group, self.compression = group, compression
         self.node, self.nodes = group.rank(), group.size()
 
     def all_reduce(self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic) -> None:
-        """x [n] becomes its sum over the nodes, node 0 first."""
+        """Replace x [n] by its sum over the nodes, added from node 0 on."""
         if self.compression is not None:
             self.compression.all_reduce(x, index, matrices, self.group, traffic)
             return
@@ -65,7 +68,7 @@ class InterNodeReducer:
     def reduce_scatter(
         self, x: Tensor, index: int, matrices: tuple[tuple[int, int, int], ...], traffic: Traffic
     ) -> Tensor:
-        """This node's part of the sum of x [n] over the nodes; x may be overwritten."""
+        """Return this node's shard, [n / nodes], of the sum of x [n] over the nodes; x may be overwritten."""
         if self.compression is not None:
             return self.compression.reduce_scatter(x, index, matrices, self.group, traffic)
         rows = x.view(self.nodes, -1)
@@ -75,6 +78,6 @@ class InterNodeReducer:
         return out
 
     def all_gather(self, part: Tensor, out: Tensor, traffic: Traffic) -> None:
-        """out [n] becomes all nodes' parts, [n / nodes] each."""
+        """Write all nodes' shards, [n / nodes] each, to out [n] in the order of nodes."""
         collective.start_all_gather(part.clone(), out.view(self.nodes, -1), self.group).wait()
         traffic.exchange((self.nodes - 1) * part.nbytes)

@@ -1,7 +1,7 @@
-"""AdamW on a shard of a flat bucket, block by block, so that an exchange can put other work between.
+"""AdamW on a shard of a flat bucket, block by block, so that a reducer can do other work between the blocks.
 
-On CPUs a block stays in the cache between the sum of its gradients, its update and its way to the other ranks; on GPUs
-the shard is one block, unless its state lies elsewhere and comes in pieces.
+On CPUs a block stays in the cache from the sum of its gradients to its update and its copies to the other ranks. On
+GPUs the shard is one block, unless its state is in other memory and is updated in blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,16 @@ from torch import Tensor
 
 from tpfuse.ops.adamw import adamw_
 
-# Of a block on a CPU, in elements: what is read and written of it fits in a core's second cache (2 MiB here).
+# Elements of a block on a CPU: the data that its update reads and writes fits in a core's second cache (2 MiB here).
 CPU_BLOCK = 2**16
 
 
 @dataclass(frozen=True)
 class Rates:
-    """One step of AdamW: as `tpfuse.ops.adamw` has them.
+    """The hyperparameters of a step of AdamW, as in `tpfuse.ops.adamw`.
 
-    step: float32 [], on the device of the state, from 1. factor: of all gradients, for clipping.
+    step: the number of the step, from 1, float32 [] on the device of the state. factor: multiplies all gradients, for
+    clipping.
     """
 
     lr: float
@@ -34,28 +35,28 @@ class Rates:
 
 
 class Store(Protocol):
-    """Where the state of shards lies (`tpfuse.zero.offload`)."""
+    """The memory of the shards' state (`tpfuse.zero.offload`)."""
 
     def blocks(self, tensors: Sequence[Tensor], following: Sequence[Tensor] = ()) -> Iterator[slice]:
-        """Parts that together are the whole of `tensors` [n], to be used one after the other; then: what comes next."""
+        """Yield slices that together cover `tensors` [n], in order. following: the tensors of the next call."""
 
 
 class Staging(Protocol):
-    """Takes blocks from the parameters' device to the state's and back (`tpfuse.zero.offload`)."""
+    """Copies blocks from the parameters' device to the state's device and back (`tpfuse.zero.offload`)."""
 
     def host(
         self, gradient: Tensor, parameter: Tensor, *, read: bool = False
     ) -> AbstractContextManager[tuple[Tensor, Tensor]]:
-        """Both blocks where the state is; the parameter's comes back at the end."""
+        """Yield both blocks on the state's device; on exit the parameter's block is copied back."""
 
 
 @dataclass(frozen=True)
 class ShardUpdate:
-    """The state of one shard of n elements and what is to be done to it.
+    """The update of one shard of n elements: its state and hyperparameters.
 
-    master, exp_avg, exp_avg_sq: [n] of the state's dtype; master None where the parameters are of that dtype themselves
-    and so their own master. decay_end: elements before it are decayed. store: where the state lies; staging: None where
-    that is the parameters' device; then: the state of the update after this one.
+    master, exp_avg, exp_avg_sq: [n] of the state's dtype. master is None if the parameters have that dtype themselves
+    and so are their own master. decay_end: elements before it have weight decay. store: the memory of the state.
+    staging: None if that memory is on the parameters' device. following: the state of the next update.
     """
 
     exp_avg: Tensor
@@ -69,26 +70,26 @@ class ShardUpdate:
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """All of it."""
+        """Return the tensors of the state: the master, if there is one, and both moments."""
         moments = self.exp_avg, self.exp_avg_sq
         return moments if self.master is None else (self.master, *moments)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """[a, b) of one block after the other; on CPUs at most CPU_BLOCK elements."""
+        """Yield the bounds [a, b) of the blocks in order; on CPUs a block has at most CPU_BLOCK elements."""
         for part in self.store.blocks(self.state, self.following):
             block = CPU_BLOCK if self.staging is None and self.exp_avg.device.type == "cpu" else part.stop
             for a in range(part.start, part.stop, max(block, 1)):
                 yield a, min(a + block, part.stop)
 
     def apply(self, gradient: Tensor, values: Tensor) -> None:
-        """The whole update. gradient: [n], of any floating dtype; values: [n], the parameters, written."""
+        """Update the whole shard. gradient: [n], of any floating dtype. values: [n], the parameters, written."""
         for a, b in self.blocks():
             self.block(a, b, gradient[a:b], values[a:b])
 
     def block(self, a: int, b: int, gradient: Tensor, values: Tensor) -> None:
-        """Updates elements [a, b) of the state, and the parameters.
+        """Update elements [a, b) of the state, and the parameters.
 
-        gradient: [b - a], of any floating dtype; values: [b - a], the parameters, written.
+        gradient: [b - a], of any floating dtype. values: [b - a], the parameters, written.
         """
         if self.staging is None:
             self._update(a, b, gradient, values)
