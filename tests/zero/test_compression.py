@@ -241,7 +241,7 @@ def _resumed() -> tuple[bool, bool, str]:
 
 
 def test_a_run_goes_on_from_what_was_kept() -> None:
-    assert pool(2).run(_resumed) == [(True, False, "the state is of rank 2, not 3")] * 2
+    assert pool(2).run(_resumed) == [(True, False, "the state has factors of rank 2: expected 3")] * 2
 
 
 def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,7 +281,7 @@ def _two_groups() -> tuple[bool, str]:
 
 
 def test_groups_are_kept_apart() -> None:
-    message = "bucket 0: the matrix at 7 has shape (16, 20), and had (10, 32) before"
+    message = "bucket 0: the matrix at 7 has shape (16, 20), but it had (10, 32) before"
     assert pool(2).run(_two_groups) == [(True, message)] * 2
 
 

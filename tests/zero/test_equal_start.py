@@ -91,7 +91,7 @@ def _unequal() -> None:
     for stage in (1, 3):
         for model, message in models:
             before = [local_tensor(x).clone() for x in model.parameters()]
-            with pytest.raises(ValueError, match=f"ranks have other parameters or buffers: rank 1 has {message}"):
+            with pytest.raises(ValueError, match=f"ranks have different parameters or buffers: rank 1 has {message}"):
                 _engine(model, stage, 2, 1, 1)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     _mixed()

@@ -100,7 +100,7 @@ def test_empty_shards_are_walked_in_no_part(folder: Path) -> None:
     for store in (HostStore(), FileStore(folder, 0)):
         nothing = store.tensor("nothing", 0, torch.float32)
         assert list(store.blocks([nothing], following=[nothing])) == []
-    with pytest.raises(ValueError, match="exp_avg of bucket 3: 8 bytes of state do not fit the 1 that were asked for"):
+    with pytest.raises(ValueError, match="exp_avg of bucket 3: 8 bytes of state do not fit in the 1 bytes of the file"):
         FileStore(folder, 0).tensor("exp_avg of bucket 3", 2, torch.float32)
 
 
@@ -216,7 +216,7 @@ def test_no_space_is_one_line_and_takes_none(folder: Path, monkeypatch: pytest.M
         ValueError, match=r"too little space: optimizer state needs 1048576.00 GiB, [\d.]+ GiB are free"
     ):
         FileStore(folder, 2**50)
-    expected = f"offload path {folder}: cannot take 2.00 MiB there: No space left on device"
+    expected = f"offload path {folder}: cannot allocate 2.00 MiB there: No space left on device"
     monkeypatch.setattr(os, "posix_fallocate", _full(errno.ENOSPC))  # somebody else was faster
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         FileStore(folder, 2**21)

@@ -339,7 +339,7 @@ def test_what_a_loop_gets_wrong_is_told() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match=r"^no_sync\(\) is for"), optimizer.no_sync():
         pass
-    with pytest.raises(ValueError, match="has the parameters of its engine: make both anew"):
+    with pytest.raises(ValueError, match="has the parameters of its engine: for a changed model, make"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     model[0].bias.requires_grad_(False)
     with pytest.raises(ValueError, match=r"0\.bias\.requires_grad is False now"):

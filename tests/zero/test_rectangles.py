@@ -82,5 +82,5 @@ def test_pieces_are_views_at_their_place_in_the_global_tensor() -> None:
         assert torch.equal(rectangle.tensor, whole[tuple(slice(*each) for each in rectangle.slices)])
         rectangle.tensor.zero_()
     assert not any(tensor.any() for tensor in tensors.values()) and len(owned_rectangles) == 9
-    with pytest.raises(ValueError, match=r"exp_avg of w: a tensor \(17,\), expected \(18,\)"):
+    with pytest.raises(ValueError, match=r"exp_avg of w has shape \(17,\): expected \(18,\)"):
         list(state_rectangles("w", (6, 10), local_slices, owned, {"exp_avg": flat[:17]}, True))

@@ -98,7 +98,7 @@ class Bf16Compression:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise ValueError for the state of a PowerSGD compression."""
         if state:
-            raise ValueError("the state is of PowerSGD, not of compression in bfloat16")
+            raise ValueError("the state is PowerSGD's: expected the empty state of compression in bfloat16")
 
 
 _MatrixKey = tuple[int, int, int]  # (index of the group, index of the bucket, first element of the matrix)
@@ -180,7 +180,7 @@ class PowerSGDCompression:
             state = self._states[key] = _MatrixState(torch.zeros_like(matrix), self._first_factor(key, matrix))
         if state.error.shape != matrix.shape:
             was, now = tuple(state.error.shape), tuple(matrix.shape)
-            raise ValueError(f"bucket {key[1]}: the matrix at {key[2]} has shape {now}, and had {was} before")
+            raise ValueError(f"bucket {key[1]}: the matrix at {key[2]} has shape {now}, but it had {was} before")
         return state
 
     def _first_factor(self, key: _MatrixKey, matrix: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class PowerSGDCompression:
         for name, tensors in state.items():
             group, index, start = map(int, name.split("."))
             if tensors["factor"].shape[1] != self.rank:
-                raise ValueError(f"the state is of rank {tensors['factor'].shape[1]}, not {self.rank}")
+                raise ValueError(f"the state has factors of rank {tensors['factor'].shape[1]}: expected {self.rank}")
             states[group, index, start] = _MatrixState(tensors["error"].clone(), tensors["factor"].clone())
         self._states = states
 

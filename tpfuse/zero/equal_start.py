@@ -41,6 +41,6 @@ def _compare(tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
         for first, other in zip_longest(by_rank[0], others, fillvalue="nothing"):
             if first != other:
                 raise ValueError(
-                    f"data-parallel ranks have other parameters or buffers: rank {rank} has {other} where rank"
+                    f"data-parallel ranks have different parameters or buffers: rank {rank} has {other} where rank"
                     f" {ranks[0]} has {first}"
                 )

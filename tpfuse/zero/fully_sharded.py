@@ -191,7 +191,9 @@ class FullySharded(MicroBatches):
     def _abandon(self, *, begun: bool) -> None:
         root = self._units[-1]
         if not hasattr(root, "reset_iter_state"):
-            raise ValueError("stage 3 can abandon a step from torch 2.13 on: go on from a checkpoint in a new process")
+            raise ValueError(
+                "stage 3 can abandon a step from torch 2.13 on: continue from a checkpoint in a new process"
+            )
         for group in self._groups if self.device.type == "cpu" else []:
             memory = choose_implementation(self.device, torch.float32, group).memory
             if memory is not None:
@@ -280,7 +282,7 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
         if isinstance(getattr(module, "sum_gradients", None), Borrowed):
             raise ValueError(
                 f"GradientBuckets sum the gradients of {name} over tensor-parallel ranks: shard a copy of the model"
-                " (copy.deepcopy), or a new one"
+                " (copy.deepcopy) or a new model"
             )
     for module in model.modules():  # from the outside in
         if any(module is unit for unit in units):
@@ -293,9 +295,9 @@ def _checked(model: nn.Module, units: list[nn.Module]) -> torch.dtype:
         if its_unit is not unit:
             raise ValueError(f"{first} and {name} are one parameter in two units of stage 3: put both in one unit")
         if not parameter.ndim:
-            raise ValueError(f"{name} is a scalar, and stage 3 shards first dimensions: give it the shape (1,)")
+            raise ValueError(f"{name} is a scalar, and stage 3 cannot shard it: expected a parameter of shape (1,)")
         if not local_tensor(parameter).is_contiguous():
-            raise ValueError(f"{name} is not contiguous, and stage 3 cannot shard it: make it so")
+            raise ValueError(f"{name} is not contiguous, and stage 3 cannot shard it: expected a contiguous parameter")
         if parameter.is_floating_point():
             dtypes.setdefault(parameter.dtype, name)
     if len(dtypes) > 1:

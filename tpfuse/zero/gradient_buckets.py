@@ -44,7 +44,7 @@ from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gr
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
     " put earlier backward passes of a step into its no_sync(), and clip by its clip_grad_norm_(); without it call"
-    " start() before each backward pass, and after finish() bucket.reduced_shard is the gradient"
+    " start() before each backward pass; after finish() each bucket.reduced_shard has this rank's sums"
 )
 
 

@@ -147,7 +147,9 @@ class MicroBatches(ABC):
     def take_sums(self) -> None:
         """Mark the sums of `finish()` as used, before an update. Raises ValueError if there are no new sums."""
         if not self._summed:
-            raise ValueError("an update without new gradients: call finish() after the last backward pass, step() once")
+            raise ValueError(
+                "an update without new gradients: call finish() after the last backward pass, and then step() once"
+            )
         self._summed = self._begun = False
 
 

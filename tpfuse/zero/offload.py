@@ -108,7 +108,9 @@ class FileStore(StateStore):
             self._map = mmap.mmap(self._file.fileno(), nbytes)
         except OSError as error:
             self._file.close()
-            raise ValueError(f"offload path {folder}: cannot take {_size(nbytes)} there: {error.strerror}") from error
+            raise ValueError(
+                f"offload path {folder}: cannot allocate {_size(nbytes)} there: {error.strerror}"
+            ) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def tensor(self, key: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -116,7 +118,7 @@ class FileStore(StateStore):
         start = -(-self._used // dtype.itemsize) * dtype.itemsize
         stop = start + size * dtype.itemsize
         if stop > len(self._bytes):
-            raise ValueError(f"{key}: {stop} bytes of state do not fit the {len(self._bytes)} that were asked for")
+            raise ValueError(f"{key}: {stop} bytes of state do not fit in the {len(self._bytes)} bytes of the file")
         self._used = stop
         return self._bytes[start:stop].view(dtype)
 

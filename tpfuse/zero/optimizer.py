@@ -65,7 +65,7 @@ class ZeroOptimizer(Optimizer):
             self._adamw = ShardedAdamW(engine)
             trained = {member.name: member.sharded for member in engine.members}
         else:
-            raise ValueError("store is for GradientBuckets: the state of FullySharded lives on the parameters' device")
+            raise ValueError("store is for GradientBuckets: the state of FullySharded is on the parameters' device")
         decayed = {name: decays(name, parameter) for name, parameter in trained.items()}
         groups: list[dict[str, Any]] = [
             {"params": [trained[name] for name in trained if decayed[name]]},
@@ -78,7 +78,9 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError, except in the constructor: the parameters of an engine and their groups do not change."""
         if len(self.param_groups) == 2:
-            raise ValueError("ZeroOptimizer has the parameters of its engine: make both anew for a changed model")
+            raise ValueError(
+                "ZeroOptimizer has the parameters of its engine: for a changed model, make a new engine and optimizer"
+            )
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -92,6 +92,6 @@ def state_rectangles(
         extent = [stop - start for start, stop in inside]
         for kind, flat in tensors.items():
             if flat.shape != (len(owned),):
-                raise ValueError(f"{kind} of {name}: a tensor {tuple(flat.shape)}, expected ({len(owned)},)")
+                raise ValueError(f"{kind} of {name} has shape {tuple(flat.shape)}: expected ({len(owned)},)")
             tensor = flat[part.start - owned.start : part.stop - owned.start].view(extent)
             yield StateRectangle(name, kind, tuple(shape), slices, tensor, is_owner)

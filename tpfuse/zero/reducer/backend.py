@@ -56,4 +56,4 @@ def _reducer_class(choice: Choice) -> type[DirectReducer]:
 
 def _name(memory: SymmetricMemory) -> str:
     """Return a new reducer's name in its memory. It is the same on every rank: all make reducers in one order."""
-    return f"exchange {next(_indices.setdefault(memory, count()))}"
+    return f"reducer {next(_indices.setdefault(memory, count()))}"

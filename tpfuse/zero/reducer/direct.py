@@ -154,7 +154,7 @@ class DirectReducer(GradientReducer):
 
     def _wait_until_read(self, index: int) -> None:
         """Wait until every rank has read bucket `index`. `begin` has checked the buffers that the last step left."""
-        op = f"room of bucket {index}"
+        op = f"buffer of bucket {index}"
         with self.memory.guard(op):
             self._wait_for_peers(BUCKETS_REDUCED, self._buckets_before + index + 1, op)
 
