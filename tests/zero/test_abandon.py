@@ -1,4 +1,4 @@
-"""A step that failed on one rank or on all is given up, and training goes on as if it had never been begun."""
+"""A step that failed on one rank or on all is abandoned, and training continues as if it had never begun."""
 
 import time
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def _fail(gradient: Tensor) -> Tensor:
     raise _Failure
 
 
-def _made(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAdamW | ShardedAdamW]:
+def _engine(stage: int) -> tuple[_Model, GradientBuckets | FullySharded, FlatAdamW | ShardedAdamW]:
     torch.manual_seed(0)
     model = _Model()
     if stage == 3:
@@ -69,27 +69,27 @@ def _step(model: _Model, engine: GradientBuckets | FullySharded, seed: int, fail
     engine.finish()
 
 
-def _go_on(implementation: Implementation, stage: int, where: Where, micro_batch: int, everybody: bool) -> None:
+def _compare(implementation: Implementation, stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> None:
     set_implementation(implementation)
     try:
-        runs = [_trained(stage, where, micro_batch, everybody), _trained(stage, "", 0, everybody)]
+        runs = [_trained(stage, where, micro_batch, on_all_ranks), _trained(stage, "", 0, on_all_ranks)]
     finally:
         set_implementation("auto")
     for failed, whole in zip(*runs, strict=True):
         assert torch.equal(failed, whole)
 
 
-def _trained(stage: int, where: Where, micro_batch: int, everybody: bool) -> list[Tensor]:
+def _trained(stage: int, where: Where, micro_batch: int, on_all_ranks: bool) -> list[Tensor]:
     """This rank's parameters after two steps, of which the second fails once before."""
-    model, engine, optimizer = _made(stage)
+    model, engine, optimizer = _engine(stage)
     _step(model, engine, 0, lambda number: "")
     optimizer.step(1e-2)
     if where:
-        failing = everybody or dist.get_rank() == 0
+        failing = on_all_ranks or dist.get_rank() == 0
         begun = time.monotonic()
         with pytest.raises(_Failure if failing else (_Failure, PeerTimeout)):
             _step(model, engine, 1, lambda number: where if failing and number == micro_batch else "")
-            raise _Failure  # where nobody waits for what rank 0 has not sent, it says so in another way
+            raise _Failure  # no rank waited for gradients that rank 0 has not sent, so none of them noticed
         if micro_batch == 1 and failing:
             with pytest.raises(ValueError, match=r"after an error abandon\(\)"):
                 engine.start(last=True)
@@ -101,7 +101,7 @@ def _trained(stage: int, where: Where, micro_batch: int, everybody: bool) -> lis
 
 
 @pytest.mark.parametrize(
-    ("implementation", "stage", "where", "micro_batch", "everybody"),
+    ("implementation", "stage", "where", "micro_batch", "on_all_ranks"),
     [
         ("direct", 0, "backward", 1, False),
         ("direct", 2, "forward", 1, False),
@@ -120,9 +120,9 @@ def _trained(stage: int, where: Where, micro_batch: int, everybody: bool) -> lis
         ),
     ],
 )
-def test_training_goes_on(
-    implementation: Implementation, stage: int, where: Where, micro_batch: int, everybody: bool
+def test_training_continues_after_an_abandoned_step(
+    implementation: Implementation, stage: int, where: Where, micro_batch: int, on_all_ranks: bool
 ) -> None:
     if stage == 3 and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("stage 3 can abandon a step from torch 2.13 on")
-    pool(2).run(_go_on, implementation, stage, where, micro_batch, everybody)
+    pool(2).run(_compare, implementation, stage, where, micro_batch, on_all_ranks)

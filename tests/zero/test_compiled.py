@@ -39,13 +39,13 @@ def _engine(model: GPT, stage: int, tp: int) -> tuple[GradientBuckets | FullySha
 
 
 def _trained(stage: int, tp: int, compiled: bool) -> tuple[list[float], list[Tensor]]:
-    """(losses, this rank's weights)."""
+    """Train for STEPS; return (losses, this rank's weights)."""
     model = _model(tp)
     engine, optimizer = _engine(model, stage, tp)
     forward: nn.Module = model
     if compiled:
         torch._dynamo.reset()
-        # fully_shard's hooks are not for tracing; the buckets' take gradients behind the graph.
+        # fully_shard's hooks cannot be traced; the hooks of the buckets take gradients after the graph.
         forward = torch.compile(model, backend="aot_eager", fullgraph=stage < 3)
     losses = []
     for step in range(STEPS):

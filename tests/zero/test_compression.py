@@ -1,4 +1,4 @@
-"""What crosses the network compressed: exact where nothing is lost, nothing lost for good elsewhere, bytes counted."""
+"""Compressed sums between nodes: exact where they can be, sent completely over time otherwise, with bytes counted."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.compression import Bf16Compression, PowerSGDCompression, compression_of
 
-# A vector, a matrix that is worth it at rank 2, a gap, one that is too small, a second one, another vector.
+# A vector, a matrix that compresses at rank 2, a gap, a matrix that is too small, a second one, another vector.
 MATRICES = ((7, 20, 16), (340, 4, 5), (360, 12, 30))
 SIZE = 733
 
@@ -25,7 +25,7 @@ def _drawn(rank: int, step: int, size: int = SIZE, dtype: torch.dtype = torch.fl
 
 
 def _whole(rank: int, step: int, size: int = SIZE) -> torch.Tensor:
-    """Whole numbers that bf16 has, as have their sums."""
+    """Return whole numbers that bf16 represents exactly, as it does their sums."""
     return (torch.arange(size) * (rank + 3) + step).remainder(17).float() - 8
 
 
@@ -36,7 +36,7 @@ def _matrices(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _wide(rank: int, size: int) -> torch.Tensor:
-    """Of such different magnitudes that the order of sums shows."""
+    """Return numbers of such different magnitudes that another order of addition gives another sum."""
     return _drawn(rank, 0, size, torch.float32) * 2.0 ** ((torch.arange(size) * 7 + rank * 13) % 41 - 20)
 
 
@@ -51,13 +51,13 @@ def _bf16(size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int], tuple
 @pytest.mark.parametrize(("world", "size"), [(2, 63), (3, 1000), *exhaustive((2, 100), (3, 63), (4, 1000), (4, 2))])
 def test_bf16_is_summed_in_float32_in_rank_order(world: int, size: int) -> None:
     truth = sum(_wide(rank, size).bfloat16().float() for rank in range(world))
-    share = -(-size // world)
-    padded = torch.cat([truth, torch.zeros(world * share - size)]).view(world, share)
+    shard_size = -(-size // world)
+    padded = torch.cat([truth, torch.zeros(world * shard_size - size)]).view(world, shard_size)
     whole = truth if world == 2 else truth.bfloat16().float()
     for rank, (found, shard, half, both) in enumerate(pool(world).run(_bf16, size)):
         assert torch.equal(found, whole) and torch.equal(shard, padded[rank])
-        assert half == (2 * (world - 1) * share,) * 2
-        assert both == ((2 * size,) * 2 if world == 2 else (4 * (world - 1) * share,) * 2)
+        assert half == (2 * (world - 1) * shard_size,) * 2
+        assert both == ((2 * size,) * 2 if world == 2 else (4 * (world - 1) * shard_size,) * 2)
 
 
 def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -67,9 +67,9 @@ def _whole_numbers(rank: int) -> tuple[torch.Tensor, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-def test_what_is_no_matrix_or_too_small_to_gain_is_sent_as_it_is(world: int) -> None:
+def test_vectors_and_small_matrices_are_sent_uncompressed(world: int) -> None:
     total = sum(_whole(rank, 0) for rank in range(world))
-    for found, sent in pool(world).run(_whole_numbers, 6):  # at rank 6 not one is worth it
+    for found, sent in pool(world).run(_whole_numbers, 6):  # at rank 6 no matrix compresses
         assert torch.equal(found, total)
         assert sent == ((4 * SIZE,) * 2 if world == 2 else (8 * (world - 1) * -(-SIZE // world),) * 2)
     plain = torch.ones(SIZE, dtype=torch.bool)
@@ -85,7 +85,7 @@ def test_what_is_no_matrix_or_too_small_to_gain_is_sent_as_it_is(world: int) -> 
 
 
 def _low_rank(rank: int) -> torch.Tensor:
-    """Of this rank's matrices rank 1: their sum over w ranks has rank w."""
+    """Return matrices of rank 1 on each rank: their sum over w ranks has rank w."""
     x = _drawn(rank, 0)
     for matrix in _matrices(x):
         matrix.copy_(torch.outer(matrix[:, 0], matrix[0]))
@@ -113,7 +113,7 @@ def _zeros() -> list[torch.Tensor]:
     return found
 
 
-def test_gradients_of_zero_do_not_stop_what_comes_after_them() -> None:
+def test_zero_gradients_do_not_stop_later_ones() -> None:
     for first, _, third in pool(2).run(_zeros):
         assert not first.any()
         total = _drawn(0, 2) + _drawn(1, 2)
@@ -123,7 +123,7 @@ def test_gradients_of_zero_do_not_stop_what_comes_after_them() -> None:
 
 
 def _steps(count: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """The results of each step, and what was kept before and after them, one step having gone before."""
+    """Return the results of `count` steps, and the state before and after them; one step comes before."""
     compression = PowerSGDCompression(rank=2)
     x = _drawn(dist.get_rank(), 99, dtype=dtype)
     compression.all_reduce(x, 5, MATRICES, dist.group.WORLD, Traffic())
@@ -137,8 +137,8 @@ def _steps(count: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], dict[str
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_step_is_the_papers(world: int) -> None:
-    """In numpy, with all ranks at hand: the sum is projected onto the span of Σ M Q."""
+def test_each_step_equals_that_of_the_paper(world: int) -> None:
+    """The sum is projected onto the span of Σ M Q; numpy computes it here from all ranks' matrices."""
     ranks = pool(world).run(_steps, 4, torch.float64)
     for place, (name, kept) in enumerate(ranks[0][1].items()):
         factor = kept["factor"].numpy()
@@ -156,7 +156,7 @@ def test_every_step_is_the_papers(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_have_the_same_bits_and_only_what_is_kept_is_missing(world: int) -> None:
+def test_ranks_agree_to_the_bit_and_only_remainders_are_missing(world: int) -> None:
     ranks = pool(world).run(_steps, 3, torch.float32)
     for results, _, after in ranks[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(results, ranks[0][0], strict=True))
@@ -177,17 +177,17 @@ def _constant() -> tuple[torch.Tensor, float]:
     return total / 60, float(x.norm())
 
 
-def test_a_gradient_that_stays_arrives_whole_in_the_mean() -> None:
+def test_the_mean_over_steps_of_a_constant_gradient_is_the_gradient() -> None:
     truth = _drawn(0, 0) + _drawn(1, 0)
     for mean, _ in pool(2).run(_constant):
         for found, true in zip(_matrices(mean), _matrices(truth), strict=True):
             assert (found - true).norm() < 0.15 * true.norm()
             singular = torch.linalg.svdvals(true)
-            assert singular[2:].norm() > 0.4 * true.norm()  # what factors of rank 2 could not have at any one step
+            assert singular[2:].norm() > 0.4 * true.norm()  # one step with factors of rank 2 cannot send this
 
 
 def _overflow(bad: float) -> tuple[torch.Tensor, bool, bool]:
-    """The result with a bad number on one rank, and whether the next step is that of ranks that never had it."""
+    """Return the result with a bad number on one rank, and whether the next step of each matrix is as without it."""
     group, nexts = dist.group.WORLD, []
     for spoil in (True, False):
         compression = PowerSGDCompression(rank=2)
@@ -204,12 +204,12 @@ def _overflow(bad: float) -> tuple[torch.Tensor, bool, bool]:
         nexts.append(x)
     first, second = (
         torch.equal(a, b) for a, b in zip(*(_matrices(x) for x in nexts), strict=True)
-    )  # only the first matrix had it
+    )  # only the first matrix had the bad number
     return spoiled, first, second
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_seen_by_all_and_forgotten(bad: float) -> None:
+def test_non_finite_gradients_reach_all_ranks_and_leave_no_trace(bad: float) -> None:
     for spoiled, first, second in pool(2).run(_overflow, bad):
         one, other = _matrices(spoiled)
         assert one.isnan().all() and other.isfinite().all()
@@ -240,7 +240,7 @@ def _resumed() -> tuple[bool, bool, str]:
     return same, fresh, ""
 
 
-def test_a_run_goes_on_from_what_was_kept() -> None:
+def test_a_run_resumes_from_the_saved_state() -> None:
     assert pool(2).run(_resumed) == [(True, False, "the state has factors of rank 2: expected 3")] * 2
 
 
@@ -258,13 +258,13 @@ def _scaled() -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
-def test_errors_have_the_scale_of_the_gradients() -> None:
+def test_remainders_are_scaled_with_the_gradients() -> None:
     for plain, scaled in pool(2).run(_scaled):
         torch.testing.assert_close(scaled, plain, rtol=1e-12, atol=1e-12)
 
 
 def _two_groups() -> tuple[bool, str]:
-    """One bucket number and one place in two groups are two matrices; another shape in one of them is an error."""
+    """Use one bucket and one first element in two groups: two matrices; another shape in one of them is an error."""
     other = dist.new_group()
     assert other is not None
     alone, both = PowerSGDCompression(rank=2), PowerSGDCompression(rank=2)
@@ -280,7 +280,7 @@ def _two_groups() -> tuple[bool, str]:
     return torch.equal(x, y), ""
 
 
-def test_groups_are_kept_apart() -> None:
+def test_groups_have_separate_states() -> None:
     message = "bucket 0: the matrix at 7 has shape (16, 20), but it had (10, 32) before"
     assert pool(2).run(_two_groups) == [(True, message)] * 2
 
@@ -300,9 +300,11 @@ ROWS = 512
 
 
 def _sent() -> list[tuple[int, int]]:
-    """What a node sends for matrices of its two ranks, and what these say that they send, by bf16 and PowerSGD."""
+    """Return the bytes that a node sends for the matrices of its two ranks, and their count, for bf16 and PowerSGD."""
     found, results = split_by_node(dist.group.WORLD), []
-    signs = [1.0 - 2.0 * (torch.arange(ROWS) >> k & 1) for k in range(4)]  # orthogonal; bf16 has their products' sums
+    signs = [
+        1.0 - 2.0 * (torch.arange(ROWS) >> k & 1) for k in range(4)
+    ]  # orthogonal; bf16 represents the sums of their products exactly
     matrix = torch.stack([torch.outer(sign, sign) / 4 for sign in signs]).sum(0).flatten()
     for name in ("bf16", "powersgd"):
         compression = compression_of(name)
@@ -310,7 +312,7 @@ def _sent() -> list[tuple[int, int]]:
         x, traffic = matrix.clone(), Traffic()
         with counted() as count:
             compression.all_reduce(x, 0, ((0, ROWS, ROWS),), found.across, traffic)
-        # Factors of rank 4 are exact but for the rounding of their products, which are sums of ROWS terms.
+        # Factors of rank 4 are exact, except for the rounding of their products, which are sums of ROWS terms.
         bound = 0.0 if name == "bf16" else torch.finfo(x.dtype).eps * ROWS * 2 * matrix.abs().max().item()
         torch.testing.assert_close(x, 2 * matrix, rtol=0, atol=bound)
         results.append((count[0], traffic.sent))
@@ -319,8 +321,8 @@ def _sent() -> list[tuple[int, int]]:
 
 @pytest.mark.nodes
 @pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())
-def test_the_network_carries_as_much_as_is_counted() -> None:
+def test_the_network_carries_as_many_bytes_as_are_counted() -> None:
     for results in run_on_nodes(_sent):
-        for (sent, said), share in zip(results, (1 / 2, 4 * 2 / ROWS), strict=True):
-            assert said == share * 4 * ROWS * ROWS
-            assert 2 * said < sent < 2.1 * said + 20_000
+        for (sent, count), fraction in zip(results, (1 / 2, 4 * 2 / ROWS), strict=True):
+            assert count == fraction * 4 * ROWS * ROWS
+            assert 2 * count < sent < 2.1 * count + 20_000

@@ -1,6 +1,6 @@
-"""ZeRO's stages of ranks on GPUs, each its own or all of them one; kernels compiled, not interpreted.
+"""ZeRO's stages with compiled kernels, on ranks that have a GPU each or share one.
 
-What the ranks do here is also done by CPU ranks, so that this file is known to be right where there is no GPU.
+CPU ranks run the same tests, so that this file is tested where there is no GPU.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def _loss(model: nn.Module, step: int, rank: int, world: int, like: Tensor) -> T
 
 
 def _plainly(world: int, dtype: torch.dtype, clip: bool) -> list[Tensor]:
-    """On one CPU rank with all ranks' inputs; masters of a half type are float32."""
+    """Train with torch on one CPU rank with all ranks' inputs, in float32 as the masters of a half type."""
     model = _model(dtype).float()
     weights, biases = (list(model.parameters())[first::2] for first in (0, 1))
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
@@ -79,7 +79,7 @@ def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: boo
     expected = _plainly(world, dtype, sums)
     for found, wanted in zip(model.parameters(), expected, strict=True):
         apart = (found.detach().float().cpu() - wanted).abs()
-        # Each step is at most LR, and in bfloat16 a small gradient may have the other sign.
+        # A step changes a weight by at most LR, and in bfloat16 a small gradient may have the other sign.
         assert apart.max() <= LR / 10 if dtype is torch.float32 else apart.mean() <= LR / 2
         whole = collectives.all_gather(found.detach().view(1, -1), dist.group.WORLD)
         assert (whole == whole[0]).all(), "ranks differ"
@@ -90,7 +90,9 @@ def _train(device: str, dtype: torch.dtype, stage: int, sums: bool, offload: boo
 @GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("stage", "sums", "offload"), CASES)
-def test_trains_on_gpus(ranks: RankPool, dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
+def test_training_on_gpus_equals_one_cpu_rank(
+    ranks: RankPool, dtype: torch.dtype, stage: int, sums: bool, offload: bool
+) -> None:
     ranks.run(_train, "cuda", dtype, stage, sums, offload)
 
 
@@ -107,5 +109,5 @@ def test_trains_on_gpus(ranks: RankPool, dtype: torch.dtype, stage: int, sums: b
         ),
     ],
 )
-def test_trains_on_cpus(dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
+def test_training_on_cpus_equals_one_cpu_rank(dtype: torch.dtype, stage: int, sums: bool, offload: bool) -> None:
     pool(2).run(_train, "cpu", dtype, stage, sums, offload)

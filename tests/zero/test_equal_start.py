@@ -1,4 +1,4 @@
-"""Engines give all data-parallel ranks the model of the first of them: parameters, trained or not, and buffers."""
+"""Engines copy the first data-parallel rank's model to the others: parameters, trained or not, and buffers."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> FullySha
 
 
 def _started(stage: int, dp: int, tp: int, cp: int) -> None:
-    """Ranks that begin with other weights have those of the first one, each its own part of them."""
+    """Check that ranks that began with other weights have the first rank's, each its own shard of them."""
     expected = GPT(CONFIG)
     initialize(expected, 0)
     model = _gpt(dp, tp, cp, dist.get_rank() // tp)
@@ -50,12 +50,12 @@ def _started(stage: int, dp: int, tp: int, cp: int) -> None:
     ("stage", "dp", "tp", "cp"),
     [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((0, 1, 1, 2), (1, 2, 2, 1), (3, 2, 2, 1), (1, 2, 1, 2), (3, 2, 1, 2))],
 )
-def test_all_ranks_begin_with_the_first_ones_weights(stage: int, dp: int, tp: int, cp: int) -> None:
+def test_all_ranks_begin_with_the_first_ranks_weights(stage: int, dp: int, tp: int, cp: int) -> None:
     pool(dp * tp * cp).run(_started, stage, dp, tp, cp)
 
 
 class _Mixed(nn.Module):
-    """Parameters and buffers of several dtypes, layouts and sizes."""
+    """A model with parameters and buffers of several dtypes, layouts and sizes."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _mixed() -> None:
         assert torch.equal(x, expected[name]), name
 
 
-def test_frozen_parameters_and_buffers_are_given_too() -> None:
+def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
     pool(2).run(_mixed)
 
 
@@ -97,5 +97,5 @@ def _unequal() -> None:
     _mixed()
 
 
-def test_other_models_on_other_ranks_are_refused() -> None:
+def test_different_models_on_the_ranks_are_refused() -> None:
     pool(2).run(_unequal)

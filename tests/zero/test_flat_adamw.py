@@ -1,4 +1,4 @@
-"""AdamW on flat buffers equals AdamW on the parameters, by torch and by the kernels, and from one to the other."""
+"""AdamW on flat buckets equals AdamW on the parameters, with torch, with the kernels, and with both in turn."""
 
 import copy
 
@@ -29,7 +29,7 @@ def test_equals_adamw_on_the_parameters() -> None:
     model = copy.deepcopy(plain)
     decayed = [p for n, p in plain.named_parameters() if decays(n, p)]
     rest = [p for n, p in plain.named_parameters() if not decays(n, p)]
-    assert {p.ndim for p in rest} == {1, 2}  # norms and biases, the packed one of q, k, v among them
+    assert {p.ndim for p in rest} == {1, 2}  # norms and biases, also the packed bias of q, k, v
     reference = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.95)
     )
@@ -47,7 +47,9 @@ def test_equals_adamw_on_the_parameters() -> None:
         optimizer.step(1e-2)
         assert optimizer.updates == step + 1
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10, msg=name)  # a key bias has no gradient but rounding
+        torch.testing.assert_close(
+            b, a, rtol=1e-9, atol=1e-10, msg=name
+        )  # the gradient of a key bias is only rounding error
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
@@ -61,7 +63,7 @@ def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
         model(torch.arange(8).unsqueeze(0), torch.arange(8).unsqueeze(0)).sum().backward()
         buckets.finish()
         with kernels(name):
-            optimizer.step(1e-6)  # far below what bfloat16 can add to a weight
+            optimizer.step(1e-6)  # much less than the smallest change of a bfloat16 weight
     for bucket, old in zip(buckets.buckets, before, strict=True):
         master = optimizer.state(bucket)["model"]
         assert master.dtype is torch.float32
@@ -70,9 +72,9 @@ def test_half_parameters_follow_float32_masters(name: Kernels) -> None:
 
 
 def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatAdamW]:
-    """Masters and moments after as many updates as `names` says by which kernels, with gradients drawn for each step.
+    """Return masters and moments after one update with each of the kernels `names`; gradients are drawn for each step.
 
-    Between two kinds of kernels a fresh optimizer takes over moments and count, as from a checkpoint.
+    Where the kernels change, a new optimizer takes over moments and count, as from a checkpoint.
     """
     buckets = GradientBuckets(model, bucket_bytes=8000)
     optimizer = FlatAdamW(buckets, betas=(0.9, 0.95), weight_decay=0.1)
@@ -85,7 +87,7 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
                 for kind, x in optimizer.state(bucket).items():
                     x.copy_(old.state(bucket)[kind])
         buckets.start(last=True)
-        buckets.finish()  # with zeros
+        buckets.finish()  # all gradients are zero
         for index, (_, bucket, segment) in enumerate(places):
             gradient = normal(100 * step + index, *segment.shape) * 10.0 ** (step % 5 - 4)
             bucket.layout.view(bucket.reduced_shard, segment).copy_(gradient)
@@ -102,7 +104,7 @@ def _trained(model: GPT, names: list[Kernels]) -> tuple[dict[str, Tensor], FlatA
 @pytest.mark.parametrize(
     ("dtype", "updates"), [(torch.bfloat16, 6), *exhaustive((torch.float32, 20), (torch.bfloat16, 20))]
 )
-def test_updates_by_both_agree(dtype: torch.dtype, updates: int) -> None:
+def test_updates_by_torch_and_by_triton_agree(dtype: torch.dtype, updates: int) -> None:
     third = updates // 3
     truth, _ = _trained(_model(dtype).double(), ["torch"] * updates)
     plain, _ = _trained(_model(dtype), ["torch"] * updates)

@@ -1,4 +1,4 @@
-"""Stage 3 trains as plain AdamW on one rank does, in every layout, and sends what theory says."""
+"""Stage 3 trains like plain AdamW on one rank in every layout, and sends as many bytes as theory says."""
 
 import functools
 import itertools
@@ -36,16 +36,16 @@ from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.sharded_adamw import ShardedAdamW
 
-# 61 tokens, 18 wide: rows that no world divides, and first dimensions smaller than a world.
+# A vocabulary of 61 rows, which no world divides; some first dimensions are smaller than a world.
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=20, n_layer=2, n_head=4, dropout=0.2)
 STEPS, BATCH, LR, CLIP = 7, 12, 1e-2, 0.5
 SPARED = 2 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else BATCH
-# Keys' biases have gradients that are rounding errors alone, which a smaller eps would make as large as all others.
+# The gradients of keys' biases are rounding errors only; a smaller eps would make their updates as large as all others.
 ADAMW: dict[str, Any] = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 1e-1}
 
 
 class ToyBlock(nn.Module):
-    """Odd sizes; `spare` is used in even steps only, and there for the rows of one rank."""
+    """A block of odd sizes; `spare` is used in even steps only, and there for the rows of one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ToyBlock(nn.Module):
 
 
 class Toy(nn.Module):
-    """Tied embeddings, a frozen parameter, one of three rows, one that has a gradient in every third step alone."""
+    """Tied embeddings, a frozen parameter, one with three rows, and one with a gradient in every third step only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Toy(nn.Module):
 
 @dataclass
 class Case:
-    """A model, its units, and the loss of some rows in a step."""
+    """A model, its units, and a function that returns the loss of some rows in a step."""
 
     model: nn.Module
     units: list[nn.Module]
@@ -125,7 +125,7 @@ def torchs_adamw(parameters: dict[str, Tensor]) -> torch.optim.AdamW:
 
 @functools.cache
 def plain(name: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights after STEPS steps of torch's AdamW on one rank, and the norms before clipping."""
+    """Return the weights after STEPS steps of torch's AdamW on one rank, and the norms before clipping."""
     case = CASES[name](dtype)
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
     optimizer, norms = torchs_adamw(trained), []
@@ -141,7 +141,7 @@ def plain(name: str, dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tens
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks: tp × dp × cp; how many copies of the model among dp × cp."""
+    """The numbers of ranks, tp × dp × cp, and of copies of the model among dp × cp."""
 
     tp: int = 1
     dp: int = 1
@@ -165,8 +165,8 @@ def sharded(name: str, layout: Layout, dtype: torch.dtype = torch.float64, **opt
 
 
 def micro_batches(layout: Layout, accumulation: int) -> tuple[Tensor, ...]:
-    place = mesh_of(layout.dp, layout.tp, layout.cp).get_local_rank("dp")
-    return torch.arange(BATCH).chunk(layout.dp)[place].tensor_split(accumulation)
+    dp_rank = mesh_of(layout.dp, layout.tp, layout.cp).get_local_rank("dp")
+    return torch.arange(BATCH).chunk(layout.dp)[dp_rank].tensor_split(accumulation)
 
 
 def train_step(
@@ -182,7 +182,7 @@ def train_step(
 
 
 def whole(engine: FullySharded) -> dict[str, Tensor]:
-    """All parameters, whole; this rank's part must be where `local_slices` says."""
+    """Return all parameters, whole; check that this rank's shard has the elements that `local_slices` gives."""
     weights = {}
     for name, parameter in engine.model.named_parameters():
         weights[name] = parameter.full_tensor().detach()
@@ -233,7 +233,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "layout", "accumulation"), [*FIRST, *exhaustive(*OTHERS)])
-def test_trains_as_one_rank_does(name: str, layout: Layout, accumulation: int) -> None:
+def test_training_equals_that_of_one_rank(name: str, layout: Layout, accumulation: int) -> None:
     expected, norms = plain(name)
     for found, found_norms in pool(layout.world).run(run, name, layout, accumulation):
         assert_same(found, expected)
@@ -249,12 +249,12 @@ def run_recomputing() -> None:
 
 
 @pytest.mark.exhaustive
-def test_with_what_is_computed_again() -> None:
+def test_recomputation_changes_no_bit() -> None:
     pool(2).run(run_recomputing)
 
 
 def gradients(name: str, layout: Layout) -> None:
-    """Of step 2, in which every parameter takes part, accumulated over three micro-batches."""
+    """Check the gradients of step 2, in which every parameter takes part, accumulated over three micro-batches."""
     expected = CASES[name]()
     expected.loss(torch.arange(BATCH), 2).backward()
     case, engine = sharded(name, layout)
@@ -278,13 +278,15 @@ def gradients(name: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), [("toy", Layout(dp=4)), ("gpt", Layout(tp=2, dp=2))])
-def test_gradients_are_sums_where_the_shards_are(name: str, layout: Layout) -> None:
+def test_gradients_of_shards_are_sums_over_ranks(name: str, layout: Layout) -> None:
     pool(layout.world).run(gradients, name, layout)
 
 
 def shard_size(shape: torch.Size, shards: int) -> int:
-    """Elements of each shard, padding included: of the first dimension, or of one that can be cut evenly where ranks
-    would have more than an eighth too much."""
+    """Return the number of elements of each shard, padding included.
+
+    The first dimension is cut; if a rank would then have more than an eighth too much, a dimension that divides evenly.
+    """
     first = -(-shape[0] // shards)
     if first * shards > shape[0] * 9 / 8 and any(size % shards == 0 for size in shape):
         return shape.numel() // shards
@@ -292,7 +294,7 @@ def shard_size(shape: torch.Size, shards: int) -> int:
 
 
 def theory(case: Case, layout: Layout, accumulation: int, gathered: int, reduced: int) -> int:
-    """Bytes in a step, by sizes alone: `gathered` and `reduced` of an element."""
+    """Return the bytes of a step, computed from sizes; `gathered` and `reduced` are the bytes of an element."""
     shards = layout.dp * layout.cp // layout.replicas
     total, taken = 0, set()
     for unit in (*case.units, case.model):
@@ -329,14 +331,14 @@ def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype:
         ),
     ],
 )
-def test_bytes_are_those_of_theory(
+def test_bytes_equal_those_of_theory(
     layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype: str, reduced: int
 ) -> None:
     pool(layout.world).run(traffic, layout, accumulation, dtype, reduce_dtype, reduced)
 
 
 def masters(world: int, accumulation: int) -> dict[str, Tensor]:
-    """AdamW on float32 masters of a bfloat16 model, gradients of each micro-batch added up in float32."""
+    """Return float32 masters of a bfloat16 model, trained with gradients accumulated in float32 over micro-batches."""
     case = gpt(torch.bfloat16)
     named = dict(case.model.named_parameters())
     master = {name: p.detach().float().requires_grad_() for name, p in named.items()}
@@ -362,7 +364,9 @@ def half(accumulation: int) -> dict[str, Tensor]:
     for member in engine.members:
         assert member.sharded.dtype == torch.float32
         part = start[member.name][tuple(slice(*each) for each in local_slices(member.sharded))]
-        assert torch.equal(local_tensor(member.sharded), part.float()), "drawn in the dtype of the others, then widened"
+        assert torch.equal(local_tensor(member.sharded), part.float()), (
+            "weights are drawn in the model's dtype, then widened"
+        )
     optimizer = ShardedAdamW(engine, **ADAMW)
     for step in range(3):
         for index, rows in enumerate(micro_batches(layout, accumulation)):
@@ -381,7 +385,7 @@ def test_half_parameters_have_float32_masters(accumulation: int) -> None:
             assert (found[name] - weight).abs().max() <= 1e-6 * weight.abs().max(), name
 
 
-def save_some(folder: str, layout: Layout) -> None:
+def save_after_five_steps(folder: str, layout: Layout) -> None:
     case, engine = sharded("gpt", layout)
     optimizer = ShardedAdamW(engine, **ADAMW)
     for step in range(5):
@@ -390,8 +394,8 @@ def save_some(folder: str, layout: Layout) -> None:
     assert saved is not None
 
 
-def load_and_go_on(folder: str, layout: Layout) -> dict[str, Tensor]:
-    """After a forward pass, so that there are parameters that were gathered before the others are loaded."""
+def load_and_train(folder: str, layout: Layout) -> dict[str, Tensor]:
+    """Load a checkpoint after a forward pass, which leaves parameters gathered, and train the remaining steps."""
     case, engine = sharded("gpt", layout)
     optimizer = ShardedAdamW(engine, **ADAMW)
     with torch.no_grad():
@@ -417,16 +421,16 @@ def parts_of(optimizer: ShardedAdamW) -> dict[str, list[Shard]]:
     ("saved", "loaded"),
     [(Layout(tp=2, dp=2), Layout(dp=3)), *exhaustive((Layout(dp=4, replicas=2), Layout(tp=2, dp=2)))],
 )
-def test_checkpoints_of_one_layout_go_on_in_another(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
-    pool(saved.world).run(save_some, str(tmp_path), saved)
+def test_checkpoints_of_one_layout_resume_in_another(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
+    pool(saved.world).run(save_after_five_steps, str(tmp_path), saved)
     files = checkpoint.open_checkpoint(tmp_path / "step-5").manifest["files"]
-    assert len(files) == saved.world, "ranks with the same shards take turns at writing"
+    assert len(files) == saved.world, "ranks with the same shards share the writing"
     expected, _ = plain("gpt")
-    for found in pool(loaded.world).run(load_and_go_on, str(tmp_path), loaded):
+    for found in pool(loaded.world).run(load_and_train, str(tmp_path), loaded):
         assert_same(found, expected)
 
 
-def until_somebody_dies(rank: Rank) -> None:
+def train_until_a_rank_dies(rank: Rank) -> None:
     rank.join()
     set_settings(timeout=patient(LIMIT))
     case, engine = sharded("toy", Layout(dp=3))
@@ -438,14 +442,14 @@ def until_somebody_dies(rank: Rank) -> None:
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
-    with ranks(3, tmp_path, until_somebody_dies) as running:
+    with ranks(3, tmp_path, train_until_a_rank_dies) as running:
         running.wait_for_all()
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)
             assert isinstance(error, PeerTimeout), error
             assert (error.peer, error.rank) == (1, survivor)
-            assert when - killed < LIMIT / 2, "the death is noticed, and not only a silence"
+            assert when - killed < LIMIT / 2, "the ranks notice the death before the deadline"
 
 
 def refusals() -> None:
@@ -456,7 +460,7 @@ def refusals() -> None:
         change(model)
         with pytest.raises(ValueError) as caught:
             FullySharded(model, mesh=mesh, units=model.blocks, **options)
-        assert "\n" not in str(caught.value) and type(model) is Toy, "nothing has been done"
+        assert "\n" not in str(caught.value) and type(model) is Toy, "the model is unchanged"
         return str(caught.value)
 
     def scalar(model: Toy) -> None:
@@ -500,5 +504,5 @@ def refusals() -> None:
         engine.start(last=True)
 
 
-def test_what_cannot_be_sharded_is_named() -> None:
+def test_parameters_that_cannot_be_sharded_are_named() -> None:
     pool(2).run(refusals)

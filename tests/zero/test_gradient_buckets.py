@@ -1,3 +1,5 @@
+"""Buckets hold the sums of all ranks' gradients, reduce them during the backward pass, and refuse wrong use."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,7 @@ CONFIG = GPTConfig(vocab_size=63, n_positions=16, n_embd=24, n_layer=2, n_head=1
 
 
 def _gradients(buckets: GradientBuckets) -> dict[str, Tensor]:
-    """Where all ranks have whole sums, at stage 0."""
+    """Return the gradients by name at stage 0, where all ranks have whole sums."""
     return {
         segment.name: bucket.layout.view(bucket.reduced_shard, segment)
         for bucket in buckets.buckets
@@ -49,9 +51,9 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
     world = dist.group.WORLD if dist.get_world_size() > 1 else None
     buckets = GradientBuckets(model, data_group=group_of(mesh["dp"]), world_group=world, bucket_bytes=bucket_bytes)
     ids, targets = _batch()
-    mine = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
+    rows_of_rank = torch.arange(12).chunk(dp)[mesh.get_local_rank("dp")]
     for step in range(2):
-        for index, rows in enumerate(mine.tensor_split(accumulation)):
+        for index, rows in enumerate(rows_of_rank.tensor_split(accumulation)):
             buckets.start(last=index == accumulation - 1)
             losses = model(ids[rows], targets[rows], dropout_at=(7, step), sequences_B=rows)
             (losses.sum() / ids.numel()).backward()
@@ -84,12 +86,12 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
         ),
     ],
 )
-def test_gradients_are_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+def test_gradients_equal_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
     pool(tp * dp).run(_steps, tp, dp, accumulation, bucket_bytes)
 
 
 class _Toy(nn.Module):
-    """Four layers in a row, with one that nobody uses and one that is frozen."""
+    """Four layers in a row, one of which is frozen, and one layer that is not used."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -115,7 +117,7 @@ def test_unused_parameters_have_gradient_zero_and_frozen_ones_stay_out() -> None
     model, plain = _Toy(), _Toy()
     frozen = model.frozen.weight
     buckets = GradientBuckets(model, bucket_bytes=300)
-    for seed in range(2):  # the second step must not add to the first
+    for seed in range(2):  # the second step must not add to the first one's gradients
         x = integers(seed, 4, 9, dtype=torch.float64)
         _run(model, buckets, [x])
         plain.zero_grad()
@@ -181,21 +183,21 @@ def test_reduction_starts_while_backward_runs(monkeypatch: pytest.MonkeyPatch) -
     events.clear()
     buckets.start(last=False)
     model(x).sum().backward()
-    assert not set(events) & set(sent), "only the last micro-batch communicates"
+    assert not set(events) & set(sent), "a micro-batch that is not the last has communicated"
     buckets.start(last=True)
     model(x).sum().backward()
     assert [event for event in events if event in sent] == sent
 
 
-def test_buckets_are_sent_in_one_order_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks whose gradients come in another order, or not at all, would otherwise reduce different buckets."""
+def test_buckets_are_reduced_in_one_order_even_if_gradients_arrive_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, ranks whose gradients arrive in another order, or not at all, would reduce different buckets."""
     sent: list[int] = []
     monkeypatch.setattr(SingleRankReducer, "start_reduce", lambda _, index: sent.append(index))
     model = _Toy()
     buckets = GradientBuckets(model, bucket_bytes=1)
     buckets.start(last=True)
     model.first(torch.ones(4, 9, dtype=torch.float64)).sum().backward()
-    assert sent == [], "the buckets of what lies behind it have not come"
+    assert sent == [], "the buckets of later layers are not complete"
     buckets.finish()
     assert sent == list(range(len(buckets.buckets)))
 
@@ -208,14 +210,14 @@ def test_half_types_have_float32_masters(dtype: torch.dtype) -> None:
     (bucket,) = buckets.buckets
     assert bucket.values.dtype == dtype and bucket.layout.state_dtype == torch.float32
     assert torch.equal(model.weight, before)
-    # 1 + 2^-10 needs more bits than bfloat16 has: the sum must be taken in float32.
+    # 1 + 2^-10 needs more bits than bfloat16 has: the sum must be computed in float32.
     batches = [torch.ones(1, 63, dtype=dtype), torch.full((1, 63), 2.0**-10, dtype=dtype)]
     _run(model, buckets, batches)
     assert torch.equal(_gradients(buckets)["weight"], torch.full((100, 63), 1 + 2.0**-10))
     master = FlatAdamW(buckets).state(bucket)["model"]
     assert master.dtype == torch.float32 and torch.equal(master[: 63 * 100].view(100, 63), before.float())
     half = GradientBuckets(nn.Linear(63, 100, dtype=dtype), gradient_dtype="parameter")
-    assert half.buckets[0].reduced_shard.dtype == dtype, "half as much memory where that is asked for"
+    assert half.buckets[0].reduced_shard.dtype == dtype, "gradients take half as much memory if the caller asks for it"
 
 
 def test_buckets_hold_one_dtype_each() -> None:
@@ -226,7 +228,7 @@ def test_buckets_hold_one_dtype_each() -> None:
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_what_decays_stands_before_what_does_not() -> None:
+def test_parameters_with_weight_decay_come_first_in_a_bucket() -> None:
     model = GPT(CONFIG)
     initialize(model, 1)
     names = {name for name, parameter in model.named_parameters() if decays(name, parameter)}
@@ -255,8 +257,8 @@ def test_non_finite_gradients_are_named() -> None:
 
 
 def _each_is_named() -> int:
-    """One element after the other of this rank's shards; returns how many segments have one there."""
-    model, found = _Toy(), 0
+    """Set one element after another of this rank's shards to NaN; return the number of segments in the shards."""
+    model, segments = _Toy(), 0
     buckets = GradientBuckets(model, data_group=dist.group.WORLD, world_group=dist.group.WORLD, stage=1)
     _run(model, buckets, [integers(1, 4, 9, dtype=torch.float64)])
     for bucket in buckets.buckets:
@@ -266,11 +268,11 @@ def _each_is_named() -> int:
                 bucket.reduced_shard[element - bucket.shard.start] = torch.nan
                 assert buckets.nonfinite() == [segment.name]
                 bucket.reduced_shard[element - bucket.shard.start] = before
-            found += 1
-    return found
+            segments += 1
+    return segments
 
 
-def test_a_rank_names_what_is_not_finite_in_its_shards() -> None:
+def test_a_rank_names_non_finite_gradients_in_its_shards() -> None:
     assert min(pool(2).run(_each_is_named)) > 1
 
 
@@ -304,7 +306,7 @@ def test_bad_input_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_update_uses_up_new_gradients(stage: int) -> None:
+def test_each_update_requires_new_gradients(stage: int) -> None:
     model = nn.Linear(2, 2)
     buckets = GradientBuckets(model, stage=stage)
     optimizer, x = FlatAdamW(buckets), torch.ones(1, 2)

@@ -1,4 +1,4 @@
-"""Bytes counted by hand, the ZeRO paper's table, and the real buckets."""
+"""The count of memory equals bytes counted by hand, the ZeRO paper's table, and the buffers of real engines."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,8 @@ from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.memory import ZERO_PAPER, MemoryAccount, Width, account, account_sharded, states
 
-# A toy in bfloat16. Every parameter begins at a multiple of 16 elements:
-#     replicated: weight [10, 7] at 0 .. 70, bias [5] at 80 .. 85, which ends at 96; of these 75 are elements;
+# A small model in bfloat16. Every parameter begins at a multiple of 16 elements:
+#     replicated: weight [10, 7] at 0 .. 70, bias [5] at 80 .. 85, which ends at 96; 75 are elements of parameters;
 #     partial:    norm [7] at 0 .. 7, which ends at 16.
 # Two ranks have shards of a multiple of 16: buckets of 96 and 32 elements, shards of 48 + 16 = 64.
 # Three ranks: buckets of 96 and 48, shards of 32 + 16 = 48.
@@ -34,7 +34,7 @@ HAND = {
     # world, stage: parameters, gradients, master, moments, buffers; then padding
     (2, 0): (128 * 2, 128 * 4, 128 * 4, 2 * 128 * 4, 0, 46 * 2),  # 96 - 75 + 32 - 7 = 46 elements are padding
     (2, 1): (128 * 2, 128 * 4, 64 * 4, 2 * 64 * 4, 0, 46 * 2),
-    # sums of 64 in float32, and 75 bfloat16 gradients of the larger bucket unsent; a room of 96 and one of 32
+    # 64 sums in float32, 75 unsent bfloat16 gradients of the larger bucket; gradient buffers of 96 and 32 elements
     (2, 2): (128 * 2, 64 * 4 + 75 * 2, 64 * 4, 2 * 64 * 4, 96 * 4 + 32 * 4, 46 * 2),
     (3, 0): (144 * 2, 144 * 4, 144 * 4, 2 * 144 * 4, 0, 62 * 2),
     (3, 1): (144 * 2, 144 * 4, 48 * 4, 2 * 48 * 4, 0, 62 * 2),
@@ -52,31 +52,33 @@ def test_buckets_counted_by_hand(world: int, stage: int) -> None:
 
 
 def test_shards_counted_by_hand() -> None:
-    """A unit of weight and bias, and a model with the norm besides. Shards of the first dimension, rounded up."""
+    """Count one unit of weight and bias, and the model's own norm. Shards of the first dimension are rounded up."""
     units = [[(10, 7), (5,)], [(7,)]]
     # Two ranks: 5 x 7 + 3 = 38 and 4 elements, in float32. Gathered 76 and 8 in bfloat16; the unit's gradients are 75
-    # as they come, and 76 in float32 as they are sent. An equal part of 82 is 41: one element is padding.
+    # as they arrive, and 76 in float32 as they are sent. An equal share of 82 is 41: one element is padding.
     assert account_sharded(units, 2, torch.bfloat16) == MemoryAccount(
         42 * 4, 42 * 4 + 75 * 2, 0, 2 * 42 * 4, 84 * 2 + 76 * 4, 0, 1 * 4
     )
-    # Three: 4 x 7 + 2 = 30 and 3; gathered 90 and 9; of 82 a third is 27, and so 6 are padding.
+    # Three ranks: 4 x 7 + 2 = 30 and 3; gathered 90 and 9; a third of 82 is 27, so 6 elements are padding.
     assert account_sharded(units, 3, torch.bfloat16) == MemoryAccount(
         33 * 4, 33 * 4 + 75 * 2, 0, 2 * 33 * 4, 99 * 2 + 90 * 4, 0, 6 * 4
     )
-    # Several micro-batches leave all 82 gradients whole, here in the dtype in which they travel.
+    # Several micro-batches leave all 82 gradients whole, here in the dtype in which they are sent.
     found = account_sharded(units, 2, torch.bfloat16, "parameter", accumulating=True)
     assert found.gradients == 42 * 4 + 75 * 2 + 82 * 2
     assert found.buffers == 84 * 2 + 76 * 2
-    # Of three units two are gathered beside the model's own parameters; float64 is its own master.
+    # Two of three units are gathered, and the model's own parameters; float64 parameters are their own masters.
     found = account_sharded([[(6,)], [(8,)], [(4,)], [(2,)]], 2, torch.float64)
     assert (found.parameters, found.moments, found.buffers) == (10 * 8, 2 * 10 * 8, (8 + 6 + 2) * 8 + 8 * 8)
 
 
 def test_gradients_in_the_dtype_of_parameters() -> None:
     at_one = _toy(2, 1, "parameter")
-    assert (at_one.gradients, at_one.buffers) == (128 * 2, 64 * 4), "sums are float32, and have a place of their own"
+    assert (at_one.gradients, at_one.buffers) == (128 * 2, 64 * 4), "sums are float32 and have their own buffer"
     apart = _toy(2, 1, "float32", "parameter")
-    assert (apart.gradients, apart.buffers) == (128 * 4, 128 * 2 + 64 * 4), "rounded into a place of their own"
+    assert (apart.gradients, apart.buffers) == (128 * 4, 128 * 2 + 64 * 4), (
+        "gradients are rounded into a buffer of their own"
+    )
     at_two = _toy(2, 2, "parameter")
     assert (at_two.gradients, at_two.buffers) == (64 * 4 + 75 * 2, (96 + 32) * 2)
 
@@ -92,7 +94,7 @@ def test_one_rank_holds_everything(stage: int) -> None:
         assert _toy(1, stage, kept, accumulating=True) == _toy(1, 0, kept)
 
 
-def test_rooms_are_as_large_as_the_largest_bucket() -> None:
+def test_gradient_buffers_are_as_large_as_the_largest_bucket() -> None:
     parameters = [(str(size), torch.empty(size, device="meta")) for size in (64, 256, 32, 32)]
     layouts = plan_buckets(parameters, (), {"replicated": 2}, 1)  # type: ignore[dict-item]
     found = account(layouts, 2)
@@ -132,7 +134,7 @@ PAPER = {
 
 @pytest.mark.parametrize("parameters", PAPER)
 def test_table_1_of_the_zero_paper(parameters: float) -> None:
-    """Its small numbers are rounded, its large ones cut off."""
+    """The paper rounds its small numbers and truncates its large ones."""
     for devices, row in PAPER[parameters].items():
         for stage, printed in enumerate(row, start=1):
             found = states(int(parameters), -(-int(parameters) // devices), stage, ZERO_PAPER).total / 1e9
@@ -143,7 +145,7 @@ def test_table_1_of_the_zero_paper(parameters: float) -> None:
 
 
 def test_the_command_counts_with_the_papers_function() -> None:
-    """At stage 1 a bucket that needs no padding is 2 + 4 + 12 / N bytes for each element, its gradients float32."""
+    """A bucket without padding takes 2 + 4 + 12 / N bytes for each element at stage 1, with float32 gradients."""
     layouts = plan_buckets(
         [("x", torch.empty(7_500_000_000, dtype=torch.bfloat16, device="meta"))],
         (),
@@ -156,7 +158,7 @@ def test_the_command_counts_with_the_papers_function() -> None:
 
 
 @pytest.mark.parametrize("stage", [-1, 4])
-def test_stages_that_do_not_exist(stage: int) -> None:
+def test_stages_that_do_not_exist_are_refused(stage: int) -> None:
     with pytest.raises(ValueError, match=f"stage {stage}: expected 0, 1, 2 or 3"):
         _toy(2, stage)
     with pytest.raises(ValueError, match="account_sharded"):
@@ -164,7 +166,7 @@ def test_stages_that_do_not_exist(stage: int) -> None:
 
 
 def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
-    """What the engine and the optimizer hold, of storages that can be seen from here."""
+    """Compare the count with the buffers of an engine and an optimizer that a test can see."""
     mesh = mesh_of(2, tp)
     config = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
     model = GPT(config, dtype=dtype, device_mesh=mesh["tp"] if tp > 1 else None)
@@ -183,16 +185,16 @@ def _real(dtype: torch.dtype, stage: int, tp: int) -> None:
     assert sum(x["exp_avg"].nbytes + x["exp_avg_sq"].nbytes for x in state) == expected.moments
     assert sum(x["model"].nbytes for x in state if dtype in HALF) == expected.master
     if stage < 2:
-        kept = [bucket.accumulated for bucket in buckets.buckets]
-        assert sum(x.nbytes for x in kept if x is not None) == expected.gradients
+        accumulated = [bucket.accumulated for bucket in buckets.buckets]
+        assert sum(x.nbytes for x in accumulated if x is not None) == expected.gradients
     else:
-        held = expected.gradients - sum(bucket.reduced_shard.nbytes for bucket in buckets.buckets)
-        assert 0 < held <= max(bucket.values.nbytes for bucket in buckets.buckets)
+        unsent = expected.gradients - sum(bucket.reduced_shard.nbytes for bucket in buckets.buckets)
+        assert 0 < unsent <= max(bucket.values.nbytes for bucket in buckets.buckets)
     optimizer.step(1e-3)
 
 
 @pytest.mark.parametrize("tp", [1, *exhaustive(2)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_what_the_engine_holds(stage: int, tp: int) -> None:
+def test_the_count_equals_the_memory_of_the_engine(stage: int, tp: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         pool(2 * tp).run(_real, dtype, stage, tp)

@@ -1,4 +1,4 @@
-"""State in a file: the same to the bit as in memory, little of it resident, nothing left behind, no disk overfilled."""
+"""State in a file equals state in memory to the bit, stays mostly on disk, and leaves no file and no full disk."""
 
 import errno
 import os
@@ -25,13 +25,13 @@ SIZES = (63, 1000, 5000)  # elements of three shards
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that may be used for state, also where the machine's temporary files are in memory."""
+    """Return a folder that may be used for state, even if the machine's temporary files are in memory."""
     monkeypatch.setattr(offload, "_IN_MEMORY", ())
     return tmp_path
 
 
 def _trained(store: StateStore, dtype: torch.dtype, steps: int = 4) -> list[Tensor]:
-    """master, moments and parameter of three shards after some updates, shard after shard, block after block."""
+    """Return masters, moments and parameters of three shards after some updates, by shard and by block."""
     half = dtype is torch.bfloat16
     state_dtype = torch.float32 if half else dtype
     shards = []
@@ -64,19 +64,19 @@ def _stores(folder: Path) -> Iterator[StateStore]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_equal_to_the_bit_wherever_state_lives(folder: Path, dtype: torch.dtype) -> None:
+def test_updates_are_equal_to_the_bit_in_every_store(folder: Path, dtype: torch.dtype) -> None:
     expected = _trained(DeviceStore(torch.device("cpu")), dtype)
     for store in _stores(folder):
         for found, wanted in zip(_trained(store, dtype), expected, strict=True):
             assert torch.equal(found, wanted)
 
 
-def test_state_outlasts_release_and_parts_of_a_tensor_are_walked_by_themselves(folder: Path) -> None:
-    """A bucket's two halves, decayed and not, are walked as parts of the same tensors, at any offset."""
+def test_state_survives_release_and_parts_of_a_tensor_have_their_own_blocks(folder: Path) -> None:
+    """A bucket's two halves, with and without weight decay, are parts of the same tensors, at any offset."""
     store = FileStore(folder, 4 * 10000 + 8 * 10, block=512)
     whole, small = store.tensor("whole", 10000, torch.float32), store.tensor("small", 10, torch.float64)
     for number, half in enumerate((whole[:3777], whole[3777:])):
-        for part in store.blocks([half, torch.empty(len(half))]):  # the second one is none of its
+        for part in store.blocks([half, torch.empty(len(half))]):  # the store does not own the second one
             half[part] = torch.arange(part.start, part.stop) + 10**6 * number
     small.fill_(0.5)
     store.release()
@@ -84,7 +84,7 @@ def test_state_outlasts_release_and_parts_of_a_tensor_are_walked_by_themselves(f
     assert (small == 0.5).all()
 
 
-def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
+def test_a_loop_over_blocks_that_ends_early_releases_its_block(folder: Path) -> None:
     store = FileStore(folder, 4000, block=112)
     whole = store.tensor("whole", 1000, torch.float32)
     released: list[tuple[int, int]] = []
@@ -96,7 +96,7 @@ def test_a_walk_that_is_left_early_lets_go_of_its_block(folder: Path) -> None:
     assert released == [(0, 112), (112, 224), (224, 336)]
 
 
-def test_empty_shards_are_walked_in_no_part(folder: Path) -> None:
+def test_empty_shards_have_no_blocks(folder: Path) -> None:
     for store in (HostStore(), FileStore(folder, 0)):
         nothing = store.tensor("nothing", 0, torch.float32)
         assert list(store.blocks([nothing], following=[nothing])) == []
@@ -105,7 +105,7 @@ def test_empty_shards_are_walked_in_no_part(folder: Path) -> None:
 
 
 def _resident(store: FileStore) -> int:
-    """Bytes of the store's mapping that are in this process's memory."""
+    """Return the bytes of the store's mapping that are in this process's memory."""
     start = f"{store._bytes.data_ptr():x}-"
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     next(line for line in lines if line.startswith(start))
@@ -114,7 +114,7 @@ def _resident(store: FileStore) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident memory is read from /proc")
 def test_one_block_is_resident_at_a_time(folder: Path) -> None:
-    """A mebibyte of each tensor in four, and the pages around it that the kernel maps as well when one is read."""
+    """A quarter of each tensor, one mebibyte, is resident, and the pages around it that the kernel maps on a read."""
     block, around = 2**20, 2**17
     store = FileStore(folder, 8 * block, block=block // 4)
     state = [store.tensor(name, block, torch.float32) for name in ("master", "exp_avg")]
@@ -123,10 +123,10 @@ def test_one_block_is_resident_at_a_time(folder: Path) -> None:
             for x in state:
                 x[part] += 1.0
             assert 2 * block <= _resident(store) <= 2 * (block + around)
-        assert _resident(store) <= around, "blocks stay resident after the walk"
+        assert _resident(store) <= around, "blocks stay resident after the last one"
     assert all((x == 2.0).all() for x in state)
-    # The kernel may take single pages back, but not a block.
-    assert 7 * block < _resident(store) <= 8 * block, "the test sees what is resident"
+    # The kernel may reclaim single pages, but not a block.
+    assert 7 * block < _resident(store) <= 8 * block, "the test cannot measure what is resident"
     store.release()
     assert _resident(store) <= around
 
@@ -165,15 +165,15 @@ print(before, after, peak, read, resident(), total > 0)
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-def test_a_few_blocks_are_resident(folder: Path) -> None:
-    """An update of 256 MiB of state: 48 MiB for a block of each tensor, and what torch needs beside."""
+def test_only_a_few_blocks_are_resident_in_an_update(folder: Path) -> None:
+    """An update of 256 MiB of state needs 48 MiB for one block of each tensor, and the memory that torch uses."""
     done = subprocess.run([sys.executable, "-c", _UPDATE, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     *numbers, changed = done.stdout.split()
     before, after, peak, read, released = map(float, numbers)
     assert after < before + 30, "blocks stay resident after the update"
     assert 40 < peak - before < 100
-    assert read > before + 75, "the test sees what is resident"
+    assert read > before + 75, "the test cannot measure what is resident"
     assert released < before + 30
     assert changed == "True"
     assert not list(folder.iterdir())
@@ -194,11 +194,11 @@ for part in store.blocks([x]):
 
 
 @pytest.mark.processes
-def test_a_killed_run_leaves_nothing_behind(folder: Path) -> None:
+def test_a_killed_run_leaves_no_file(folder: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", _KILLED, folder], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "here\n"
-    assert not list(folder.iterdir()), "not even while it runs"
+    assert not list(folder.iterdir()), "there is a file with a name while the process runs"
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not list(folder.iterdir())
@@ -211,26 +211,26 @@ def _full(error: int) -> Callable[[int, int, int], None]:
     return allocate
 
 
-def test_no_space_is_one_line_and_takes_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_of_one_line_and_leaves_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"too little space: optimizer state needs 1048576.00 GiB, [\d.]+ GiB are free"
     ):
         FileStore(folder, 2**50)
     expected = f"offload path {folder}: cannot allocate 2.00 MiB there: No space left on device"
-    monkeypatch.setattr(os, "posix_fallocate", _full(errno.ENOSPC))  # somebody else was faster
+    monkeypatch.setattr(os, "posix_fallocate", _full(errno.ENOSPC))  # another process has filled the disk
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         FileStore(folder, 2**21)
     assert not list(folder.iterdir())
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the file only seems as long")
-def test_the_space_is_taken_at_once(folder: Path) -> None:
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system cannot allocate the space of a file")
+def test_the_space_is_allocated_at_once(folder: Path) -> None:
     store = FileStore(folder, 3 * 2**20)
     assert os.fstat(store._file.fileno()).st_blocks * 512 >= 3 * 2**20
-    assert not list(folder.iterdir()), "the file has no name, so that it is gone with the process"
+    assert not list(folder.iterdir()), "the file has a name, so it would survive the process"
 
 
-def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_is_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
     for path in (file, tmp_path / "missing"):
@@ -242,13 +242,13 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory")
-def test_memory_that_is_called_a_folder_is_refused() -> None:
+def test_a_folder_in_memory_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^offload path /dev/shm is in memory \(tmpfs\): expected a folder on a"):
         check_space(Path("/dev/shm"), 1)
 
 
 class _Stream:
-    """Does what it is given when it is waited for: what is read too early is not there, what is overwritten is lost."""
+    """A stream that copies when a caller waits: early reads get old values, and overwritten sources are lost."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], object]] = []
@@ -259,7 +259,7 @@ class _Stream:
 
 
 def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that do not block are done late, as on a device; the buffers are reused all the same."""
+    """Copies that do not block happen late, as on a device; the staging buffers are reused nevertheless."""
     stream, copy = _Stream(), Tensor.copy_
 
     def late(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -279,14 +279,14 @@ def test_staging_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         with staging.host(gradients[part], parameters[part], read=True) as (gradient, new):
             assert gradient.data_ptr() != gradients[part].data_ptr() and new.dtype is torch.float64
             new.add_(gradient)
-        assert stream.waiting, "the copy back blocks"
+        assert stream.waiting, "the copy back has blocked"
     stream.synchronize()
     assert torch.equal(parameters, expected)
     with pytest.raises(KeyError), staging.host(gradients, parameters) as (_, new):
         new.zero_()
         raise KeyError
     stream.synchronize()
-    assert torch.equal(parameters, expected), "a block whose update failed came back"
+    assert torch.equal(parameters, expected), "a block whose update failed was copied back"
 
 
 def _layout(dtype: torch.dtype, size: int, world: int) -> BucketLayout:

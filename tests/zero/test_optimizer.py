@@ -1,4 +1,4 @@
-"""ZeroOptimizer takes the place of DDP and torch.optim.AdamW in a training loop, and gives the same weights."""
+"""ZeroOptimizer replaces DDP and torch.optim.AdamW in a training loop, with the same weights."""
 
 import contextlib
 import copy
@@ -56,7 +56,7 @@ def loop(
     steps: range,
     no_sync: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> list[float]:
-    """A loop as anybody writes it, over three micro-batches of a step; returns the norms of the gradients."""
+    """Run an ordinary training loop with three micro-batches per step; return the norms of the gradients."""
     norms = []
     for step in steps:
         *early, last = rows.chunk(3)
@@ -72,7 +72,7 @@ def loop(
 
 
 def loss_of(model: nn.Module, step: int, rows: Tensor) -> Tensor:
-    """The mean over these rows of the batch."""
+    """Return the mean loss over these rows of the batch."""
     x = normal(100 + step, BATCH, 9, dtype=model.dtype)  # type: ignore[arg-type]
     loss: Tensor = model(x[rows]).square().mean()
     return loss
@@ -100,7 +100,7 @@ def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
 def zero(stage: int, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     model = made()
     optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY)
-    # Every rank has as many rows of each micro-batch.
+    # Every rank has the same number of rows of each micro-batch.
     rows = torch.arange(BATCH).view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
     scheduler = SCHEDULES[schedule](optimizer)
     norms = loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, range(4), optimizer.no_sync)
@@ -116,8 +116,8 @@ def zero(stage: int, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
         *exhaustive((1, 2, "lambda"), (3, 3, "lambda")),
     ],
 )
-def test_a_loop_trains_as_adamw_on_one_rank_does(world: int, stage: int, schedule: str) -> None:
-    """Scheduler, clipping, accumulation and the mean over ranks."""
+def test_a_loop_trains_like_adamw_on_one_rank(world: int, stage: int, schedule: str) -> None:
+    """The loop has a scheduler, clipping and accumulation, and its gradient is the mean over ranks."""
     expected, expected_norms = one_rank(schedule)
     assert min(expected_norms) > CLIP
     for found, norms in pool(world).run(zero, stage, schedule):
@@ -127,8 +127,8 @@ def test_a_loop_trains_as_adamw_on_one_rank_does(world: int, stage: int, schedul
             assert error <= 1e-12, f"{name}: {error:.1e}"
 
 
-def going_on(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool, bool, dict[str, Any]]:
-    """Whether weights and state after four steps are those of a run that was saved and loaded after two of them."""
+def resumed(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool, bool, dict[str, Any]]:
+    """Save and load after two of four steps; return whether weights and state equal the uninterrupted run's."""
 
     def run(model: nn.Module, optimizer: ZeroOptimizer, scheduler: LRScheduler, steps: range) -> None:
         loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, steps, optimizer.no_sync)
@@ -172,8 +172,8 @@ def going_on(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[boo
         *exhaustive((3, torch.float32, False), (3, torch.bfloat16, True)),
     ],
 )
-def test_a_state_that_was_saved_goes_on_to_the_bit(stage: int, dtype: torch.dtype, optimizer_first: bool) -> None:
-    for weights, state, saved in pool(2).run(going_on, stage, dtype, optimizer_first):
+def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimizer_first: bool) -> None:
+    for weights, state, saved in pool(2).run(resumed, stage, dtype, optimizer_first):
         assert weights and state
         assert saved["updates"] == 2 and [group["weight_decay"] for group in saved["param_groups"]] == [1e-2, 0.0]
         masters = [name for name in saved["state"] if name.startswith("model.")]
@@ -192,7 +192,7 @@ def test_a_state_that_was_saved_goes_on_to_the_bit(stage: int, dtype: torch.dtyp
 
 
 def compressed() -> None:
-    """On two nodes, in this rank's belief: the state holds what PowerSGD has kept back."""
+    """Check on two pretended nodes that the state has PowerSGD's remainders."""
 
     def steps(model: nn.Module, optimizer: ZeroOptimizer) -> None:
         for step in range(2):
@@ -221,32 +221,32 @@ def compressed() -> None:
 
 
 @pytest.mark.exhaustive
-def test_what_compression_keeps_is_in_the_state() -> None:
+def test_remainders_of_compression_are_in_the_state() -> None:
     pool(4).run(compressed)
 
 
 def skipping(stage: int) -> None:
-    """Gradients that are given up leave no trace, whether other ranks have seen them or not."""
+    """Check that discarded gradients leave no trace, whether other ranks have received them or not."""
     results = []
     for skip in (False, True):
         model = made()
         optimizer = ZeroOptimizer(engine_of(model, stage))
-        mine = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
+        rows = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(2):
             if skip:
                 if dist.get_rank() and stage < 3:  # only the last layer takes part
                     model[3](torch.ones(1, 7, dtype=torch.float64)).sum().backward()
                 else:
-                    loss_of(model, 8, mine).backward()
+                    loss_of(model, 8, rows).backward()
                 if step:
                     optimizer.clip_grad_norm_(1e-3)
                 optimizer.zero_grad()
                 with optimizer.no_sync():
-                    loss_of(model, 7, mine).backward()
+                    loss_of(model, 7, rows).backward()
                 if step:  # as after an error on some rank
                     optimizer.engine.abandon()
                 optimizer.zero_grad()
-            loss_of(model, step, mine).backward()
+            loss_of(model, step, rows).backward()
             optimizer.step()
             optimizer.zero_grad()
         results.append([gather_whole(parameter).clone() for parameter in model.parameters()])
@@ -254,12 +254,12 @@ def skipping(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, *exhaustive(0, 1, 3)])
-def test_zero_grad_gives_up_what_no_step_has_used(stage: int) -> None:
+def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int) -> None:
     pool(2).run(skipping, stage)
 
 
 def sharded_norms() -> tuple[float, str]:
-    """Of a layer that is spread over the ranks, with and without the group of all ranks."""
+    """Return the norm of a layer that is sharded over the ranks, and the error without the group of all ranks."""
     x, norms = normal(0, 3, 4, dtype=torch.float64), []
     for group in (dist.group.WORLD, None):
         layer = ColumnParallelLinear(4, 6, device_mesh=tensor_mesh(), dtype=torch.float64)
@@ -274,7 +274,7 @@ def sharded_norms() -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_the_norm_of_sharded_parameters_is_that_of_the_whole_ones(world: int) -> None:
+def test_the_norm_of_sharded_parameters_is_that_of_whole_ones(world: int) -> None:
     layer, x = nn.Linear(4, 6, dtype=torch.float64), normal(0, 3, 4, dtype=torch.float64)
     layer(x).sum().backward()
     expected = nn.utils.clip_grad_norm_(layer.parameters(), 1.0).item()
@@ -322,7 +322,7 @@ def test_a_closure_computes_the_loss() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_what_a_loop_gets_wrong_is_told() -> None:
+def test_errors_explain_what_is_wrong_in_a_loop() -> None:
     model, rows = made(), torch.arange(BATCH)
     optimizer = ZeroOptimizer(GradientBuckets(model))
     loss_of(model, 0, rows).backward()

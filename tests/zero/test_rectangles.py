@@ -1,4 +1,4 @@
-"""A range of flat elements as rectangles: exhaustively on small shapes."""
+"""Ranges of flat elements as rectangles, tested exhaustively on small shapes."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ SHAPES = [
 
 
 def every_rectangle(shape: tuple[int, ...]) -> dict[tuple[int, int], Slices]:
-    """By flat range, all rectangles whose elements are contiguous."""
+    """Return all rectangles whose elements are contiguous, by flat range."""
     flat = torch.arange(math.prod(shape)).view(shape)
     found: dict[tuple[int, int], Slices] = {}
     for slices in itertools.product(*(itertools.combinations(range(size + 1), 2) for size in shape)):
@@ -44,7 +44,7 @@ def test_every_range_of_small_shapes(shape: tuple[int, ...]) -> None:
     flat, contiguous = torch.arange(size), every_rectangle(shape)
     whole = flat.view(shape)
     for start in range(size + 1):
-        fewest = {start: 0}  # of rectangles from start to each stop
+        fewest = {start: 0}  # the number of rectangles from start to each stop
         for stop in range(start, size + 1):
             cuts = [fewest[cut] for cut in range(start, stop) if (cut, stop) in contiguous]
             fewest[stop] = 1 + min(cuts) if cuts else fewest[stop]
@@ -59,13 +59,13 @@ def test_every_range_of_small_shapes(shape: tuple[int, ...]) -> None:
             assert at == stop
 
 
-def test_ranges_that_are_not_inside() -> None:
+def test_ranges_outside_of_the_tensor_are_refused() -> None:
     for owned in (range(-1, 2), range(3, 13), range(3, 2), range(0, 4, 2)):
         with pytest.raises(ValueError, match=r"is not a range of the 12 elements of a tensor \(3, 4\)"):
             rectangles((3, 4), owned)
 
 
-def test_pieces_are_views_at_their_place_in_the_global_tensor() -> None:
+def test_state_rectangles_are_views_at_their_slices_of_the_global_tensor() -> None:
     whole = torch.arange(6 * 10).view(6, 10)
     local_slices = (2, 5), (1, 9)
     flat = whole[2:5, 1:9].flatten()

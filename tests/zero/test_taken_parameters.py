@@ -1,4 +1,4 @@
-"""Engines take over parameters that others hold too: what happens to those, and what is changed behind an engine."""
+"""Engines take over parameters that other objects hold too, and notice later changes of the model."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tpfuse.zero.sharded_adamw import ShardedAdamW
 
 
 class _Listed(nn.Module):
-    """Its forward pass reaches one of its parameters through a list."""
+    """A model whose forward pass reads one of its parameters from a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ def test_a_tied_parameter_that_loses_one_of_its_names_is_named() -> None:
         buckets.start(last=True)
 
 
-def _taken_in(stage: int, dtype: torch.dtype) -> None:
-    """Weights that are loaded between two updates are those that the second one starts from."""
+def _loads_between_updates(stage: int, dtype: torch.dtype) -> None:
+    """Check that the second update starts from weights that were loaded between two updates."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)).to(dtype)
@@ -169,15 +169,15 @@ def _taken_in(stage: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
-def test_what_is_loaded_between_updates_is_trained_on(stage: int, dtype: torch.dtype) -> None:
-    _taken_in(stage, dtype)
+def test_values_loaded_between_updates_are_trained(stage: int, dtype: torch.dtype) -> None:
+    _loads_between_updates(stage, dtype)
 
 
-def test_what_is_loaded_on_all_ranks_is_trained_on_in_shards() -> None:
-    pool(2).run(_taken_in, 2, torch.bfloat16)
+def test_values_loaded_on_all_ranks_are_trained_in_shards() -> None:
+    pool(2).run(_loads_between_updates, 2, torch.bfloat16)
 
 
-def test_nothing_takes_a_gradient_in_the_buckets_for_none() -> None:
+def test_code_that_computes_with_a_taken_gradient_raises_an_error() -> None:
     model, x = nn.Linear(3, 3), normal(0, 2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     buckets = GradientBuckets(model)
@@ -194,11 +194,11 @@ def test_nothing_takes_a_gradient_in_the_buckets_for_none() -> None:
             optimizer.step()
         with pytest.raises(ValueError, match=message):
             model(x).sum().backward()
-        model.zero_grad(set_to_none=False)  # harmless
+        model.zero_grad(set_to_none=False)  # is permitted
     assert torch.equal(model.weight, before)
 
 
-def test_a_backward_pass_of_what_was_updated_since_is_an_error() -> None:
+def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     buckets = GradientBuckets(model)
     optimizer, x = FlatAdamW(buckets), normal(0, 2, 3)
@@ -222,7 +222,7 @@ def _stage_3() -> None:
         _step(engine, model, x)
         optimizer.step(1e-2)
         with torch.no_grad():
-            model(x)  # whose units are left gathered
+            model(x)  # leaves its units gathered
     weight = local_tensor(model[0].weight).clone()
     model.load_state_dict(model.state_dict())
     _step(engine, model, x)
@@ -232,7 +232,7 @@ def _stage_3() -> None:
         engine.start(last=True)
 
 
-def test_stage_3_is_told_what_is_changed_behind_it() -> None:
+def test_stage_3_notices_changes_of_its_parameters() -> None:
     pool(2).run(_stage_3)
 
 

@@ -1,4 +1,4 @@
-"""ZeRO's stages 0, 1 and 2 train as one rank with AdamW does, by whatever exchanges the buckets."""
+"""ZeRO's stages 0, 1 and 2 train like AdamW on one rank, with every reducer."""
 
 import functools
 from collections.abc import Callable
@@ -27,11 +27,13 @@ from tpfuse.zero.gradient_buckets import GradientBuckets
 CONFIG = GPTConfig(vocab_size=61, n_positions=12, n_embd=24, n_layer=2, n_head=4, dropout=0.1)
 STEPS, BATCH, LR, CLIP = 6, 12, 1e-2, 0.5
 Weights = dict[str, Tensor]
-Loss = Callable[[nn.Module, int, Tensor], Tensor]  # of a model, a step and the rows of its batch; summed over them
+Loss = Callable[
+    [nn.Module, int, Tensor], Tensor
+]  # a function of a model, a step and the rows of its batch, over which it sums
 
 
 class Toy(nn.Module):
-    """Tied and frozen weights, sizes that nothing divides, and a branch that only odd rows of even steps take."""
+    """Tied and frozen weights, sizes that no world divides, and a branch that only odd rows of even steps take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ def gpt_loss(model: nn.Module, step: int, rows: Tensor) -> Tensor:
 
 
 def plainly(model: nn.Module, loss: Loss, clip: bool) -> Weights:
-    """torch's AdamW on one rank; who got no gradient has gradient zero."""
+    """Return weights trained by torch's AdamW on one rank; parameters without a gradient have gradient zero."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
@@ -119,13 +121,13 @@ class Case:
 
 
 def on_nodes(case: Case) -> tuple[Weights, int]:
-    """`train` on two nodes, in this rank's belief; the kind of its exchange is checked."""
+    """Run `train` on two pretended nodes, which checks the class of the reducer."""
     with pretended_nodes(2, 2) as group:
         return train(case, group)
 
 
 def train(case: Case, group: dist.ProcessGroup | None = None) -> tuple[Weights, int]:
-    """The weights after STEPS, and how many bytes this rank received in the last of them. group: another one."""
+    """Return the weights after STEPS, and the bytes that this rank received in the last. group: replaces the mesh's."""
     mesh = mesh_of(case.dp, case.tp, case.cp) if case.world > 1 else None
     replicas, world = flat_group(mesh, "dp", "cp"), flat_group(mesh, "dp", "cp", "tp")
     if group is not None:
@@ -181,8 +183,8 @@ def check(case: Case) -> list[int]:
         *exhaustive((0, 3, True, True), (1, 1, True, True), (1, 3, False, False), (2, 3, False, False)),
     ],
 )
-def test_two_nodes(stage: int, accumulation: int, clip: bool, sums: bool) -> None:
-    """Of 4 ranks on 2 nodes each receives half of the gradients within its node, and half of those across."""
+def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation: int, clip: bool, sums: bool) -> None:
+    """A rank of 4 on 2 nodes receives half of the gradients within its node, and half of those between nodes."""
     case = Case("gpt", stage, 4, accumulation=accumulation, clip=clip, sums=sums)
     expected = reference("gpt", clip)
     results = pool(4).run(on_nodes, case)
@@ -192,7 +194,7 @@ def test_two_nodes(stage: int, accumulation: int, clip: bool, sums: bool) -> Non
             error = (weight - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1.0)
             assert error <= 1e-12, f"{name}: {error:.1e}"
             assert torch.equal(weight, results[0][0][name]), f"{name} differs between ranks"
-        # Gradients: half of the bucket from the other rank here, then a quarter from the other node; back the same way.
+        # Gradients: half of the bucket from the node's other rank, a quarter from the other node; parameters likewise.
         assert received == 2 * (whole // 2 + whole // 4)
 
 
@@ -210,11 +212,13 @@ NAMES, ROWS = pairwise(first=0, layout=LAYOUTS, stage=STAGES, accumulation=[1, 3
 
 
 @pytest.mark.parametrize(NAMES, [*FIRST, *(row for row in ROWS if row.values not in FIRST)])
-def test_weights_and_bytes_are_those_of_one_rank(
+def test_weights_equal_those_of_one_rank_and_bytes_those_of_theory(
     layout: tuple[int, int, int], stage: int, accumulation: int, name: Implementation
 ) -> None:
-    """Each step a data-parallel rank receives the others' gradients of a shard and the parameters of the others'
-    shards: twice (world - 1) / world of the model at every stage (arXiv:1910.02054, section 7)."""
+    """A rank receives 2 (world - 1) / world of the model in each step, at every stage (arXiv:1910.02054, section 7).
+
+    These are the other data-parallel ranks' gradients of its shard, and the parameters of their shards.
+    """
     case = Case("gpt", stage, *layout, accumulation, name=name)
     received = check(case)
     if case.dp == case.world:
@@ -225,12 +229,14 @@ def test_weights_and_bytes_are_those_of_one_rank(
 @pytest.mark.parametrize(
     *pairwise(first=4, world=[2, 3, 1, 4], stage=[2, 1, 0], accumulation=[3, 1], name=["auto", "collective"])
 )
-def test_tied_frozen_odd_and_missing(world: int, stage: int, accumulation: int, name: Implementation) -> None:
+def test_tied_and_frozen_weights_odd_sizes_and_missing_gradients(
+    world: int, stage: int, accumulation: int, name: Implementation
+) -> None:
     check(Case("toy", stage, world, accumulation=accumulation, name=name, bucket_bytes=300))
 
 
 def norm_of_ones(name: Implementation) -> float:
-    """Of a step whose gradients are all 1: three large buckets, and a small one where the first of them has been."""
+    """Return the squared norm of gradients that are all 1; a small bucket follows larger ones in the same buffer."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in (1, 64, 64, 64)])
     with implementation(name):
         buckets = GradientBuckets(model, stage=2, data_group=dist.group.WORLD, bucket_bytes=1)
@@ -243,13 +249,13 @@ def norm_of_ones(name: Implementation) -> float:
 
 
 @pytest.mark.parametrize("name", ["auto", "collective"])
-def test_what_lies_between_parameters_is_not_in_the_norm(name: Implementation) -> None:
+def test_padding_between_parameters_is_not_in_the_norm(name: Implementation) -> None:
     assert pool(2).run(norm_of_ones, name) == [2**2 * (1 + 3 * 64)] * 2
 
 
 @pytest.mark.parametrize(("world", "name"), [(2, "auto"), (3, "collective"), *exhaustive((3, "auto"))])
-def test_sums_on_the_way_of_the_update(world: int, name: Implementation) -> None:
-    """Nobody asks for the norm: at stage 1 gradients are summed, used and forgotten in one sweep."""
+def test_the_update_computes_sums_that_were_not_requested(world: int, name: Implementation) -> None:
+    """The update of stage 1 sums the gradients itself if no caller has requested their norm."""
     check(Case("gpt", 1, world, clip=False, sums=False, name=name))
     check(Case("toy", 1, world, accumulation=3, clip=False, sums=False, name=name, bucket_bytes=300))
 
@@ -262,7 +268,7 @@ def test_stages_are_equal_to_the_bit_where_nothing_is_clipped(world: int) -> Non
 
 
 def sizes(world: int) -> list[int]:
-    """Elements of the buckets for this many ranks."""
+    """Return the number of elements of each bucket for this many ranks."""
     from tpfuse.zero.bucket_layout import plan_buckets
 
     named = reversed(list(GPT(CONFIG, dtype=torch.float64, device="meta").named_parameters()))

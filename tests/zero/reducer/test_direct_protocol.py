@@ -1,4 +1,4 @@
-"""Buckets on shared memory, rank by rank in one process: what orders every access, under many schedules."""
+"""The direct reducer on simulated memory, under many schedules: its counters order every access."""
 
 import itertools
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ STAGES = (0, 1, 2)
 
 
 class AddingUpdate:
-    """In the place of AdamW: parameters grow by the sum of their gradients, in blocks of two sizes."""
+    """An update that replaces AdamW: it adds the sum of the gradients to the parameters, in blocks of two sizes."""
 
     apply = ShardUpdate.apply
 
@@ -43,18 +43,18 @@ def specs(world: int, sent: torch.dtype) -> list[BucketSpec]:
 
 
 def gradients(step: int, index: int, world: int, size: int) -> Tensor:
-    """Of all ranks, [world, size]."""
+    """Return the gradients of all ranks, [world, size]."""
     return integers(10 * step + index, world, size, low=-3, high=3)
 
 
 def compute(reducer: GradientReducer, expected: list[Tensor]) -> None:
-    """Reads all parameters, as forward and backward passes do."""
+    """Read all parameters, as forward and backward passes do."""
     for index, values in enumerate(expected):
         assert torch.equal(reducer.values(index), values)
 
 
 class EqualNode:
-    """In the place of `InterNodeReducer`: another node has the same gradients, and no part of the shards."""
+    """Replaces `InterNodeReducer`: a second node has the same gradients, and owns no part of the shards."""
 
     nodes, node = 1, 0
 
@@ -78,13 +78,13 @@ def one_step(
     sums: bool,
     nodes: int = 1,
 ) -> None:
-    """Sends all gradients, looks at this rank's sums, and updates; nodes: with the same gradients."""
+    """Reduce all gradients, check this rank's sums, and update. nodes: the number of nodes with these gradients."""
     world = memory.world
     compute(reducer, expected)
     reducer.begin()
     for index, spec in enumerate(reducer.specs):
-        found = gradients(step, index, world, spec.size)
-        reducer.gradient_buffer(index).copy_(found[memory.rank])
+        drawn = gradients(step, index, world, spec.size)
+        reducer.gradient_buffer(index).copy_(drawn[memory.rank])
         reducer.start_reduce(index)
     compute(reducer, expected)
     reducer.end_backward()
@@ -103,9 +103,9 @@ def one_step(
 def steps(
     memory: SimulatedMemory, stage: int, sent: torch.dtype = torch.float32, inter_node: EqualNode | None = None
 ) -> None:
-    """Steps with the sums first, with them on the way, without an update; then parameters that somebody else wrote."""
+    """Run steps with and without earlier sums, and without an update; then write and publish other parameters."""
     nodes = 1 if inter_node is None else 2
-    name = f"exchange of stage {stage}, {sent}, {nodes} nodes"
+    name = f"reducer of stage {stage}, {sent}, {nodes} nodes"
     reducer = current(direct_module).DirectReducer(specs(memory.world, sent), stage, memory, name, inter_node)
     expected = [torch.zeros(spec.size) for spec in reducer.specs]
     for step, (update, sums) in enumerate([(True, True), (True, False), (False, True), (True, True)]):
@@ -120,9 +120,9 @@ def steps(
 
 
 def late(memory: SimulatedMemory, stage: int) -> None:
-    """Rank 0 does not come to the sums; after a reset a step from the parameters of before is right."""
+    """Rank 0 does not take part in the sums; after a reset, a step from the same parameters is right."""
     made = specs(memory.world, torch.float32)
-    reducer = current(direct_module).DirectReducer(made, stage, memory, f"exchange of stage {stage}")
+    reducer = current(direct_module).DirectReducer(made, stage, memory, f"reducer of stage {stage}")
     expected = [torch.zeros(spec.size) for spec in reducer.specs]
     one_step(reducer, memory, 0, expected, True, True)
     with pytest.raises(PeerTimeout):
@@ -152,13 +152,13 @@ class TestDirectReducer(ProtocolSuite):
         (
             REDUCER._sum_whole_buckets,
             "self._set_counter(STEPS_DONE, self._counters[BACKWARDS_DONE])",
-        ): "it comes early; `begin` says it otherwise"
+        ): "it sets the counter early; `begin` sets it otherwise"
     }
     worlds = ((2, 1), (3, 1), (1, 1))
     seeds = 30
 
     def program(self, memory: SimulatedMemory) -> None:
-        """All stages, one after another, and one with another node."""
+        """Run all stages one after another, and stage 1 with a second node."""
         self.short_program(memory)
         steps(memory, 1, inter_node=EqualNode())
 
@@ -171,15 +171,15 @@ class TestDirectReducer(ProtocolSuite):
             late(memory, stage)
 
 
-FAULTS = {  # and the stages that show each
-    Fault("one room", replace(REDUCER._rank_gradients, "len(self._gradient_buffers)", by="1")): (2,),
+FAULTS = {  # the stages that show each fault
+    Fault("one gradient buffer", replace(REDUCER._rank_gradients, "len(self._gradient_buffers)", by="1")): (2,),
     Fault(
-        "the room before its readers are done",
+        "a buffer before its readers are done",
         replace(REDUCER.gradient_buffer, "index >= GRADIENT_BUFFERS", by="False"),
     ): (2,),
     Fault("an older reader", replace(REDUCER._wait_until_read, call="_wait_for_peers", **STALE)): (2,),
     Fault("an older bucket's signal", replace(REDUCER._sum_part, call="_wait_for_peers", **STALE)): STAGES,
-    Fault("an older sum's", replace(REDUCER._sum_whole_buckets, call="wait_signal", **STALE)): (0,),
+    Fault("an older sum's signal", replace(REDUCER._sum_whole_buckets, call="wait_signal", **STALE)): (0,),
     Fault("the next rank's shard", replace(REDUCER._node_shard, "self.memory.rank", by="0")): STAGES,
     Fault("one rank is left out", replace(REDUCER._wait_for_peers, "self._others", by="self._others[1:]")): STAGES,
     Fault(
@@ -216,12 +216,12 @@ def test_no_alarm_with_gradients_of_another_dtype(stage: int, world: int) -> Non
     explore(lambda memory: steps(memory, stage, torch.float16), world, seeds=range(1))
 
 
-def test_unequal_rooms_do_not_meet() -> None:
-    """All buckets of all stages lie apart, on every rank."""
+def test_unequal_buffers_do_not_overlap() -> None:
+    """The buffers of all buckets and stages do not overlap, on every rank."""
 
     def program(memory: SimulatedMemory) -> None:
         for stage in STAGES:
-            reducer = direct_module.DirectReducer(specs(2, torch.float16), stage, memory, f"exchange {stage}")
+            reducer = direct_module.DirectReducer(specs(2, torch.float16), stage, memory, f"reducer {stage}")
             buffers: list[Any] = (
                 [reducer.gradient_buffer(0)] if stage == 2 else [reducer.gradient_buffer(i) for i in range(4)]
             )

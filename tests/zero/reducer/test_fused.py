@@ -1,4 +1,4 @@
-"""Buckets exchanged by kernels: as by torch on shared memory, in processes and in the explorer."""
+"""The fused reducer equals the direct one, in processes and in the explorer."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def _steps(name: Implementation, stage: int, dtype: torch.dtype, sums: bool) -> list[Tensor]:
-    """The parameters after three steps of several buckets, in the second of which nothing is updated."""
+    """Return the parameters after three steps with several buckets; the second step has no update."""
     group = group_of(tensor_mesh())
     model = nn.Sequential(nn.Linear(9, 33, dtype=dtype), nn.Linear(33, 17, dtype=dtype))
     for seed, parameter in enumerate(model.parameters()):
@@ -71,10 +71,10 @@ def test_equals_direct(world: int, stage: int, dtype: torch.dtype, sums: bool) -
 def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[SimulatedMemory], None]]:
     def of(module: ModuleType) -> Callable[[SimulatedMemory], None]:
         def program(memory: SimulatedMemory) -> None:
-            """Values are read before and after; AdamW that remembers nothing takes a step of lr against the sign."""
+            """Check values before each step. AdamW without moments changes them by lr against the gradient's sign."""
             world = memory.world
             specs = [BucketSpec(16 * world * n, torch.float32, torch.float32) for n in (1, 3, 1, 1)]
-            reducer = module.FusedReducer(specs, stage, memory, "exchange")
+            reducer = module.FusedReducer(specs, stage, memory, "reducer")
             moments = [[torch.zeros(len(reducer.shard(i))) for _ in range(2)] for i in range(4)]
             ramps, value = [torch.arange(1.0, spec.size + 1) for spec in specs], 0.0
             for step in range(1, 4):
@@ -91,8 +91,8 @@ def program_of(stage: int, sums: bool) -> Callable[[ModuleType], Callable[[Simul
                         expected = ramps[index][shard.start : shard.stop] * (world * (world + 1) // 2)
                         assert torch.equal(reducer.reduced_shard(index), expected)
                 if step == 2:
-                    continue  # no update: gradients are written again all the same
-                # With a factor a copy goes to torch's AdamW, which is declared to write the gradients that it gets.
+                    continue  # no update; the gradients are written again nevertheless
+                # With a factor, torch's AdamW gets a copy of the gradients, because it is declared to write them.
                 rates = Rates(0.1, 0.0, 0.0, 1e-8, 0.0, torch.tensor(1.0), 0.5)
                 store = DeviceStore(CPU)
                 reducer.update([ShardUpdate(*moments[index], None, 0, rates, store) for index in range(4)])
@@ -119,7 +119,10 @@ def test_no_alarm_in_ten_seeds(stage: int, sums: bool) -> None:
 
 
 FAULTS = {
-    "the whole's beginning": (replace(FusedReducer._sum_part, "node_shard.start", by="0", call="shard_sum"), (2, True)),
+    "the start of the whole bucket": (
+        replace(FusedReducer._sum_part, "node_shard.start", by="0", call="shard_sum"),
+        (2, True),
+    ),
     "another shard is written": (
         replace(FusedReducer._update_shard, "shard.start", by="0", call="sharded_adamw_"),
         (1, True),
@@ -138,7 +141,7 @@ FAULTS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults(fault: str) -> None:
+def test_planted_faults_are_found(fault: str) -> None:
     edit, case = FAULTS[fault]
     mutant = Fault(fault, edit).mutant()
     assert not surviving(program_of(*case), [fused_module], 2, mutants=[mutant], resident=2)
