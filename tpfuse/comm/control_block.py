@@ -81,7 +81,7 @@ def _map(path: str, size: int) -> NDArray[np.uint8]:
 
 
 class RankState:
-    """One rank's state in the control block.
+    """The state of one rank in the control block.
 
     A row of the flight record has the operation's number, when it began and ended (ns, 0: not yet), its number and the
     digest of its text in one word, which is written at once, and as much of the text as fits.
@@ -198,7 +198,7 @@ class ControlBlock:
 
     @property
     def aborted(self) -> bool:
-        """Whether this rank was told to stop waiting."""
+        """True if this rank was told to stop waiting."""
         return self.local.aborted[0] != 0
 
     def begin(self, op: str, *, fence: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""All calls of `CudaMemory` to CUDA, in one class, so that tests can replace it.
+"""The calls of `CudaMemory` to CUDA, all in one class, so that tests can replace it.
 
 Memory comes from torch.distributed._symmetric_memory with its CUDA backend. The meaning of its handles was read in the
 source of torch 2.11 and 2.13 (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu): `buffer_ptrs` are the

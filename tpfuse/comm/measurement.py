@@ -98,7 +98,7 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     """Returns the group's decision for a case, and measures if it has none. Collective; only if `is_measuring`.
 
     usual: the candidate that is taken without a measurement. Raises Disagreement if ranks come with different cases,
-    PeerTimeout if one does not come, and whatever the usual candidate raises. Another candidate that raises is left
+    PeerTimeout if one does not come, and any error that the usual candidate raises. Another candidate that raises is left
     out, with a warning, and the group's memory is reset after it.
     """
     by_case = _decided.setdefault(group, {})
@@ -195,7 +195,10 @@ def _failure(run: Callable[[], object], device: torch.device) -> Exception | Non
 
 
 def _milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the milliseconds of one call. On a GPU it times calls in a row, so that the host runs ahead as in training."""
+    """Returns the milliseconds of one call.
+
+    On a GPU it times calls in a row, so that the host runs ahead of the GPU as in training.
+    """
     if device.type != "cuda":
         started = time.perf_counter()
         run()

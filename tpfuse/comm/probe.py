@@ -20,7 +20,7 @@ _FABRIC, _MULTICAST = 128, 132
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about the machine. meaning: the consequence for tpfuse."""
+    """A fact about the machine. meaning: the consequence for tpfuse."""
 
     name: str
     value: str
@@ -79,9 +79,9 @@ def _size(count: int | None) -> str:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Returns the bytes that may still be allocated: the lesser of the machine's and the control group's; None: unknown.
+    """Returns the bytes that may still be allocated: the lesser of the machine's and of the control group's.
 
-    A request for more memory is not refused: the kernel kills a process when the pages are written.
+    None: unknown. A request for more memory is not refused: the kernel kills a process when the pages are written.
     """
     limits = []
     try:
@@ -170,7 +170,10 @@ def _dev_shm() -> str:
 
 
 def no_peer_access(devices: range | list[int]) -> list[str]:
-    """Returns the pairs of GPUs without access to each other's memory, as "cuda:0 and cuda:3". devices: torch's numbers."""
+    """Returns the pairs of GPUs that cannot access each other's memory, as "cuda:0 and cuda:3".
+
+    devices: torch's numbers of the GPUs.
+    """
     return [
         f"cuda:{a} and cuda:{b}"
         for a in devices

@@ -29,7 +29,7 @@ from tpfuse.kernels.signals import wrapped as wrapped
 
 
 class SymmetricBuffer:
-    """One tensor per rank, all of the same shape and dtype. Every rank can read and write each of them.
+    """A tensor on each rank, all of the same shape and dtype. Every rank can read and write each of them.
 
     key: the buffer's name in its memory. The tensors are zero at first. After `SymmetricMemory.free` every attribute
     raises ValueError.

@@ -1,4 +1,4 @@
-"""Collectives along dimension 0, without autograd, by whatever serves the group best.
+"""Collectives along dimension 0, without autograd, by the implementation that serves the group best.
 
 | implementation | what it is                                                           |
 |----------------|----------------------------------------------------------------------|
@@ -6,11 +6,11 @@
 | fused          | Triton kernels on symmetric memory (`tpfuse.comm.collectives.fused`) |
 | collective     | NCCL, Gloo (`tpfuse.comm.collectives.collective`)                    |
 
-`tpfuse.comm.choice` chooses.
+`tpfuse.comm.choice` chooses the implementation.
 
-A group of None stands for a single rank and costs nothing. `start_*` begin a collective and return the result with a
-handle; the result may be read once `wait()` has returned. Every rank calls the same collectives of a group in the same
-order, from one thread at a time. Raise PeerTimeout where a rank does not come.
+A group of None stands for a single rank and costs nothing. The functions `start_*` begin a collective and return the
+result with a handle; the result may be read after `wait()` has returned. Every rank must call the same collectives of a
+group in the same order, from one thread at a time. They raise PeerTimeout if a rank does not come.
 """
 
 from collections.abc import Sequence
@@ -33,18 +33,18 @@ from tpfuse.kernels.endpoint import SUMMED
 
 _Kind = TypeVar("_Kind", DirectCollectives, FusedCollectives)
 _Symmetric = DirectCollectives | FusedCollectives
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # of `agree_on_rows`
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[object, ...]]] = WeakKeyDictionary()  # for `agree_on_rows`
 _instances: WeakKeyDictionary[dist.ProcessGroup, dict[type[_Symmetric], _Symmetric]] = WeakKeyDictionary()
 
 
 def _direct(x: Tensor, group: dist.ProcessGroup) -> DirectCollectives | None:
-    """What serves CPU ranks of one host, fused kernels or not."""
+    """Returns the direct collectives of CPU ranks of one host, also if fused kernels were chosen; else None."""
     choice = choose_implementation(x.device, x.dtype, group)
     return _instance(group, choice, DirectCollectives) if x.device.type == "cpu" else None
 
 
 def _symmetric(x: Tensor, group: dist.ProcessGroup, *, summed: bool = False) -> _Symmetric | None:
-    """What serves the group through symmetric memory; None where nothing does."""
+    """Returns the group's collectives through symmetric memory, or None. summed: whether the collective sums x."""
     choice = choose_implementation(x.device, x.dtype, group)
     if choice.implementation == "fused" and (not summed or x.dtype in SUMMED):
         return _instance(group, choice, FusedCollectives)
@@ -61,7 +61,7 @@ def _instance(group: dist.ProcessGroup, choice: Choice, kind: type[_Kind]) -> _K
 
 
 def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = True) -> None:
-    """Raises ValueError for what is no process group, a DTensor, and where rows are wanted a tensor without any."""
+    """Raises ValueError if group is no process group, x is a DTensor, or rows are needed and x has no dimension."""
     check_group(operator, group)
     check_local(operator, x=x)
     if rows and not x.ndim:
@@ -69,7 +69,10 @@ def _check(operator: str, x: Tensor, group: dist.ProcessGroup, *, rows: bool = T
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
-    """All ranks' `x` [n, ...] behind each other in rank order: [world * n, ...]. Shapes must agree."""
+    """Begins to gather all ranks' `x` [n, ...], concatenated in rank order: [world * n, ...].
+
+    The shapes must be equal on all ranks. Returns (the result, its handle).
+    """
     if group is None:
         return x, DONE
     return _all_gather(x, group, later=True)
@@ -86,10 +89,10 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tuple[Te
 
 
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Handle]:
-    """This rank's [n, ...] of the sum over all ranks of `x` [world * n, ...].
+    """Begins to sum `x` [world * n, ...] over all ranks; this rank gets its [n, ...]. Returns (the result, its handle).
 
-    On CPUs the sum is taken in rank order, half types in float32. Raises ValueError where the world does not divide
-    the rows.
+    On CPUs the sum is taken in rank order, half types in float32. Raises ValueError if the world does not divide the
+    rows.
     """
     if group is None:
         return x, DONE
@@ -110,7 +113,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, *, later: bool) -> tupl
 
 
 def start_all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Handle:
-    """Replaces the contiguous `x` by its sum over all ranks, in place."""
+    """Begins to replace the contiguous `x` by its sum over all ranks, in place. Returns the handle."""
     if group is None:
         return DONE
     x = x.detach()
@@ -128,7 +131,7 @@ def _all_reduce(x: Tensor, out: Tensor, group: dist.ProcessGroup, *, later: bool
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`start_all_gather`, waited for."""
+    """Returns all ranks' `x` [n, ...], concatenated in rank order: [world * n, ...]. All ranks have the same shape."""
     if group is None:
         return x
     out, handle = _all_gather(x, group, later=False)
@@ -137,7 +140,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """`start_reduce_scatter`, waited for."""
+    """Returns this rank's [n, ...] of the sum of `x` [world * n, ...] over all ranks, as `start_reduce_scatter`."""
     if group is None:
         return x
     out, handle = _reduce_scatter(x, group, later=False)
@@ -146,7 +149,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A new tensor: the sum of `x` over all ranks."""
+    """Returns the sum of `x` over all ranks in a new tensor."""
     if group is None:
         return x
     x = x.detach().contiguous()
@@ -156,7 +159,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A new tensor: the maximum of `x` over all ranks."""
+    """Returns the maximum of `x` over all ranks in a new tensor."""
     if group is None:
         return x
     _check("all_reduce_max", x, group, rows=False)
@@ -172,9 +175,9 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Row r of the result is row `rank` of rank r's x. x: [world, ...], of one shape on all ranks.
+    """Returns a tensor whose row r is row `rank` of rank r's x. x: [world, ...], of one shape on all ranks.
 
-    Raises ValueError where x does not have a row for each rank.
+    Raises ValueError unless x has one row for each rank.
     """
     if group is None:
         return x
@@ -193,7 +196,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _Handles:
-    """Several transfers as one."""
+    """The handle of several transfers together."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
@@ -204,9 +207,9 @@ class _Handles:
 
 
 def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
-    """The x of the rank before, whose shape must be the same; the first rank's is the last one's.
+    """Begins to receive the x of the previous rank, of the same shape; the first rank receives that of the last rank.
 
-    By NCCL or Gloo: ranks that share memory have no need of it.
+    Returns (the result, its handle). NCCL or Gloo sends it: ranks that share memory do not need this function.
     """
     x = x.detach().contiguous()
     out = torch.empty_like(x)
@@ -214,12 +217,11 @@ def start_shift(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Handle]:
 
 
 def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, op: str, unit: str = "rows") -> None:
-    """Raises ValueError, on every rank alike, where ranks have other numbers of rows for `op`.
+    """Raises ValueError, on every rank, if ranks have different numbers of rows for `op`.
 
-    Collectives of such would not end, or be wrong.
-
-    On CPUs always; on GPUs, where the host would wait for the result, when a number is new. groups: of which each rank
-    is in one, or several along the dimensions of a mesh: then all ranks of the mesh compare.
+    A collective of different numbers would not end or would give wrong results. On CPUs the ranks compare on every
+    call; on GPUs, where the host would wait for the result, only if the number is new. groups: a group with this rank,
+    or several along the dimensions of a mesh, in which case all ranks of the mesh compare.
     """
     agreed = _agreed.setdefault(groups[0], set())
     known = unit, rows, *(group.group_name for group in groups[1:])

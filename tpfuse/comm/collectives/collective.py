@@ -1,7 +1,8 @@
-"""Collectives by torch.distributed (NCCL or Gloo), where ranks have no symmetric memory: on several hosts, above all.
+"""Collectives by torch.distributed (NCCL or Gloo), for ranks without symmetric memory, such as those of several hosts.
 
-A rank that is lost, or late, is a PeerTimeout here as well. Gloo and NCCL do not know which one it was: so ranks that
-give up say so in the group's store, and who is silent there is missing. The group is of no more use then.
+A rank that is lost or late raises PeerTimeout on the others here too. Gloo and NCCL do not know which rank it was: so
+ranks that give up write that into the group's store, and a rank that is silent there is missing. The group cannot be
+used after that.
 """
 
 import contextlib
@@ -19,20 +20,20 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import sum_in_rank_order
 from tpfuse.comm.settings import settings
 
-_PATIENCE = 2.0  # seconds
+_PATIENCE = 2.0  # the seconds that a rank that gives up waits for the others to do the same
 _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-# torch 2.13 renamed the two; older releases know only the second name.
+# torch 2.13 renamed these two functions; older releases have only the second name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float | None = None) -> None:
-    """Gives the group's operations a deadline, by default that of the settings; torch's own is 10 or 30 minutes."""
+    """Sets the deadline of the group's operations, by default that of the settings; torch's own is 10 or 30 minutes."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=settings().timeout if seconds is None else seconds), group)
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error of torch.distributed says that a rank is gone or late; it has no class of its own for that."""
+    """Returns whether an error of torch.distributed means that a rank is lost or late; it has no class for that."""
     text = str(error)
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError)
@@ -41,17 +42,18 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 class CollectiveHandle:
-    """A collective of torch.distributed under way. Every rank makes those of a group in one order."""
+    """The handle of a collective of torch.distributed. Every rank must make those of a group in one order."""
 
     def __init__(self, op: str, group: dist.ProcessGroup, work: dist.Work | None) -> None:
         self._op, self._group, self._work = op, group, work
         self._number = _counts[group] = _counts.get(group, 0) + 1
         self._started = time.monotonic()
-        # Gloo's wait takes a deadline. NCCL's would block the host until the result is there; its watchdog has one.
+        # Gloo's wait takes a deadline. That of NCCL would block the host until the result is there; NCCL's watchdog has
+        # its own deadline.
         self._deadline = (timedelta(seconds=settings().timeout),) if dist.get_backend(group) == "gloo" else ()
 
     def wait(self) -> None:
-        """Blocks (on CUDA: the current stream) until the result may be read. Raises PeerTimeout."""
+        """Blocks the caller (on CUDA the current stream) until the result may be read. Raises PeerTimeout."""
         if self._work is None:
             return
         with self.name_missing_rank():
@@ -59,7 +61,7 @@ class CollectiveHandle:
 
     @contextlib.contextmanager
     def name_missing_rank(self) -> Iterator[None]:
-        """Makes a PeerTimeout, with the rank that is missing, of what torch.distributed says about a lost one."""
+        """Turns an error of torch.distributed about a lost rank into a PeerTimeout with the rank that is missing."""
         try:
             yield
         except RuntimeError as error:
@@ -80,9 +82,9 @@ class CollectiveHandle:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any]:
-    """What each rank of the group passes, in rank order; for small objects, which are pickled.
+    """Returns the values of all ranks of the group, in rank order. They should be small, and are pickled.
 
-    op: what the ranks do, for the message. Raises PeerTimeout.
+    op: the name of the operation in the message. Raises PeerTimeout.
     """
     values: list[Any] = [None] * group.size()
     with CollectiveHandle(op, group, None).name_missing_rank():
@@ -91,7 +93,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup, *, op: str) -> list[Any
 
 
 def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
-    """The ranks that do not give up collective `number` within two seconds of this one; none where the store fails."""
+    """Returns the ranks that do not give up collective `number` within two seconds; none if the store fails."""
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
@@ -106,7 +108,7 @@ def _silent_ranks(group: dist.ProcessGroup, number: int) -> list[int]:
 
 
 class _SumInRankOrder:
-    """The second half of a reduce-scatter by all-to-all: adds up what every rank sent, rank 0 first."""
+    """The handle of a reduce-scatter by all-to-all. It sums the tensors that the ranks sent, rank 0 first."""
 
     def __init__(self, received: Tensor, out: Tensor, work: CollectiveHandle) -> None:
         self._received, self._out, self._work = received, out, work
@@ -118,16 +120,16 @@ class _SumInRankOrder:
 
 
 def start_all_gather(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
-    """x: [n] contiguous; out: [world, n]."""
+    """Begins an all-gather: out[r] becomes rank r's x. x: [n] contiguous; out: [world, n]."""
     return CollectiveHandle("all_gather", group, _all_gather(out.view(-1), x, group=group, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle | _SumInRankOrder:
-    """x: [world, n] contiguous; out: [n].
+    """Begins a reduce-scatter: out becomes the sum over ranks of x[this rank]. x: [world, n] contiguous; out: [n].
 
-    Over Gloo each rank sends its partial sums to their owners, who add them in rank order, half types in
-    float32: the result does not depend on the rank, and it takes two thirds of the time of Gloo's own
-    reduce-scatter (1 MB, 2 ranks, torch 2.13: 0.56 ms against 0.84).
+    With Gloo each rank sends its partial sums to their owners, which add them in rank order, half types in float32: the
+    result does not depend on the rank, and it takes two thirds of the time of Gloo's own reduce-scatter (1 MB, 2 ranks,
+    torch 2.13: 0.56 ms against 0.84).
     """
     if dist.get_backend(group) == "gloo":
         received = torch.empty_like(x)
@@ -137,7 +139,7 @@ def start_reduce_scatter(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Co
 
 
 def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> CollectiveHandle:
-    """x, out: [world, n] contiguous; out[r] becomes rank r's x[this rank]."""
+    """Begins an all-to-all: out[r] becomes rank r's x[this rank]. x, out: [world, n] contiguous."""
     return CollectiveHandle(
         "all_to_all", group, dist.all_to_all_single(out.view(-1), x.view(-1), group=group, async_op=True)
     )
@@ -146,19 +148,22 @@ def start_all_to_all(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> Collec
 def start_all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> CollectiveHandle:
-    """Replaces the contiguous `x` by its sum (or whatever `op` says) over all ranks."""
+    """Begins to replace the contiguous `x` by its sum, or the reduction `op`, over all ranks."""
     return CollectiveHandle("all_reduce", group, dist.all_reduce(x, op=op, group=group, async_op=True))
 
 
 def broadcast_(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Replaces the contiguous tensors on all ranks by those of the group's first one. Raises PeerTimeout."""
+    """Replaces the contiguous tensors on all ranks by those of the group's first rank. Raises PeerTimeout."""
     works = [dist.broadcast(x, group=group, group_src=0, async_op=True) for x in tensors]
     for work in [CollectiveHandle("broadcast", group, work) for work in works]:
         work.wait()
 
 
 def start_shift(x: Tensor, out: Tensor, group: dist.ProcessGroup) -> list[CollectiveHandle]:
-    """out becomes the previous rank's x, that of the last rank for the first one. x, out: contiguous, alike."""
+    """Begins a shift: out becomes the previous rank's x, on the first rank that of the last one.
+
+    x, out: contiguous, of one shape and dtype.
+    """
     rank, world = group.rank(), group.size()
     ends = (
         dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % world),

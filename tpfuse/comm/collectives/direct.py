@@ -1,11 +1,11 @@
 """Collectives as torch operations on shared memory: every rank stages its part and reads the others' in place.
 
-What a peer reads is written once, into a slot small enough to stay in the cache, so that large tensors pass through in
-pieces at about the speed of one copy. Sums are taken in absolute rank order, half types in float32: they are bitwise
-the same on every rank and from run to run.
+A rank writes what its peers read once, into a slot that is small enough to stay in the cache, so that large tensors
+pass through in pieces at about the speed of one copy. Sums are taken in absolute rank order, half types in float32:
+they are bitwise the same on every rank and from run to run.
 
-An operation may be begun and finished later: its first piece is staged and signalled at once, and whatever comes next
-through the same channel finishes it first.
+An operation may be begun and finished later: its first piece is staged and signalled at once, and the next operation on
+the same channel finishes it first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,11 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.rank_order import max_in_rank_order, rows_of, sum_in_rank_order
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 
-# Of a slot, and of the one that larger tensors pass through: it takes 16 MiB of each rank, once there is such a tensor.
-# Larger pieces mean fewer rounds, which cost most where there are more ranks than cores. Measured on 2 cores, 2 and 4
-# ranks, all-reduce of 64 MiB: with 1 MiB 35 and 106 ms, 4 MiB 28 and 70, 8 MiB 24 and 63 (2026-11-21).
+# The bytes of half a slot, and of half the slot for larger tensors, which takes 16 MiB of each rank after the first
+# such tensor. Larger pieces mean fewer rounds, which cost most if there are more ranks than cores. Measured on 2 cores,
+# 2 and 4 ranks, all-reduce of 64 MiB: with 1 MiB 35 and 106 ms, 4 MiB 28 and 70, 8 MiB 24 and 63 (2026-11-21).
 SLOT_BYTES, LARGE_SLOT_BYTES = 2**20, 2**23
-# Up to here each of more than two ranks sums everything itself; beyond, its part, which the others read.
+# Up to this size each of more than two ranks sums the whole tensor. Above it each sums its part, which the others read.
 ONE_SHOT_BYTES = 2**15
 
 
@@ -29,7 +29,7 @@ _FINISHED = object()
 
 
 class DirectHandle:
-    """An operation under way."""
+    """The handle of an operation under way."""
 
     def __init__(self, collectives: "DirectCollectives", op: str, rounds: Iterator[None]) -> None:
         self._collectives, self._op, self._rounds = collectives, op, rounds
@@ -47,7 +47,7 @@ class DirectHandle:
                 self.finish()
 
     def finish(self) -> None:
-        """The rest, within a guard."""
+        """Does the rest of the operation. The caller is within a guard."""
         memory = self._collectives.memory
         self.done = True
         if self._generation != memory.generation:
@@ -69,31 +69,34 @@ class DirectCollectives:
     def __init__(
         self, memory: SymmetricMemory, slot_bytes: int = SLOT_BYTES, large_slot_bytes: int = LARGE_SLOT_BYTES
     ) -> None:
-        """Collective. slot_bytes: of a piece; large_slot_bytes: of a piece of what a slot cannot hold at once."""
+        """Opens the channel. Collective.
+
+        slot_bytes: the bytes of a piece; large_slot_bytes: the bytes of a piece of a tensor above slot_bytes.
+        """
         self.memory, self._large_slot_bytes = memory, large_slot_bytes
         self._small = Channel(memory, "direct collectives", slot_bytes)
         self._large: Channel | None = None
         self._pending: DirectHandle | None = None
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...].
+        """Makes part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...].
 
-        later: begun only, until its handle is waited for.
+        later: only begins the operation; waiting for its handle finishes it.
         """
         return self._run("all_gather", x, self._all_gather(x.view(-1), rows_of(out, self.memory.world)), later)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out[r] becomes rank r's x[this rank]. Both: [world, ...]."""
+        """Makes out[r] rank r's x[this rank]. x, out: [world, ...]."""
         return self._run(
             "all_to_all", x, self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world)), later
         )
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
+        """Makes out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
         return self._run("reduce_scatter", x, self._reduce_scatter(rows_of(x, self.memory.world), out.view(-1)), later)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes Σ over ranks of x; both of one shape, may be the same."""
+        """Makes out Σ over ranks of x. x, out: of one shape; they may be the same tensor."""
         limit = self._small.nbytes if self.memory.world == 2 else ONE_SHOT_BYTES
         if x.nbytes <= limit:
             rounds = self._one_shot("all_reduce", x.view(-1), out.view(-1), sum_in_rank_order)
@@ -102,7 +105,7 @@ class DirectCollectives:
         return self._run("all_reduce", x, rounds, later)
 
     def all_reduce_max(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
-        """out becomes the maximum over ranks of x; both of one shape, may be the same. NaN wins."""
+        """Makes out the maximum over ranks of x, NaN if one is. x, out: of one shape; they may be the same tensor."""
         rounds = self._one_shot("all_reduce_max", x.view(-1), out.view(-1), max_in_rank_order)
         return self._run("all_reduce_max", x, rounds, later)
 
@@ -119,7 +122,7 @@ class DirectCollectives:
         return handle
 
     def _channel_of(self, x: Tensor) -> Channel:
-        """What x passes through; the large one is made, by all ranks, when it is first needed."""
+        """Returns the channel for x. All ranks open the large one when it is first needed."""
         if x.nbytes <= self._small.nbytes:
             return self._small
         if self._large is None:
@@ -174,7 +177,7 @@ class DirectCollectives:
     def _one_shot(
         self, op: str, x: Tensor, out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]
     ) -> Iterator[None]:
-        """Every rank reads and combines everything."""
+        """Reduces in one epoch: every rank reads and combines whole tensors."""
         channel = self._channel_of(x)
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
@@ -187,7 +190,7 @@ class DirectCollectives:
             combine(slots, _cut(out, start, size))
 
     def _all_reduce_two_shot(self, x: Tensor, out: Tensor) -> Iterator[None]:
-        """Every rank sums its part, in one epoch, and reads the other parts in the next."""
+        """Reduces in two epochs: every rank sums its part in the first, and reads the other parts in the second."""
         channel, this_rank, world = self._channel_of(x), self.memory.rank, self.memory.world
         size = channel.nbytes // x.element_size()
         for start in range(0, x.numel(), size):
@@ -218,5 +221,5 @@ def _wait_for_all(channel: Channel, epoch: int, op: str) -> None:
 
 
 def _cut(x: Tensor, start: int, size: int) -> Tensor:
-    """x[..., start : start + size]; x itself where that is all of it, which it mostly is."""
+    """Returns x[..., start : start + size], or x itself if that is all of it, as it mostly is."""
     return x if start == 0 and size >= x.shape[-1] else x[..., start : start + size]

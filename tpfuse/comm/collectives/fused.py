@@ -1,6 +1,6 @@
-"""Collectives as Triton kernels on symmetric memory: one launch for each piece that a slot holds.
+"""Collectives as Triton kernels on symmetric memory: one launch for each piece that half a slot holds.
 
-On CUDA they run on the current stream, and `wait()` has nothing to wait for; on CPUs they are interpreted.
+On CUDA they run on the current stream, and `wait()` of their handles does nothing; on CPUs they are interpreted.
 """
 
 from collections.abc import Callable
@@ -18,26 +18,26 @@ from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 
-# Of each half, by device. 128 MiB are four launches on a GPU, each of which reads 32 MiB: 0.1 ms at the rate of NVLink,
-# beside some 10 µs that a launch and its signals take. Not measured yet.
+# The bytes of half a slot, by device. On a GPU 128 MiB take four launches, each of which reads 32 MiB: 0.1 ms at the
+# rate of NVLink, compared with some 10 µs for a launch and its signals. Not measured yet.
 _SLOT_BYTES = {"cuda": 2**25, "cpu": 2**20}
-ONE_SHOT_BYTES = 2**16  # not measured yet
-_PROGRAMS = 32  # of a launch: four ranks that share one H100 fit side by side; not measured yet
+ONE_SHOT_BYTES = 2**16  # up to this size an all-reduce takes one shot; not measured yet
+_PROGRAMS = 32  # the programs of a launch, so that four ranks that share one H100 fit side by side; not measured yet
 _INTERPRETED_PROGRAMS = 2
 
 
 def most_programs(memory: SymmetricMemory) -> int:
-    """Of a launch of kernels that only move and sum."""
+    """Returns the most programs of a launch of kernels that only move and sum."""
     return _PROGRAMS if memory.device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 def open_channel(
     memory: SymmetricMemory, name: str, slot_bytes: int, programs: int, parts: int = 2
 ) -> tuple[SymmetricBuffer, Endpoint]:
-    """(the slots, uint8 [parts, slot_bytes] on each rank; this rank's end of the channel `name`). Collective.
+    """Opens the channel `name`. Returns (the slots, uint8 [parts, slot_bytes] on each rank; its endpoint). Collective.
 
-    programs: the most of a launch, fewer where the memory says that ranks share a device. parts: 2, the halves that
-    kernels use in turn, unless no kernel uses the slots.
+    programs: the most programs of a launch; there are fewer if the memory says that ranks share a device. parts: 2, the
+    halves that kernels use in turn, unless no kernel uses the slots.
     """
     programs = min(programs, memory.resident_programs or programs)
     count = 2 * programs * memory.world
@@ -61,22 +61,22 @@ class FusedCollectives:
     """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
-        """Collective. slot_bytes: of a piece, a multiple of 16; by default what suits the device."""
+        """Opens the channel. Collective. slot_bytes: of a piece, a multiple of 16; the default depends on the device."""
         self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
         _, self._endpoint = open_channel(memory, "fused collectives", self._slot_bytes, most_programs(memory))
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """Part r of out becomes rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
+        """Makes part r of out rank r's x. x: [n, ...]; out: [world * n, ...] or [world, n, ...]; of any dtype."""
         rows = x.view(-1), rows_of(out, self.memory.world)
         return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
     def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out[r] becomes rank r's x[this rank]. Both: [world, ...], of any dtype."""
+        """Makes out[r] rank r's x[this rank]. x, out: [world, ...], of any dtype."""
         rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
         return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out becomes Σ over ranks of part `rank` of their x, of a dtype that is summed.
+        """Makes out Σ over ranks of part `rank` of their x, of a dtype in `tpfuse.kernels.endpoint.SUMMED`.
 
         x: [world * n, ...] or [world, n, ...]; out: [n, ...].
         """
@@ -84,7 +84,7 @@ class FusedCollectives:
         return self._run("reduce_scatter", x, rows, self._slot_bytes // self.memory.world, reduce_scatter_forward)
 
     def all_reduce(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
-        """out becomes Σ over ranks of x; both of one shape, may be the same; of a dtype that is summed."""
+        """Makes out Σ over ranks of x. x, out: of one shape and a dtype in SUMMED; they may be the same tensor."""
         forward = partial(all_reduce_forward, two_shot=x.nbytes > ONE_SHOT_BYTES)
         return self._run("all_reduce", x, (x.view(-1), out.view(-1)), self._slot_bytes, forward)
 
@@ -96,7 +96,7 @@ class FusedCollectives:
         row_bytes: int,
         forward: Callable[[Tensor, Tensor, Endpoint], None],
     ) -> Handle:
-        """`forward` of one piece of the rows of x and out after the other; pieces of several rows are packed for it."""
+        """Calls `forward` for one piece of the rows of x and out after another. Packs pieces of several rows for it."""
         size, width = row_bytes // x.element_size() // 16 * 16, rows[0].shape[-1]
         with self.memory.guard(f"{op} {x.dtype} {list(x.shape)}", kernel=True):
             for start in range(0, width, size):
