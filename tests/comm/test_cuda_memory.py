@@ -288,13 +288,13 @@ def _capture() -> None:
     memory.wait_signal(flags, memory.rank, 0, 1, op="test")
     memory.check()
     with pytest.raises(
-        RuntimeError, match="symmetric buffer 'new' is made while a graph is captured: ask for it before"
+        RuntimeError, match="symmetric buffer 'new' is requested while a graph is captured: request it before"
     ):
         memory.buffer("new", (1,), torch.int32)
-    with pytest.raises(RuntimeError, match="barrier: a barrier of the host while a graph is captured"):
+    with pytest.raises(RuntimeError, match="barrier: the host cannot wait in a barrier while a graph is captured"):
         memory.barrier()
     calls.use("another one")
-    with pytest.raises(RuntimeError, match="operation: a second stream of the group in a captured graph"):
+    with pytest.raises(RuntimeError, match="operation: the graph captures a second stream of the group"):
         _signal_each_other(memory, flags, 2)
     calls.capture = False
     assert calls.events == events
@@ -346,7 +346,7 @@ def _refused(kind: str) -> str:
         ("missing", "rank 1: torch 2.1 has no symmetric memory"),
         ("blind", "there is no peer access between the GPUs of rank 2 (cuda:2) and rank 0 (cuda:0)"),
         ("one", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU: torch refuses that without "),
-        ("mps", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU under MPS, which the kernels of one fill "),
+        ("mps", "rank 0 (cuda:0) and rank 1 (cuda:0) are on one GPU under MPS: waiting kernels of one would "),
         ("numbers", "rank 0 (cuda:0) and rank 1 (cuda:0) have different GPUs of one number: torch refuses that "),
     ],
 )
@@ -369,7 +369,7 @@ def _fails(where: str) -> str:
 def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
     assert (
         pool(2).run(_fails, "allocate")
-        == ["rank 1: 400 bytes of GPU memory for x cannot be had: CUDA out of memory."] * 2
+        == ["rank 1: 400 bytes of GPU memory for x cannot be allocated: CUDA out of memory."] * 2
     )
     assert (
         pool(2).run(_fails, "rendezvous")

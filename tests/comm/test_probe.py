@@ -25,7 +25,7 @@ def _found() -> dict[str, tuple[str, str]]:
 def test_this_machine() -> None:
     found = _found()
     assert found["CPU cores"][0] == str(len(os.sched_getaffinity(0)))
-    assert found["shared memory"] == ("works", "anonymous (memfd): CPU ranks talk through it")
+    assert found["shared memory"] == ("works", "anonymous (memfd): CPU ranks communicate through it")
     assert "GiB" in found["memory available"][0] or "MiB" in found["memory available"][0]
     assert all(finding.value and finding.meaning for finding in probe())
     if not torch.cuda.is_available():
@@ -107,7 +107,7 @@ def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(probes, "available_memory", lambda: None)
         found = _found()
         assert found["shared memory"][0] == "memfd_create: [Errno 1] Operation not permitted"
-        assert found["shared memory"][1] == "CPU ranks fall back on Gloo"
+        assert found["shared memory"][1] == "CPU ranks use Gloo instead"
         assert found["/dev/shm"][0] == "not there" and found["memory available"][0] == "unknown"
     monkeypatch.setattr(os, "posix_fallocate", refused)
     assert "not permitted" in _found()["shared memory"][0]

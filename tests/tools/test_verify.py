@@ -104,7 +104,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     announced, machine, table = capsys.readouterr().out.split("\n\n", 2)
     assert announced == "comparing rope: without a GPU about half a minute each on two cores"
     assert [line.split()[0] for line in machine.splitlines()][:2] == ["machine", "CPU"]
-    assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks talk through it", machine, re.M)
+    assert re.search(r"^\s*shared memory +works +anonymous \(memfd\): CPU ranks communicate through it", machine, re.M)
     lines = table.splitlines()
     assert lines[0].split() == ["operator", "case", "dtype", "error", "bound", "registers", "spills", "shared"]
     assert [line.split()[0] for line in lines[1:4]] == [FAST] * 3

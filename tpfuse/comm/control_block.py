@@ -334,7 +334,7 @@ class ControlBlock:
     def describe(self, rank: int | None) -> str:
         """Returns what is known of a missing rank, for a message."""
         if rank is None:
-            return "no rank is behind the others"
+            return "no rank is late"
         if self.has_ended(rank):
             return f"its process ({self.pids[rank]}) has ended"
         last = self.states[rank].last_operation()

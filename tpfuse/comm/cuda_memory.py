@@ -40,9 +40,8 @@ class CudaMemory(HostCoordinatedMemory):
         self._abort = self._calls.new_word()
         self._calls.synchronize()
         self._on_streams = StreamWatchdog(self.control, self._calls.alarm(self._abort), self._calls.enter_thread)
-        self._allocations: dict[
-            str, tuple[Tensor, Handle]
-        ] = {}  # kept here: the peers' tensors do not own their memory
+        # Each buffer's tensor and handle are kept here, because the peers' tensors do not own their memory.
+        self._allocations: dict[str, tuple[Tensor, Handle]] = {}
         self._begun: Event | None = None
         self._inside = False
         self._last: tuple[int, Event] | None = None  # the stream and the end of the last operation that ran
@@ -77,20 +76,22 @@ class CudaMemory(HostCoordinatedMemory):
             same = "are on one GPU" if other == gpu else "have different GPUs of one number"
             return f"{pair} {same}: torch refuses that without TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
         if other == gpu and self._calls.shared_by_mps():
-            return f"{pair} are on one GPU under MPS, which the kernels of one fill while they wait for the other's"
+            return (
+                f"{pair} are on one GPU under MPS: waiting kernels of one would leave no space for those of the other"
+            )
         reason = self._calls.obstacle(other) if other != gpu else ""
         return f"{reason} between the GPUs of {pair}" if reason else ""
 
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         if self._calls.capturing():
-            raise RuntimeError(f"symmetric buffer {key!r} is made while a graph is captured: ask for it before")
+            raise RuntimeError(f"symmetric buffer {key!r} is requested while a graph is captured: request it before")
         self._agree(f"buffer {key!r} {dtype} {tuple(shape)}", f"buffer {key}")
         size = max(16, shape.numel() * dtype.itemsize)
         reason = ""
         try:
             tensor = self._calls.allocate(size, self._group_name)
         except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
-            reason = f"{size} bytes of GPU memory for {key} cannot be had: {_first_line(error)}"
+            reason = f"{size} bytes of GPU memory for {key} cannot be allocated: {_first_line(error)}"
         self.collect(reason, f"buffer {key}")
         try:
             handle = self._calls.rendezvous(tensor, self._group_name)
@@ -133,7 +134,7 @@ class CudaMemory(HostCoordinatedMemory):
     def barrier(self, op: str = "barrier") -> None:
         """Waits until every rank and its GPU have come here."""
         if self._calls.capturing():
-            raise RuntimeError(f"{op}: a barrier of the host while a graph is captured")
+            raise RuntimeError(f"{op}: the host cannot wait in a barrier while a graph is captured")
         self._calls.synchronize()
         super().barrier(op)
 
@@ -142,7 +143,9 @@ class CudaMemory(HostCoordinatedMemory):
         stream = self._calls.stream()
         if self._calls.capturing():
             if self._captured not in (None, stream):
-                raise RuntimeError(f"{op}: a second stream of the group in a captured graph: capture one, then check()")
+                raise RuntimeError(
+                    f"{op}: the graph captures a second stream of the group: capture one stream, then call check()"
+                )
             self._captured = stream
         else:
             self._captured = None

@@ -19,7 +19,7 @@ from triton._C.libtriton import interpreter as atomics
 _POLLS, _YIELDS = 50, 20  # reads before a waiting rank yields its core, and yields before it sleeps
 _NAP = 0.01  # the most seconds that it sleeps before it checks deadlines and aborts
 _LONGEST_LOOK = 1.0  # the most seconds that a stopwatch counts between two calls
-_WAIT, _WAKE, _EVERYBODY = 0, 1, 2**31 - 1  # operations of futex(2) between processes
+_WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1  # operations of futex(2) between processes
 _ONE = np.ones(1, bool)
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # the number of the system call
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,7 +41,7 @@ def store_release(address: NDArray[np.uint64], value: NDArray[np.int32] | NDArra
     """Stores one word after everything that this process has written before. Wakes the processes that sleep on it."""
     atomics.atomic_rmw(atomics.RMW_OP.XCHG, address, value, _ONE, atomics.MEM_SEMANTIC.RELEASE)
     if _FUTEX is not None:
-        _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAKE, _EVERYBODY)
+        _libc.syscall(_FUTEX, ctypes.c_void_p(int(address[0])), _WAKE, _ALL)
 
 
 def load_acquire(address: NDArray[np.uint64], zero: NDArray[np.int32] | NDArray[np.int64]) -> int:

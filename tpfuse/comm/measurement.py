@@ -98,8 +98,8 @@ def decide(group: dist.ProcessGroup, device: torch.device, case: str, candidates
     """Returns the group's decision for a case, and measures if it has none. Collective; only if `is_measuring`.
 
     usual: the candidate that is taken without a measurement. Raises Disagreement if ranks come with different cases,
-    PeerTimeout if one does not come, and any error that the usual candidate raises. Another candidate that raises is left
-    out, with a warning, and the group's memory is reset after it.
+    PeerTimeout if one does not come, and any error that the usual candidate raises. Another candidate that raises is
+    left out, with a warning, and the group's memory is reset after it.
     """
     by_case = _decided.setdefault(group, {})
     decision = by_case.get(case)

@@ -36,13 +36,15 @@ def _host() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU cores", str(cores), "more CPU ranks than this take turns")
     memory, limit = available_memory(), memory_limit()
-    yield Finding("memory available", _size(memory), "what all buffers of CPU ranks and everything else may take")
-    yield Finding("memory limit", "none" if limit is None else _size(limit), "of this control group (a container's)")
+    yield Finding("memory available", _size(memory), "for all buffers of CPU ranks and everything else")
+    yield Finding(
+        "memory limit", "none" if limit is None else _size(limit), "for this control group, such as a container"
+    )
     why_not = anonymous_memory()
     yield Finding(
         "shared memory",
         why_not or "works",
-        "anonymous (memfd): CPU ranks talk through it" if not why_not else "CPU ranks fall back on Gloo",
+        "anonymous (memfd): CPU ranks communicate through it" if not why_not else "CPU ranks use Gloo instead",
     )
     yield Finding("/dev/shm", _dev_shm(), "not used by tpfuse: its size does not matter")
 
@@ -60,15 +62,15 @@ def _gpus() -> Iterator[Finding]:
     yield Finding(
         "peer access",
         "one GPU" if count == 1 else "between all GPUs" if not missing else f"not between {', '.join(missing)}",
-        "ranks on GPUs without it fall back on NCCL",
+        "ranks on GPUs without it use NCCL instead",
     )
     for name, attribute, meaning in (
-        ("multicast", _MULTICAST, "NVLink switches can add up and broadcast; tpfuse does not use it yet"),
-        ("fabric handles", _FABRIC, "memory can be shared across hosts of one NVLink domain; tpfuse does not"),
+        ("multicast", _MULTICAST, "NVLink switches can sum and broadcast; tpfuse does not use this yet"),
+        ("fabric handles", _FABRIC, "memory can be shared across hosts of one NVLink domain; tpfuse does not use this"),
     ):
         yield Finding(name, _attribute(attribute, count), meaning)
     reason = no_symmetric_memory()
-    meaning = "GPU ranks fall back on NCCL" if reason else "GPU ranks reach each other's memory"
+    meaning = "GPU ranks use NCCL instead" if reason else "GPU ranks can access each other's memory"
     yield Finding("symmetric memory of torch", reason or "CUDA backend", meaning)
 
 

@@ -22,15 +22,15 @@ def exchange(group: dist.ProcessGroup, value: Any, op: str, timeout: float) -> l
     """
     _counts[group] = count = _counts.get(group, 0) + 1
     store = dist.distributed_c10d._get_process_group_store(group)
-    store.set(f"tpfuse meeting {count}: {group.rank()}", json.dumps(value))
+    store.set(f"tpfuse exchange {count}: {group.rank()}", json.dumps(value))
     values, ranks = [], dist.get_process_group_ranks(group)
     for rank in range(group.size()):
-        key = f"tpfuse meeting {count}: {rank}"
+        key = f"tpfuse exchange {count}: {rank}"
         try:
             store.wait([key], timedelta(seconds=timeout))
             values.append(json.loads(store.get(key)))
         except RuntimeError as error:
-            detail = "it has not come to where ranks meet for the first time"
+            detail = "it has not come to the first exchange of the ranks"
             raise PeerTimeout(
                 op, step=-1, rank=ranks[group.rank()], peer=ranks[rank], waited=timeout, detail=detail
             ) from error

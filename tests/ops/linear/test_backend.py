@@ -296,7 +296,7 @@ def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
             times = world if operator == "linear_reduce_scatter" else 1
             if name == "collective":
                 found = [3 * times] * (world - 1) + [4 * times]
-                assert text == f"{operator}: the ranks have {found} rows: all must have equally many"
+                assert text == f"{operator}: the ranks have {found} rows: all must have the same number"
             else:
                 shapes = {side: [(4 if side == world - 1 else 3) * times] for side in range(world)}
                 others = range(world - 1) if rank == world - 1 else [world - 1]

@@ -232,5 +232,5 @@ def agree_on_rows(rows: int, device: torch.device, *groups: dist.ProcessGroup, o
         gathered = all_gather(gathered, group)
     counts = gathered.tolist()
     if any(other != rows for other in counts):
-        raise ValueError(f"{op}: the ranks have {counts} {unit}: all must have equally many")
+        raise ValueError(f"{op}: the ranks have {counts} {unit}: all must have the same number")
     agreed.add(known)

@@ -61,7 +61,7 @@ class FusedCollectives:
     """The collectives of one group. Tensors are contiguous, on the memory's device; x has one shape on all ranks."""
 
     def __init__(self, memory: SymmetricMemory, slot_bytes: int | None = None) -> None:
-        """Opens the channel. Collective. slot_bytes: of a piece, a multiple of 16; the default depends on the device."""
+        """Opens the channel. Collective. slot_bytes: of a piece, a multiple of 16; its default is by device."""
         self.memory, self._slot_bytes = memory, slot_bytes or _SLOT_BYTES[memory.device.type]
         _, self._endpoint = open_channel(memory, "fused collectives", self._slot_bytes, most_programs(memory))
 
