@@ -141,7 +141,7 @@ def test_gpus(gpus: SimpleNamespace) -> None:
     assert found["cuda:2"] == ("NVIDIA H100, 80.0 GiB, 132 processors", "compute capability 9.0")
     assert found["peer access"][0] == "between all GPUs"
     assert found["multicast"][0] == "yes" and found["fabric handles"][0] == "cuda:1"
-    assert found["symmetric memory of torch"] == ("CUDA backend", "GPU ranks reach each other's memory")
+    assert found["symmetric memory of torch"] == ("CUDA backend", "GPU ranks can access each other's memory")
     gpus.apart = {(2, 0)}  # one direction is enough
     gpus.status = 100
     found = _found()
