@@ -7,7 +7,7 @@ from tpfuse import backend
 from tpfuse.backend import kernels, resolved_kernels, set_kernels, use_triton
 
 
-def test_cpu_tensors_take_torch_unless_triton_is_asked_for() -> None:
+def test_torch_computes_on_cpu_tensors_unless_triton_is_set() -> None:
     x = torch.ones(2)
     assert not use_triton(x)
     with kernels("triton"):
@@ -19,7 +19,7 @@ def test_cpu_tensors_take_torch_unless_triton_is_asked_for() -> None:
     assert not use_triton(x)
 
 
-def test_cuda_tensors_take_triton() -> None:
+def test_triton_computes_on_cuda_tensors() -> None:
     x = torch.empty(2, device="cuda") if torch.cuda.is_available() else _FakeCuda()
     assert use_triton(x)  # type: ignore[arg-type]
     with kernels("torch"):
@@ -30,7 +30,7 @@ class _FakeCuda:
     dtype, device = torch.float32, torch.device("cuda")
 
 
-def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="'cuda': expected one of auto, triton, torch"):
         set_kernels("cuda")  # type: ignore[arg-type]
     monkeypatch.setattr(backend, "INTERPRETED", False)
@@ -38,7 +38,7 @@ def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
         use_triton(torch.ones(2))
 
 
-def test_what_computes_is_told_by_device() -> None:
+def test_resolved_kernels_depend_on_the_device() -> None:
     assert [resolved_kernels(name) for name in ("cpu", "cuda", "meta")] == ["torch", "triton", "torch"]
 
 

@@ -50,7 +50,7 @@ def test_an_example_runs(example: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_explorer_says_what_the_page_prints(tmp_path: Path) -> None:
+def test_the_explorer_prints_what_the_page_shows(tmp_path: Path) -> None:
     """Of the example without the line that the page deletes."""
     example = ROOT / "examples" / "hand_over.py"
     text = example.read_text()

@@ -101,7 +101,7 @@ def test_rows_only_name_rows_above_them() -> None:
         above.add(part)
 
 
-def test_rows_say_what_is_imported() -> None:
+def test_rows_list_what_is_imported() -> None:
     imports = [(part, file, *found) for part, file in _files() for found in _imports(file)]
     places = [f"{file.relative_to(ROOT)}:{line}: {x}" for part, file, line, x in imports if not _may_import(part, x)]
     assert not places, "\n".join(places)
@@ -109,7 +109,7 @@ def test_rows_say_what_is_imported() -> None:
     assert not {(part, other) for part, row in ALLOWED.items() for other in row} - used, "allowed, but not imported"
 
 
-def test_the_walk_sees_imports_inside_functions(tmp_path: Path) -> None:
+def test_imports_inside_functions_are_found(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
     file.write_text("import a.b\ndef f():\n    from c import d\n    import e as g\n    return tpfuse.h.i\n")
     assert sorted(_imports(file)) == [(1, "a.b"), (3, "c.d"), (4, "e"), (5, "tpfuse.h")]

@@ -24,7 +24,7 @@ SECONDS = 0.1  # that `import tpfuse` may take
 
 
 @pytest.mark.parametrize("package", NAMES)
-def test_public_names_are_these_and_editors_see_the_same(package: str) -> None:
+def test_the_public_names_are_listed_and_editors_see_them(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__all__ == NAMES[package].split()
     assert set(module.__all__) <= set(dir(module))
@@ -39,7 +39,7 @@ def test_public_names_are_these_and_editors_see_the_same(package: str) -> None:
     assert seen == {name: getattr(module, name) for name in module.__all__}
 
 
-def test_an_unknown_name_is_an_error_that_knows_its_neighbours() -> None:
+def test_an_unknown_name_raises_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'tpfuse' has no attribute 'PeerTimout'") as caught:
         tpfuse.PeerTimout  # type: ignore[attr-defined] # noqa: B018
     assert caught.value.obj is tpfuse and caught.value.name == "PeerTimout"

@@ -56,7 +56,7 @@ ROWS = [  # device, dtype, implementation, kernels; what is taken, and why
 
 
 @pytest.mark.parametrize(("device", "dtype", "wanted", "kernel", "found", "reason"), ROWS)
-def test_every_row_of_the_table(
+def test_the_choice_for_each_device_dtype_and_switch(
     group: Any,
     memory: object,
     device: str,
@@ -74,7 +74,9 @@ def test_every_row_of_the_table(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "fused", "direct"])
-def test_ranks_that_share_no_memory(group: Any, monkeypatch: pytest.MonkeyPatch, wanted: Implementation) -> None:
+def test_ranks_that_share_no_memory_use_collective(
+    group: Any, monkeypatch: pytest.MonkeyPatch, wanted: Implementation
+) -> None:
     def connect(*_: object) -> None:
         raise Unavailable("ranks on hosts a and b")
 
@@ -85,7 +87,7 @@ def test_ranks_that_share_no_memory(group: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize(("wanted", "kernel"), [("fused", "auto"), ("auto", "triton")])
-def test_a_process_that_does_not_interpret(
+def test_fused_is_refused_on_cpus_if_kernels_are_not_interpreted(
     group: Any, memory: object, monkeypatch: pytest.MonkeyPatch, wanted: Implementation, kernel: Kernels
 ) -> None:
     monkeypatch.setattr(choice, "INTERPRETED", False)
@@ -111,7 +113,7 @@ def test_a_choice_is_made_once_for_each_group_and_switch(group: Any, monkeypatch
     assert asked[-1] == (other, "cpu")
 
 
-def test_the_switch() -> None:
+def test_implementation_sets_the_switch_within_a_block() -> None:
     assert chosen_implementation() == "auto"
     with pytest.raises(KeyError), implementation("direct"):
         with implementation("collective"):
@@ -134,6 +136,6 @@ def _memories() -> list[str]:
     return [made.memory.backend for made in found if made.memory is not None]
 
 
-def test_one_memory_of_a_group_serves_all() -> None:
+def test_every_implementation_of_a_group_has_the_same_memory() -> None:
     assert pool(1).run(_memories) == [["local"] * 3]
     assert pool(2).run(_memories) == [["shm"] * 3] * 2

@@ -41,7 +41,7 @@ def _exchange(texts: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
-def test_every_rank_hears_what_every_rank_says(world: int) -> None:
+def test_an_exchange_returns_the_texts_of_all_ranks(world: int) -> None:
     texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
     for heard in pool(world).run(_exchange, texts):
         for text, said in zip(texts, heard, strict=True):
@@ -104,7 +104,7 @@ def test_an_operation_that_is_overwritten_is_not_compared() -> None:
     pool(2).run(_overtaken)
 
 
-def test_operations_that_differ_are_named_without_waiting() -> None:
+def test_operations_that_differ_are_named_without_a_wait() -> None:
     first, second = pool(2).run(_compare)
     assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
     assert second[1] == "operation 4: rank 0 runs all_gather [4], rank 1 runs all_gather [5]"
@@ -130,7 +130,7 @@ def _meet_in_vain() -> tuple[str, str]:
     return "", ""
 
 
-def test_ranks_that_wait_for_others_in_another_operation_are_told() -> None:
+def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
     """Rank 0 names the one of the others that it has seen first."""
     for rank, (text, after) in enumerate(pool(3).run(_meet_in_vain)):
         others = (0,) if rank else (1, 2)
@@ -222,7 +222,7 @@ def _reset_late() -> None:
     assert len(cleared) == 3
 
 
-def test_a_reset_that_nobody_came_to_can_be_tried_again() -> None:
+def test_a_reset_to_which_no_other_rank_came_can_be_tried_again() -> None:
     pool(2).run(_reset_late)
 
 
@@ -258,7 +258,7 @@ def _come_and_end() -> None:
         memory.barrier()
 
 
-def test_a_rank_that_has_come_may_end() -> None:
+def test_a_rank_may_end_after_it_has_come() -> None:
     pool(2).run(_come_and_end)
 
 
@@ -283,7 +283,7 @@ def _is_through() -> list[int | None]:
     return found
 
 
-def test_a_rank_is_gone_only_before_it_is_through() -> None:
+def test_a_rank_has_left_only_if_it_did_not_end_the_operation() -> None:
     for rank, found in enumerate(pool(2).run(_is_through)):
         assert found == ([1, None] * 3 if rank == 0 else [None] * 6)
 
@@ -301,7 +301,7 @@ def _elsewhere() -> str:
     return "made"
 
 
-def test_ranks_on_two_hosts_are_told_so() -> None:
+def test_ranks_on_two_hosts_get_the_reason() -> None:
     messages = pool(3).run(_elsewhere)
     assert (
         messages
@@ -331,7 +331,7 @@ def _poor(rank: int, function: str) -> tuple[str, bool]:
     return message, _open() == before
 
 
-def test_what_fails_on_one_rank_is_said_on_all() -> None:
+def test_a_failure_on_one_rank_is_reported_on_all() -> None:
     for rank, function, verb in ((0, "memfd_create", "made"), (0, "posix_fallocate", "made"), (2, "_map", "opened")):
         found = pool(3).run(_poor, rank, function)
         assert len({message for message, _ in found}) == 1, found
@@ -348,11 +348,11 @@ def _come_and_go() -> None:
     assert _open() == before
 
 
-def test_boards_leave_nothing_open() -> None:
+def test_control_blocks_leave_nothing_open() -> None:
     pool(2).run(_come_and_go)
 
 
-def test_a_mapping_that_is_too_large_says_why() -> None:
+def test_the_error_of_a_mapping_that_is_too_large_has_the_reason() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -364,7 +364,7 @@ def test_a_mapping_that_is_too_large_says_why() -> None:
         Mapping("y", 4096, (1, 12345))
 
 
-def test_time_outs_say_what_they_know_and_can_be_pickled() -> None:
+def test_time_outs_have_all_details_and_can_be_pickled() -> None:
     error = PeerTimeout("all_reduce", step=7, rank=1, peer=2, waited=1.25, detail="its process (5) has ended")
     assert str(error) == "all_reduce, step 7: rank 1 waited 1.2 s for rank 2; its process (5) has ended"
     assert str(PeerTimeout("x", step=-1, rank=0, peer=None, waited=0)) == "x: rank 0 waited 0.0 s for a rank"
@@ -389,7 +389,7 @@ def _many_files_are_open() -> None:
         part.pidfd = before
 
 
-def test_a_rank_with_many_open_files_still_sees_its_peers() -> None:
+def test_a_rank_with_many_open_files_notices_the_end_of_a_peer() -> None:
     """Descriptors from 1024 on, which select(2) does not take."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 < soft <= 2000:

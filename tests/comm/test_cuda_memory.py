@@ -205,7 +205,7 @@ def _behind_long_work() -> None:
     memory.barrier()
 
 
-def test_the_deadline_runs_from_where_an_operation_begins() -> None:
+def test_a_deadline_begins_when_its_operation_begins() -> None:
     pool(2).run(_behind_long_work)
 
 
@@ -224,7 +224,7 @@ def _gone() -> None:
     memory.reset()
 
 
-def test_a_rank_that_is_gone_ends_waits_on_streams_at_once() -> None:
+def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
     pool(2).run(_gone)
 
 
@@ -350,7 +350,7 @@ def _refused(kind: str) -> str:
         ("numbers", "rank 0 (cuda:0) and rank 1 (cuda:0) have different GPUs of one number: torch refuses that "),
     ],
 )
-def test_what_cannot_be_is_said_on_every_rank(kind: str, message: str) -> None:
+def test_every_rank_gets_the_reason_why_gpus_cannot_share_memory(kind: str, message: str) -> None:
     found = pool(3).run(_refused, kind)
     assert found == [found[0]] * 3 and found[0].startswith(message)
 
@@ -366,7 +366,7 @@ def _fails(where: str) -> str:
     return str(caught.value)
 
 
-def test_memory_that_one_rank_cannot_have_is_refused_on_all() -> None:
+def test_memory_that_one_rank_cannot_allocate_is_refused_on_all() -> None:
     assert (
         pool(2).run(_fails, "allocate")
         == ["rank 1: 400 bytes of GPU memory for x cannot be allocated: CUDA out of memory."] * 2
@@ -391,7 +391,7 @@ def _run_mps(found: Any, attribute: int, device: Any) -> int:
     return 0
 
 
-def test_which_gpus_are_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_obstacles_between_gpus_and_mps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = CudaCalls(torch.device("cuda:1"))
     asked: list[tuple[int, int]] = []
 
@@ -435,6 +435,6 @@ def _connect() -> tuple[str, ...]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a machine without GPUs")
-def test_connect_says_why_there_is_no_memory() -> None:
+def test_connect_gives_the_reason_why_there_is_no_memory() -> None:
     reason = "rank 0: there is no GPU that this torch can use"
     assert pool(2).run(_connect) == [(reason, reason, "tensors on meta: expected a CPU or a CUDA GPU")] * 2

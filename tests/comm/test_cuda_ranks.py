@@ -186,7 +186,7 @@ def _collectives() -> None:
     memory.barrier()
 
 
-def test_launched_collectives_and_their_graphs(ranks: RankPool) -> None:
+def test_fused_collectives_and_their_graphs(ranks: RankPool) -> None:
     ranks.run(_collectives)
 
 
@@ -200,7 +200,7 @@ def _connected() -> str:
     return memory.backend
 
 
-def test_connect(ranks: RankPool) -> None:
+def test_connect_gives_the_memory_of_the_current_gpu(ranks: RankPool) -> None:
     assert ranks.run(_connected) == ["cuda"] * ranks.world
 
 
@@ -237,7 +237,7 @@ def _overlapping() -> str:
     return "made"
 
 
-def test_ranks_of_one_gpu_need_to_ask_for_it() -> None:
+def test_ranks_of_one_gpu_need_the_environment_variable() -> None:
     running = GpuRankPool(2, timeout=120.0, overlapping=False)
     try:
         (message, other) = running.run(_overlapping)

@@ -136,7 +136,7 @@ def _sums(rank: Rank, stopped: int) -> list[int]:
     return found
 
 
-def test_a_rank_that_stops_for_a_while_changes_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_stops_for_a_while_causes_no_error(tmp_path: Path) -> None:
     with ranks(3, tmp_path, _sums, 2) as running:
         assert running.hear(2) == "here"
         running.send(2, signal.SIGSTOP)
@@ -222,7 +222,7 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
 
 
 @pytest.mark.parametrize("operation", ["sum", *exhaustive("kernel")])
-def test_a_run_that_is_stopped_as_a_whole_goes_on(operation: str, tmp_path: Path) -> None:
+def test_a_run_whose_ranks_all_stop_goes_on(operation: str, tmp_path: Path) -> None:
     """Ctrl-Z and fg: nobody was late."""
     timeout = patient(1.5)
     with ranks(2, tmp_path, _stopped_together, operation, timeout) as running:
@@ -354,7 +354,7 @@ def _fingerprints(rank: Rank) -> list[str]:
     return [str(caught.value)]
 
 
-def test_fingerprints_show_both_sides(tmp_path: Path) -> None:
+def test_fingerprints_name_both_operations_of_a_disagreement(tmp_path: Path) -> None:
     with ranks(3, tmp_path, _fingerprints) as running:
         for rank in range(3):
             other, size, own = (0, 4, 5) if rank == 2 else (2, 5, 4)

@@ -26,7 +26,7 @@ def _agrees_with_dtensor() -> None:
 
 
 @pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])
-def test_slices_are_where_dtensor_puts_them(world: int) -> None:
+def test_local_slices_are_those_of_dtensor(world: int) -> None:
     pool(world).run(_agrees_with_dtensor)
 
 
@@ -43,11 +43,11 @@ def _from_local() -> None:
 
 
 @pytest.mark.parametrize("world", [3, *exhaustive(1, 2)])
-def test_from_local(world: int) -> None:
+def test_from_local_gives_the_global_shape_and_placement(world: int) -> None:
     pool(world).run(_from_local)
 
 
-def test_plain_tensors() -> None:
+def test_a_plain_tensor_is_its_own_local_part() -> None:
     x = torch.zeros(3, 4)
     assert local_slices(x) == ((0, 3), (0, 4)) and not is_sharded(x)
     assert local_tensor(x.requires_grad_()).data_ptr() == x.data_ptr() and not local_tensor(x).requires_grad

@@ -56,7 +56,7 @@ def _case(tmp_path: Path) -> str:
     return f"a product of {tmp_path}"
 
 
-def test_the_candidate_is_taken_whose_slowest_rank_is_the_fastest(tmp_path: Path) -> None:
+def test_the_candidate_with_the_fastest_slowest_rank_is_taken(tmp_path: Path) -> None:
     file, case = tmp_path / "folder" / "decisions.json", _case(tmp_path)
     seconds = {"first": [0.001, 0.030], "second": [0.012, 0.012]}  # rank 0 alone would take the first one
     (found, runs), (other, _) = pool(2).run(_decided, case, seconds, str(file))
@@ -66,7 +66,7 @@ def test_the_candidate_is_taken_whose_slowest_rank_is_the_fastest(tmp_path: Path
     assert read_decisions(file, machine("cpu")) == {case: found}
 
 
-def test_the_next_run_takes_it_from_the_file_without_a_measurement(tmp_path: Path) -> None:
+def test_the_next_run_reads_the_decision_and_measures_nothing(tmp_path: Path) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     kept = Decision("second", {"first": 2.0, "second": 1.0})
     add_decisions(file, machine("cpu"), {"another case": kept, case: kept})
@@ -90,7 +90,7 @@ def test_the_next_run_takes_it_from_the_file_without_a_measurement(tmp_path: Pat
         b'{"MACHINE": {"CASE": {"taken": "second", "milliseconds": {"second": NaN}}}}',
     ],
 )
-def test_a_damaged_file_is_measured_anew_and_replaced(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_file_is_replaced_after_a_new_measurement(tmp_path: Path, damage: bytes) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     file.write_bytes(damage.replace(b"MACHINE", machine("cpu").encode()).replace(b"CASE", case.encode()))
     found, runs = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
@@ -98,14 +98,14 @@ def test_a_damaged_file_is_measured_anew_and_replaced(tmp_path: Path, damage: by
     assert read_decisions(file, machine("cpu")) == {case: found}
 
 
-def test_a_kept_candidate_that_there_is_no_more_is_measured_anew(tmp_path: Path) -> None:
+def test_a_decision_for_a_candidate_that_no_longer_exists_is_measured_again(tmp_path: Path) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     add_decisions(file, machine("cpu"), {case: Decision("third", {"third": 1.0})})
     found, _ = pool(1).run(_decided, case, {"first": [0.0], "second": [0.01]}, str(file))[0]
     assert found.taken == "first"
 
 
-def test_a_run_that_goes_on_decides_as_before_whatever_the_file_says(tmp_path: Path) -> None:
+def test_a_resumed_run_decides_as_before_and_ignores_the_file(tmp_path: Path) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     add_decisions(file, machine("cpu"), {case: Decision("first", {"first": 1.0, "second": 2.0})})
     seconds = {"first": [0.0, 0.0], "second": [0.0, 0.0]}
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_decides_as_before_whatever_the_file_says(tmp_path: P
         assert pool(2).run(_decided, case, seconds, str(file), {case: before}) == [(before, [])] * 2
 
 
-def test_without_time_left_the_usual_one_is_taken_and_nothing_is_kept(tmp_path: Path) -> None:
+def test_with_no_time_left_the_usual_candidate_is_taken_and_nothing_is_stored(tmp_path: Path) -> None:
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     seconds = {"first": [0.01, 0.01], "second": [0.0, 0.0]}
     assert pool(2).run(_decided, case, seconds, str(file), None, 0.0) == [(Decision("first"), [])] * 2
@@ -217,19 +217,19 @@ def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], l
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_a_candidate_that_raises_is_left_out_and_said(tmp_path: Path, ranks: list[int]) -> None:
+def test_a_candidate_that_raises_is_left_out_with_a_warning(tmp_path: Path, ranks: list[int]) -> None:
     file = str(tmp_path / "decisions.json")
     (taken, recovered, texts), (other, _, none) = pool(2).run(_raising, ranks, "a", file)
     assert (taken, other, recovered, none) == ("a", "a", ["reset"], [])
     assert len(texts) == 1 and "b is not taken: " in texts[0] and "b cannot be computed" in texts[0]
 
 
-def test_what_the_usual_candidate_raises_is_raised(tmp_path: Path) -> None:
+def test_an_error_of_the_usual_candidate_is_raised(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="ValueError: b cannot be computed"):
         pool(2).run(_raising, [0, 1], "b", str(tmp_path / "decisions.json"))
 
 
-def test_a_block_does_not_hold_another_one() -> None:
+def test_measuring_blocks_cannot_be_nested() -> None:
     with pytest.raises(ValueError, match=r"measuring: -1 seconds: expected 0 or more"), measuring(-1):
         pass
     with measuring(1), pytest.raises(RuntimeError, match="is measuring already"), measuring(1):

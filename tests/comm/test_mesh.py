@@ -22,7 +22,7 @@ def _ranks_of_groups() -> tuple[list[int], list[int]]:
     return dist.get_process_group_ranks(groups[0]), dist.get_process_group_ranks(groups[1])
 
 
-def test_neighbours_are_a_tensor_parallel_group() -> None:
+def test_neighbouring_ranks_are_a_tensor_parallel_group() -> None:
     assert pool(4).run(_ranks_of_groups) == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
 
 
@@ -37,7 +37,7 @@ def _context_groups(ulysses: int) -> list[list[int]]:
     return [dist.get_process_group_ranks(group) for group in found]
 
 
-def test_context_ranks_are_neighbours_and_ulysses_ranks_among_them() -> None:
+def test_context_parallel_ranks_are_neighbours_and_ulysses_ranks_too() -> None:
     everyone = [0, 1, 2, 3]
     assert pool(4).run(_context_groups, 1) == [[own, everyone, own] for own in ([0, 1], [0, 1], [2, 3], [2, 3])]
     assert pool(4).run(_context_groups, 2) == [
@@ -52,7 +52,7 @@ def _cube() -> tuple[list[int], ...]:
     return tuple(dist.get_process_group_ranks(group) for group in groups)
 
 
-def test_three_ways_at_once() -> None:
+def test_a_mesh_of_data_context_and_tensor_parallel_ranks() -> None:
     assert pool(8).run(_cube)[5] == ([4, 5], [5, 7], [1, 3, 5, 7], [4, 5, 6, 7])
 
 

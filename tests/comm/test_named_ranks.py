@@ -61,5 +61,5 @@ def _others() -> None:
         assert f"{named(rank)} runs" in str(caught.value) and "dp" in named(rank)
 
 
-def test_both_sides_of_a_disagreement_are_named_so() -> None:
+def test_a_disagreement_names_both_ranks_by_their_numbers_in_the_world() -> None:
     pool(4).run(_others)

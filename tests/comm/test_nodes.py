@@ -63,7 +63,7 @@ def test_four_ranks_of_two_nodes() -> None:
         ((2,), "all ranks are on one node"),
     ],
 )
-def test_where_there_is_nothing_to_gain_every_rank_hears_why(sizes: tuple[int, ...], reason: str) -> None:
+def test_every_rank_gets_the_reason_why_a_split_gains_nothing(sizes: tuple[int, ...], reason: str) -> None:
     assert pool(sum(sizes)).run(_split, *sizes) == [reason] * sum(sizes)
 
 
@@ -74,7 +74,7 @@ def _reason(*sizes: int) -> str:
         return reason
 
 
-def test_buckets_of_nodes_that_cannot_be_split_say_why() -> None:
+def test_buckets_give_the_reason_why_nodes_are_not_split() -> None:
     for reason in pool(3).run(_reason, 2, 1):
         assert reason.startswith("collective: the ranks share no memory: ")
         assert reason.endswith("; the 2 nodes have unequal numbers of ranks: 2, 1")
@@ -124,7 +124,7 @@ def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, 
     return members, len(names), len(dist.distributed_c10d._world.pg_names) - count - 6
 
 
-def test_ranks_with_other_numbers_of_groups_do_not_miss_each_other() -> None:
+def test_ranks_in_different_numbers_of_groups_can_split_a_group() -> None:
     for (first, second), names, more in pool(4).run(_other_numbers_of_groups):
         assert first == second and len(first[0]) == len(first[1]) == 2
         assert names == 4 and more == 0
@@ -142,7 +142,7 @@ def _deadline() -> list[float]:
         set_settings(timeout=60.0)
 
 
-def test_the_groups_have_the_deadline_of_the_settings() -> None:
+def test_new_groups_have_the_deadline_of_the_settings() -> None:
     assert pool(4).run(_deadline) == [[7.0, 7.0]] * 4
 
 
@@ -182,7 +182,7 @@ def _reach() -> tuple[str, str, str]:
 
 
 @on_two_nodes
-def test_memory_reaches_the_ranks_of_a_network_namespace_and_no_others() -> None:
+def test_ranks_share_memory_only_within_a_network_namespace() -> None:
     for whole, within, across in run_on_nodes(_reach):
         assert whole.startswith("the group spans hosts or containers: rank 0 is on ")
         assert "net:[" in whole and "rank 2 on " in whole
@@ -232,7 +232,7 @@ def _sums() -> tuple[bool, int, int]:
 
 
 @on_two_nodes
-def test_a_sum_by_nodes_sends_each_element_once() -> None:
+def test_a_sum_by_node_sends_each_element_once() -> None:
     for right, by_nodes, plain in run_on_nodes(_sums):
         assert right
         assert 4 * ELEMENTS < by_nodes < 1.05 * 4 * ELEMENTS
@@ -245,7 +245,7 @@ def _fail() -> None:
 
 
 @on_two_nodes
-def test_nothing_is_left_of_nodes_whose_rank_has_failed() -> None:
+def test_nodes_leave_no_processes_after_a_rank_has_failed() -> None:
     networks = set(run_on_nodes(network_of, "self"))
     assert len(networks) == 2 and len(processes_in(networks)) == 4 + 2
     with pytest.raises(RankError, match="on purpose"):

@@ -22,7 +22,7 @@ def _found() -> dict[str, tuple[str, str]]:
     return {finding.name: (finding.value, finding.meaning) for finding in probe()}
 
 
-def test_this_machine() -> None:
+def test_facts_of_this_machine() -> None:
     found = _found()
     assert found["CPU cores"][0] == str(len(os.sched_getaffinity(0)))
     assert found["shared memory"] == ("works", "anonymous (memfd): CPU ranks communicate through it")
@@ -32,7 +32,7 @@ def test_this_machine() -> None:
         assert found["GPUs"][0] == "none"
 
 
-def test_it_leaves_nothing_open() -> None:
+def test_the_probe_leaves_nothing_open() -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     probe()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
@@ -91,13 +91,15 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
         ({"proc/self/cgroup": "0::/", f"{V2}/memory.max": "?", "proc/meminfo": "MemAvailable: much"}, None, None),
     ],
 )
-def test_memory(files: dict[str, object], limit: int | None, available: int | None, tmp_path: Path) -> None:
+def test_memory_that_control_groups_limit(
+    files: dict[str, object], limit: int | None, available: int | None, tmp_path: Path
+) -> None:
     root = _write(tmp_path, files)
     assert memory_limit(root) == limit
     assert available_memory(root) == available
 
 
-def test_what_cannot_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_facts_are_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -135,7 +137,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     yield machine
 
 
-def test_gpus(gpus: SimpleNamespace) -> None:
+def test_facts_of_gpus(gpus: SimpleNamespace) -> None:
     gpus.having = {132: (0, 1, 2), 128: (1,)}
     found = _found()
     assert found["cuda:2"] == ("NVIDIA H100, 80.0 GiB, 132 processors", "compute capability 9.0")
@@ -159,6 +161,8 @@ def test_gpus(gpus: SimpleNamespace) -> None:
         ("NVSHMEM", "torch's symmetric memory uses NVSHMEM in this process: unset TORCH_SYMMMEM, which chose it"),
     ],
 )
-def test_the_backend_of_torch(backend: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_of_torchs_symmetric_memory(
+    backend: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda device: backend)
     assert no_symmetric_memory().endswith(reason) and bool(no_symmetric_memory()) == bool(reason)

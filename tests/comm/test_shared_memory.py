@@ -85,7 +85,7 @@ def _shapes_and_keys() -> None:
     assert floats.local.tolist() == [3.0, 3.0]  # only signals are forgotten
 
 
-def test_shapes_and_keys() -> None:
+def test_a_key_has_one_shape_and_dtype() -> None:
     pool(2).run(_shapes_and_keys)
 
 
@@ -170,7 +170,7 @@ def _signals() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
-def test_signals(world: int) -> None:
+def test_signals_set_and_order_words(world: int) -> None:
     pool(world).run(_signals)
 
 
@@ -197,7 +197,7 @@ def _ring(rounds: int, first: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "rounds"), [(3, 500), *exhaustive((2, 2000), (3, 2000), (4, 2000))])
-def test_what_is_signalled_is_there(world: int, rounds: int) -> None:
+def test_data_is_there_when_its_signal_is(world: int, rounds: int) -> None:
     pool(world).run(_ring, rounds, 0)
 
 
@@ -225,7 +225,7 @@ def _disagree() -> list[str]:
     return messages
 
 
-def test_ranks_that_disagree_are_all_told_both_sides() -> None:
+def test_all_ranks_get_both_sides_of_a_disagreement() -> None:
     sides = [
         ("buffer 'x' torch.float32 (3, 2)", "buffer 'x' torch.float32 (2, 3)"),
         ("buffer 'x' torch.float32 (2, 3)", "buffer 'x' torch.int32 (2, 3)"),
@@ -295,7 +295,7 @@ def _overlapping() -> None:
         pair.barrier()
 
 
-def test_overlapping_groups_do_not_meet() -> None:
+def test_overlapping_groups_do_not_share_signals() -> None:
     pool(4).run(_overlapping)
 
 
@@ -308,7 +308,7 @@ def _nothing_in_dev_shm() -> list[str]:
     return [place for place in [*links, *Path("/proc/self/maps").read_text().split()] if "/dev/shm" in place]
 
 
-def test_two_runs_at_once_on_one_machine_and_nothing_in_dev_shm() -> None:
+def test_two_runs_at_once_on_one_machine_leave_nothing_in_dev_shm() -> None:
     runs = [RankPool(2), RankPool(2)]
     try:
         with ThreadPoolExecutor(2) as threads:
@@ -355,7 +355,7 @@ def _exhausted(rank: int, name: str) -> tuple[str, bool]:
         *exhaustive(("memfd_create", (0, 2)), ("posix_fallocate", (0,)), ("_map", (2,))),
     ],
 )
-def test_no_memory_on_one_rank_is_said_on_all(function: str, ranks: tuple[int, ...]) -> None:
+def test_no_memory_on_one_rank_is_reported_on_all(function: str, ranks: tuple[int, ...]) -> None:
     for rank in ranks:
         found = pool(3).run(_exhausted, rank, function)
         for message, clean in found:
@@ -371,7 +371,7 @@ def _too_large() -> str:
     return str(caught.value)
 
 
-def test_more_memory_than_there_is_is_refused_before_the_kernel_kills() -> None:
+def test_a_request_for_more_memory_than_there_is_is_refused() -> None:
     for message in pool(2).run(_too_large):
         assert f"'weights' takes {2**53} bytes on each of 2 ranks; this machine has " in message
 
@@ -398,14 +398,14 @@ def _local(memory: SymmetricMemory) -> SymmetricBuffer:
     return buffer
 
 
-def test_one_rank_alone() -> None:
+def test_a_memory_of_one_rank_needs_no_peer() -> None:
     memory = LocalMemory(torch.device("cpu"))
     assert (memory.rank, memory.world, memory.backend) == (0, 1, "local")
     with pytest.raises(ValueError, match="'x' was freed"):
         _ = _local(memory).local
 
 
-def test_a_small_buffer_does_not_ask_how_much_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_available_memory_is_not_checked_for_a_small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "available_memory", lambda: 2**30)
     shared_memory._check_available("x", 2**29, 2)
     with pytest.raises(Unavailable, match=r"on each of 2 ranks; this machine has 1073741824 left"):

@@ -57,7 +57,7 @@ def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
     [(2, DTYPES[:1]), (3, DTYPES[1:3]), *exhaustive((1, DTYPES), (2, DTYPES), (3, DTYPES), (4, DTYPES))],
 )
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_collectives(world: int, dtypes: tuple[torch.dtype, ...], name: Implementation) -> None:
+def test_every_collective_is_exact(world: int, dtypes: tuple[torch.dtype, ...], name: Implementation) -> None:
     pool(world).run(_collect, name, dtypes)
 
 
@@ -102,7 +102,7 @@ def _counting(taken: list[type]) -> Callable[..., collective.CollectiveHandle]:
         ("collective", True, "CollectiveHandle"),
     ],
 )
-def test_the_switch_is_obeyed(name: Implementation, triton: bool, taken: str) -> None:
+def test_the_implementation_that_was_set_is_used(name: Implementation, triton: bool, taken: str) -> None:
     assert pool(2).run(_taken, name, triton) == [taken] * 2
 
 
@@ -135,7 +135,7 @@ def _pieces() -> None:
         assert torch.equal(out, expected)
 
 
-def test_kernels_pass_what_a_slot_does_not_hold_in_pieces() -> None:
+def test_tensors_above_a_slot_go_through_it_in_pieces() -> None:
     pool(2).run(_pieces)
 
 
@@ -146,12 +146,12 @@ F32, BF16, I32, I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
     ("world", "dtype"),
     [(2, I64), (3, F32), *exhaustive((2, BF16), (3, BF16), (4, F32), (4, I64), (2, I32), (3, I32), (4, BF16))],
 )
-def test_any_size(world: int, dtype: torch.dtype) -> None:
+def test_tensors_of_any_size(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_sizes, "direct", (0, 1, 63, 1000, 100_003, 700_001), dtype)
 
 
 @pytest.mark.parametrize("world", [3, *exhaustive(2)])
-def test_any_size_interpreted(world: int) -> None:
+def test_tensors_of_any_size_by_interpreted_kernels(world: int) -> None:
     pool(world).run(_sizes, "fused", (0, 1, 63, 1000, 4099), torch.float32)
     pool(world).run(_sizes, "fused", (0, 63, 1000), torch.int32)
 
@@ -211,7 +211,7 @@ def _overlapping() -> None:
         assert torch.equal(out, whole.sum(0))
 
 
-def test_groups_that_overlap() -> None:
+def test_collectives_of_overlapping_groups_do_not_interfere() -> None:
     pool(4).run(_overlapping)
 
 
@@ -258,7 +258,7 @@ def _late(objects: bool) -> str:
 
 
 @pytest.mark.parametrize("objects", [False, True])
-def test_a_collective_of_gloo_without_its_peer(objects: bool) -> None:
+def test_a_collective_of_gloo_names_the_missing_rank(objects: bool) -> None:
     texts = pool(3).run(_late, objects)
     for rank in (0, 2):
         assert re.match(rf"PeerTimeout: all_reduce: rank {rank} waited \d+\.\d s for rank 1$", texts[rank]), texts
@@ -280,7 +280,7 @@ def _nobody_there() -> str:
     return "no error"
 
 
-def test_the_first_collective_without_a_peer() -> None:
+def test_the_first_collective_names_the_missing_rank() -> None:
     texts = pool(3).run(_nobody_there)
     for rank in (0, 2):
         expected = rf"symmetric memory: rank {rank} waited \d+\.\d s for rank 1; it has not come"
@@ -295,7 +295,7 @@ def _outside_of_autograd() -> None:
     assert not any(memory.buffer(key, b.shape, b.dtype).local.requires_grad for key, b in memory._buffers.items())
 
 
-def test_gradients_do_not_go_through_shared_memory() -> None:
+def test_collectives_are_outside_autograd() -> None:
     pool(2).run(_outside_of_autograd)
 
 
