@@ -1,6 +1,6 @@
-"""What every test wants: deterministic algorithms, under which memory that nobody wrote is NaN, and one seed.
+"""The settings of all tests: one seed, and deterministic algorithms, which fill new memory with NaN.
 
-One thread: the tensors are small, and the ranks of the pools need the other cores.
+Each process has one thread: the tensors are small, and the ranks of the pools need the other cores.
 """
 
 import os
@@ -14,26 +14,26 @@ import torch
 from tpfuse.testing import ranks
 from tpfuse.testing.patience import patient
 
-# Before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and not every
-# Triton has one with every numpy: TRITON_INTERPRET=0 pytest -m gpu.
+# It must be set before triton is imported; the ranks of the pools inherit it. Tests marked gpu need no interpreter, and
+# not every Triton has one for every numpy: run them by TRITON_INTERPRET=0 pytest -m gpu.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
-_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the ranks inherit it, and keep the groups of all tests
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # Ranks inherit it and keep all tests' groups.
 resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, 2**16 if _hard < 0 else min(_hard, 2**16)), _hard))
 
-ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # most tests import no more
+ranks.PRELOADED += ["pytest", "tpfuse.train.trainer"]  # Most tests import no more.
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> object:
-    """A test may take as much longer as the machine is slower when the test begins."""
+    """Extends a test's time limit as far as the machine is slower when the test begins."""
     settings = settings._replace(timeout=patient(settings.timeout))
     return pytest_timeout.pytest_timeout_set_timer(item, settings)
 
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> None:
-    """What a test draws, and how many threads it has, does not depend on the tests before it."""
+    """Sets the seed and the number of threads, so that they do not depend on the tests before this one."""
     torch.manual_seed(0)
     torch.set_num_threads(1)

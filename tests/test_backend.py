@@ -1,3 +1,5 @@
+"""The switches that say which kernels compute."""
+
 import os
 
 import pytest
@@ -43,5 +45,5 @@ def test_resolved_kernels_depend_on_the_device() -> None:
 
 
 def test_cublas_has_a_workspace_of_a_fixed_size() -> None:
-    """Without one torch's deterministic mode refuses products on GPUs. `import tpfuse` sees to it."""
+    """torch's deterministic mode refuses products on GPUs without it. `import tpfuse` sets it."""
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")

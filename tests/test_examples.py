@@ -1,4 +1,4 @@
-"""The programs that README and docs/ show are the files of examples/; each of them runs by its first line."""
+"""README and docs/ show the files of examples/ unchanged, and each of them runs by its first line."""
 
 import os
 import re
@@ -16,7 +16,7 @@ EXPLORER = ROOT / "docs" / "symmetric_memory.md"
 
 
 def _run(example: Path, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """The command that is the example's first line, by this Python; output and errors come together."""
+    """Runs the command in the example's first line by this Python. Returns its output and errors together."""
     settings, program, arguments = re.fullmatch(r"# ((?:\w+=\S+ )*)(torchrun|python) (.*)", _lines(example)[0]).groups()
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -51,7 +51,7 @@ def test_an_example_runs(example: Path) -> None:
 
 @pytest.mark.processes
 def test_the_explorer_prints_what_the_page_shows(tmp_path: Path) -> None:
-    """Of the example without the line that the page deletes."""
+    """The example runs without the line that the page deletes."""
     example = ROOT / "examples" / "hand_over.py"
     text = example.read_text()
     assert text.count("    tl.debug_barrier()\n") == 1

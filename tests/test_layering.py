@@ -1,4 +1,4 @@
-"""Which part of tpfuse may import which, and what is installed."""
+"""The parts of tpfuse import only the parts that the table allows, and all packages are installed."""
 
 import ast
 import functools
@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 # A part is a folder of tpfuse without the folders that have rows of their own, or a module beside the folders. A row
-# says which parts a part may import besides itself. It may only name parts of rows above it: so no two parts may import
-# each other, not even by way of others.
+# lists the parts that a part may import besides itself. It may only name parts of rows above it: so no two parts may
+# import each other, also not through other parts.
 ALLOWED: dict[str, set[str]] = {
     "_lazy": set(),
     "kernels": set(),
@@ -47,7 +47,7 @@ LIBRARY_PACKAGES = {"torch", "triton", "numpy", "einops", "safetensors", "tpfuse
 
 @functools.cache
 def _imports(file: Path) -> list[tuple[int, str]]:
-    """(line, module) of every import, those inside functions included; `from a import b` counts as a.b."""
+    """Returns (line, module) of every import, also inside functions; `from a import b` counts as a.b."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -56,20 +56,20 @@ def _imports(file: Path) -> list[tuple[int, str]]:
             assert node.level == 0, f"{file}:{node.lineno}: relative import"
             found += ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tpfuse":
-            # tpfuse imports what it exports when it is first used.
+            # tpfuse imports a public name when it is first used.
             found.append((node.lineno, f"tpfuse.{node.attr}"))
     return found
 
 
 def _part(module: str) -> str | None:
-    """The part of `module`, a name that begins with "tpfuse."; None where it is of tpfuse/__init__.py itself."""
+    """Returns the part of `module`, a name that begins with "tpfuse."; None if it is in tpfuse/__init__.py itself."""
     names = module.split(".")[1:]
     parts = (".".join(names[:end]) for end in range(len(names), 0, -1))
     return next((part for part in parts if part in ALLOWED), None)
 
 
 def _files() -> Iterator[tuple[str, Path]]:
-    """(part, file) of all files but those of tpfuse/ that only start tpfuse."""
+    """Yields (part, file) of all files except those of tpfuse/ that only start tpfuse."""
     for folder in (ROOT / "tpfuse", *AT_THE_ROOT.values()):
         for file in sorted(folder.rglob("*.py")):
             names = file.relative_to(ROOT).with_suffix("").parts

@@ -1,4 +1,4 @@
-"""The public names of `tpfuse` and `tpfuse.layers`: which there are, where they come from, and what importing costs."""
+"""The public names of `tpfuse` and `tpfuse.layers`: their list, their modules, and the time that importing takes."""
 
 import ast
 import importlib
@@ -20,7 +20,7 @@ NAMES = {
     """,
     "tpfuse.layers": LAYERS,
 }
-SECONDS = 0.1  # that `import tpfuse` may take
+SECONDS = 0.1  # the most seconds that `import tpfuse` may take
 
 
 @pytest.mark.parametrize("package", NAMES)
@@ -56,7 +56,7 @@ print(seconds, *{"torch", "triton", "numpy"} & {*sys.modules})
 
 
 def test_importing_is_quick_and_needs_no_torch() -> None:
-    for _ in range(10):  # another process may be in the way
+    for _ in range(10):  # Another process may disturb one attempt.
         run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
         seconds, *modules = run.stdout.split()
         assert modules == []

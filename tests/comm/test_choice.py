@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and what it says why; on GPUs too, of which there need not be one."""
+"""The implementation that is chosen, and its reason, also for GPUs, which these tests do not need."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ F32, F64 = torch.float32, torch.float64
 
 
 class Group:
-    """Stands for a process group: all that a choice does with it is to remember it."""
+    """A replacement of a process group: a choice uses it only as a key."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def group() -> Iterator[Any]:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> object:
-    """What every group is connected by."""
+    """The memory by which every group is connected."""
     memory = object()
     monkeypatch.setattr(choice, "connect", lambda *_: memory)
     return memory

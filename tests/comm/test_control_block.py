@@ -1,4 +1,4 @@
-"""The board: what ranks of one host say to each other when one of them may not be there."""
+"""The control block of the ranks of one host: exchanges, comparisons and resets, also if a rank is missing."""
 
 import fcntl
 import gc
@@ -30,7 +30,7 @@ def _control_block(timeout: float = 60.0) -> ControlBlock:
 
 
 def _open() -> tuple[int, int]:
-    """How many descriptors this process has, and how many mappings of ours."""
+    """Returns the number of descriptors of this process, and of its mappings of tpfuse's memory."""
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
 
@@ -60,7 +60,7 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 
 def _compare() -> list[str]:
-    """Ranks begin the same operations, other ones, and more of them, in turn; returns what this rank hears of each."""
+    """Begins the same operations, other ones, and more of them than other ranks. Returns this rank's errors by turn."""
     control, heard = _control_block(), []
 
     def begin(*ops: str) -> None:
@@ -89,13 +89,15 @@ def _compare() -> list[str]:
 
 
 def _overtaken() -> None:
-    """What a watchdog compares while this rank, which is far ahead, begins one operation more."""
+    """Rank 0, which is far ahead, compares as a watchdog does while it begins one more operation."""
     control = _control_block()
     for _ in range(1 if control.rank else control_block.RECORDS):
         control.begin("turn")
     dist.barrier()
     if control.rank == 0:
-        control._digests[1] = (control_block.RECORDS + 1) << 32  # as `begin` has it, which has not said so yet
+        control._digests[1] = (
+            control_block.RECORDS + 1
+        ) << 32  # as in the middle of `begin`, which has not published it yet
         control.compare()
     dist.barrier()
 
@@ -113,7 +115,10 @@ def test_operations_that_differ_are_named_without_a_wait() -> None:
 
 
 def _meet_in_vain() -> tuple[str, str]:
-    """Rank 0 waits for what the others, in another operation, never come to; what it says, and what follows."""
+    """Rank 0 waits for an exchange to which the others, in another operation, never come.
+
+    Returns the error, and the texts of an exchange after it.
+    """
     control = _control_block()
     control.begin(f"operation of {min(control.rank, 1)}")
     try:
@@ -131,7 +136,7 @@ def _meet_in_vain() -> tuple[str, str]:
 
 
 def test_ranks_that_wait_for_a_rank_in_another_operation_get_an_error() -> None:
-    """Rank 0 names the one of the others that it has seen first."""
+    """Rank 0 names the one of the others that it compared with first."""
     for rank, (text, after) in enumerate(pool(3).run(_meet_in_vain)):
         others = (0,) if rank else (1, 2)
         own = f"rank {rank} runs operation of {min(rank, 1)}"
@@ -166,7 +171,7 @@ def _record() -> None:
     assert [entry["number"] for entry in operations] == list(range(11, control_block.RECORDS + 11))
     assert str(operations[-1]["operation"]).startswith(f"operation {control_block.RECORDS + 10} nnn")
     assert bool(operations[-2]["ended_ns"]) and not operations[-1]["ended_ns"]
-    control.begin("x" + "ü" * 300)  # which is cut within a letter
+    control.begin("x" + "ü" * 300)  # The record cuts it within a letter.
     assert control.local.last_operation().startswith("x" + "ü" * 70)
     control.begin("short")
     assert control.local.last_operation() == "short"
@@ -190,7 +195,7 @@ def _abort() -> tuple[str, int | None]:
     control.step = 5
     if control.rank == 0:
         control.abort(1, 2)
-        control.abort(1, 0)  # too late: the first one to tell is heard
+        control.abort(1, 0)  # It is too late: only the first call counts.
     try:
         control.exchange("", "second")
         control.exchange("", "third")
@@ -227,7 +232,7 @@ def test_a_reset_to_which_no_other_rank_came_can_be_tried_again() -> None:
 
 
 def _come_and_end() -> None:
-    """Rank 1 comes, and its process ends, between rank 0's look at its word and rank 0's look at its process."""
+    """Rank 1 comes, and its process ends, after rank 0 has read its word and before rank 0 checks its process."""
     group = dist.group.WORLD
     assert group is not None
     memory = SharedMemory(group, 60.0)
@@ -235,7 +240,7 @@ def _come_and_end() -> None:
     if memory.rank == 0:
 
         def ended(rank: int) -> bool:
-            """Says at each look at rank 1's process that it has ended, but not before rank 1 has gone on."""
+            """Reports at each check of rank 1's process that it has ended, but only after rank 1 has gone on."""
             look = int(looks.peers[1][0]) + 1
             memory.signal(looks, 1, 0, look)
             if look == 1:
@@ -310,7 +315,7 @@ def test_ranks_on_two_hosts_get_the_reason() -> None:
 
 
 def _poor(rank: int, function: str) -> tuple[str, bool]:
-    """On one rank a system call fails."""
+    """Makes a system call fail on one rank."""
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError(23, "Too many open files in system")
@@ -390,7 +395,7 @@ def _many_files_are_open() -> None:
 
 
 def test_a_rank_with_many_open_files_notices_the_end_of_a_peer() -> None:
-    """Descriptors from 1024 on, which select(2) does not take."""
+    """The peer's descriptor is above 1023, which select(2) refuses."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 < soft <= 2000:
         pytest.skip(f"a process of this machine may open {soft} files")

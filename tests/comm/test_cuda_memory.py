@@ -1,4 +1,4 @@
-"""`CudaMemory` on CPU ranks, with a GPU's stand-in. What only a GPU can show: test_cuda_ranks.py."""
+"""`CudaMemory` on CPU ranks, with a replacement of CUDA. test_cuda_ranks.py tests it on a GPU."""
 
 import ctypes
 import json
@@ -76,7 +76,7 @@ def test_buffers_begin_at_their_offset(world: int) -> None:
 
 
 def _ring(rounds: int, first: int) -> None:
-    """All rounds are left to the stream, copies and signals; the host looks at the results afterwards."""
+    """The stream does the copies and signals of all rounds; the host reads the results afterwards."""
     memory, calls = _memory()
     x, flags = memory.buffer("x", (4,), torch.int64), memory.signals("flags", 2)
     right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
@@ -125,7 +125,7 @@ def _late(guarded: bool, folder: Path) -> tuple[str, str, int | None]:
             memory.wait_signal(flags, memory.rank, 0, 1, peer=1, op="its wait")
         assert time.monotonic() - started < limit, "the host goes on, and does not wait"
         memory.check()
-        calls.synchronize()  # the kernel comes back
+        calls.synchronize()  # The kernel returns.
         assert time.monotonic() - started > 0.8 * limit and calls.rung == 1 and int(memory.abort) == 1
         with pytest.raises(PeerTimeout) as caught:
             memory.check()
@@ -162,7 +162,7 @@ def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, tmp_path: Pa
 
 
 def _told() -> None:
-    """Rank 0 gives up; rank 1's kernel, which would wait for long and has begun before, ends as well."""
+    """Rank 0 gives up. Rank 1's kernel, which has begun before and would wait for long, ends as well."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     if memory.rank == 1:
@@ -185,7 +185,7 @@ def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
 
 
 def _behind_long_work() -> None:
-    """What the stream does before an operation does not count. Both ranks' streams begin the operation together."""
+    """The stream's work before an operation does not count. Both ranks' streams begin the operation together."""
     memory, calls = _memory()
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
     memory.timeout = memory.control.timeout = limit = patient(0.5)
@@ -212,7 +212,7 @@ def test_a_deadline_begins_when_its_operation_begins() -> None:
 def _gone() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
-    dist.barrier()  # else rank 0 may give up while rank 1 is still on its way out of `signals`
+    dist.barrier()  # Otherwise rank 0 may give up while rank 1 is still in `signals`.
     if memory.rank == 0:
         first_left, memory.control.first_left = memory.control.first_left, lambda: 1  # type: ignore[method-assign]
         _never(memory, flags)
@@ -229,7 +229,7 @@ def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
 
 
 def _raises() -> None:
-    """What else goes wrong in an operation is not hidden, and what it left on the stream is watched."""
+    """Another error in an operation is not hidden, and the operation's work on the stream is still watched."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     if memory.rank == 0:
@@ -304,7 +304,7 @@ def _capture() -> None:
     calls.capture = False
     assert calls.waits == 0
     _signal_each_other(memory, flags, 2)
-    assert calls.waits == 1  # for the last operation that ran
+    assert calls.waits == 1  # It waits for the last operation that ran.
     calls.synchronize()
     memory.barrier()
 
@@ -378,14 +378,14 @@ def test_memory_that_one_rank_cannot_allocate_is_refused_on_all() -> None:
 
 
 def _say_no(found: Any, attribute: int, source: Any, target: Any) -> int:
-    """The driver's answer for GPUs on PCIe."""
+    """Gives the driver's answer for GPUs on PCIe."""
     assert (attribute, source.value, target.value) == (3, 1, 0)
     found._obj.value = 0
     return 0
 
 
 def _run_mps(found: Any, attribute: int, device: Any) -> int:
-    """The driver's answer for the GPU of this rank."""
+    """Gives the driver's answer for this rank's GPU under MPS."""
     assert (attribute, device.value) == (133, 1)
     found._obj.value = 1
     return 0
@@ -412,7 +412,9 @@ def test_obstacles_between_gpus_and_mps_are_found(monkeypatch: pytest.MonkeyPatc
     driver = SimpleNamespace(cuDeviceGet=lambda *_: 0, cuDeviceGetP2PAttribute=_say_no)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert calls.obstacle("gpu 0") == "there are no native atomic operations"
-    driver.cuDeviceGetP2PAttribute = lambda *_: 1  # an error: as without a driver that knows
+    driver.cuDeviceGetP2PAttribute = lambda *_: (
+        1
+    )  # This is an error, as from a driver that does not know the attribute.
     assert calls.obstacle("gpu 0") == ""
     assert not calls.shared_by_mps(), "a driver that does not know"
     driver.cuDeviceGetAttribute = _run_mps

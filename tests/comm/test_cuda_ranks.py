@@ -1,6 +1,7 @@
-"""Symmetric memory of CUDA ranks, on a GPU: each rank its own, or all of them one, in a Gloo group.
+"""Symmetric memory of CUDA ranks in a Gloo group. Each rank has a GPU of its own, or all ranks share one.
 
-Their kernels are compiled: the ranks are started without TRITON_INTERPRET. test_cuda_memory.py has what needs no GPU.
+Their kernels are compiled: the ranks are started without TRITON_INTERPRET. The tests in test_cuda_memory.py need no
+GPU.
 """
 
 import os
@@ -74,7 +75,7 @@ def test_every_rank_reads_and_writes_every_ranks_part(ranks: RankPool) -> None:
 
 
 def _ring(first: int) -> None:
-    """Copies and signals on the stream; nothing is looked at before the end."""
+    """The stream does all copies and signals; the host reads nothing before the end."""
     memory, rounds = _memory(), 500
     x, flags = memory.buffer("x", (10000,), torch.int64), memory.signals("flags", 2)
     right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
@@ -106,7 +107,7 @@ def test_signals_order_copies_on_streams(ranks: RankPool) -> None:
 
 
 def _never() -> None:
-    """The last rank does not come; kernels that spin are told to stop, and all can go on."""
+    """The last rank does not come. Kernels that spin are told to stop, and all ranks can go on."""
     memory = _memory(timeout=1.0)
     flags = memory.signals("flags", memory.world)
     last = memory.world - 1
@@ -114,7 +115,7 @@ def _never() -> None:
     if memory.rank != last:
         with memory.guard("operation"):
             memory.wait_signal(flags, memory.rank, last, 1, peer=last, op="operation")
-        assert time.monotonic() - started < 0.8  # the host goes on (the kernel's first compilation is in _ring)
+        assert time.monotonic() - started < 0.8  # The host goes on. `_ring` has compiled the kernel.
         torch.cuda.synchronize()
         assert time.monotonic() - started < 4.0
         with pytest.raises(PeerTimeout) as caught:
@@ -152,7 +153,7 @@ def _two_streams() -> None:
     for turn in range(20):
         with torch.cuda.stream(streams[turn % 2]), memory.guard("operation"):
             for _ in range(5):
-                x += 1  # a race, were it not for the order of the operations
+                x += 1  # This would be a race if the operations were not ordered.
             seen[turn] = x[-1]
     torch.cuda.synchronize()
     assert seen.tolist() == [5.0 * (turn + 1) for turn in range(20)]

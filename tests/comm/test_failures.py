@@ -1,6 +1,6 @@
-"""Ranks that are killed, stopped, late, interrupted or of another opinion: a named error or the right result, in time.
+"""Ranks that are killed, stopped, late, interrupted or in another operation get a named error or the right result.
 
-The ranks are forked, so that a test can end as many of them as it likes in a second or two.
+The ranks are forked, so that a test can end any of them within a second or two.
 """
 
 import json
@@ -24,12 +24,12 @@ from tpfuse.testing.tiers import exhaustive
 
 
 def connect(rank: Rank) -> SharedMemory:
-    """Memory with a deadline that ranks of a slow machine can meet too."""
+    """Returns a memory with a deadline that ranks on a slow machine can also meet."""
     return SharedMemory(rank.join(), patient(LIMIT))
 
 
 def set_timeout(memory: SharedMemory, timeout: float) -> None:
-    """Collective: the deadline that a test is about, for what all ranks begin now."""
+    """Sets the deadline that a test is about, for the operations that all ranks begin now. Collective."""
     memory.barrier()
     memory.timeout = memory.control.timeout = timeout
 
@@ -39,7 +39,7 @@ def be_patient(memory: SharedMemory) -> None:
 
 
 class Sum:
-    """An operation: every rank's number in its slot, a signal, and the sum over all ranks."""
+    """An operation in which every rank writes its number into its slot, signals, and sums over all ranks."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self.memory = memory
@@ -67,7 +67,7 @@ def _wait_kernel(flags_ptr, abort_ptr, out_ptr):
 
 
 def _spin(memory: SharedMemory) -> None:
-    """A kernel that waits for a signal that never comes."""
+    """Runs a kernel that waits for a signal that never comes."""
     flags = memory.signals("never", 1)
     out = torch.full((1,), 7, dtype=torch.int32)
     try:
@@ -109,7 +109,7 @@ def _until_somebody_dies(rank: Rank, operation: str) -> None:
 def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) -> None:
     with ranks(3, tmp_path, _until_somebody_dies, operation) as running:
         running.wait_for_all()
-        time.sleep(0.1)  # most are inside of the operation by then; what is expected is the same of those that are not
+        time.sleep(0.1)  # Most ranks are in the operation by then. The test expects the same of those that are not.
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
             when, error = running.result(survivor)
@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_is_named_at_once(operation: str, tmp_path: Path) 
 
 
 def _sums(rank: Rank, stopped: int) -> list[int]:
-    """One rank is stopped in the middle of the second sum."""
+    """Computes sums; one rank is stopped in the middle of the second one."""
     total = Sum(connect(rank))
 
     def pause() -> None:
@@ -166,7 +166,7 @@ def _stopped_too_long(rank: Rank, stopped: int, timeout: float) -> tuple[PeerTim
     else:
         raise AssertionError("the others have given up")
     when = time.monotonic()
-    with pytest.raises(PeerTimeout):  # until the reset, nothing waits any more
+    with pytest.raises(PeerTimeout):  # Until the reset no wait blocks any more.
         total(5)
     with pytest.raises(PeerTimeout):
         memory.barrier()
@@ -223,11 +223,11 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
 
 @pytest.mark.parametrize("operation", ["sum", *exhaustive("kernel")])
 def test_a_run_whose_ranks_all_stop_goes_on(operation: str, tmp_path: Path) -> None:
-    """Ctrl-Z and fg: nobody was late."""
+    """No rank is late after Ctrl-Z and fg."""
     timeout = patient(1.5)
     with ranks(2, tmp_path, _stopped_together, operation, timeout) as running:
         assert running.hear(1) == "here"
-        time.sleep(0.1)  # rank 0 waits by then, or begins to wait afterwards
+        time.sleep(0.1)  # Rank 0 waits by then, or begins to wait afterwards.
         for rank in range(2):
             running.send(rank, signal.SIGSTOP)
         time.sleep(1.5 * timeout)
@@ -256,7 +256,7 @@ def _one_stays_away(rank: Rank, operation: str, timeout: float) -> int:
     rank.hear()
     be_patient(memory)
     memory.reset()
-    memory.barrier()  # not every rank had come to the one before
+    memory.barrier()  # Not every rank had come to the operation before it.
     return total(memory.rank)
 
 
@@ -270,7 +270,7 @@ def test_a_rank_that_never_comes_is_named(operation: str, tmp_path: Path) -> Non
             assert (error.op, error.peer, error.rank, error.step) == (operation, 1, rank, 7)
             assert "last seen in" in str(error) and 0.9 * timeout < error.waited < timeout + patient(3.0)
         running.connections[1].send("go")
-        assert running.hear(1).op == "sum"  # it comes late, and does not wait in turn
+        assert running.hear(1).op == "sum"  # It comes late, and does not wait itself.
         running.go()
         assert [running.result(rank)[1] for rank in range(3)] == [3, 3, 3]
 
@@ -293,7 +293,7 @@ def _recorded(rank: Rank, folder: Path) -> PeerTimeout:
     memory = connect(rank)
     total = Sum(memory)
     memory.step = 3
-    for _ in range(80):  # more than the record holds
+    for _ in range(80):  # These are more than the record holds.
         total(1)
     memory.step = 4
     memory.timeout = memory.control.timeout = 0.5
@@ -373,13 +373,13 @@ def _interrupted(rank: Rank, operation: str) -> str:
             with memory.guard("wait"):
                 memory.wait_signal(never, memory.rank, 0, 1, op="wait")
         elif rank.rank == 1:
-            with memory.guard("barrier"):  # without ever coming to it
+            with memory.guard("barrier"):  # The rank never comes to it.
                 time.sleep(LIMIT)
         else:
             memory.barrier()
     except KeyboardInterrupt:
         rank.tell(("interrupted", time.monotonic()))
-        rank.hear()  # a rank that ends would end the others' waits
+        rank.hear()  # A rank that ends would end the others' waits.
         with memory.guard("the next operation"):
             return "free again"
     return "not interrupted"
@@ -395,7 +395,7 @@ def _wait_forever(memory: SharedMemory) -> None:
 def test_control_c_ends_a_wait(operation: str, tmp_path: Path) -> None:
     with ranks(2, tmp_path, _interrupted, operation) as running:
         running.wait_for_all()
-        time.sleep(0.1)  # most are waiting by then; the others begin to, and are interrupted all the same
+        time.sleep(0.1)  # Most ranks wait by then. The others begin to wait, and are interrupted too.
         sent = [running.send(rank, signal.SIGINT) for rank in range(2)]
         for rank in range(2):
             kind, when = running.hear(rank)

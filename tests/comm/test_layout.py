@@ -1,3 +1,5 @@
+"""The position of local tensors in global ones, compared with DTensor."""
+
 import pytest
 import torch
 import torch.distributed as dist

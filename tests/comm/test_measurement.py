@@ -1,4 +1,4 @@
-"""Ranks measure together which candidate is the fastest, and decide alike."""
+"""Ranks measure together which candidate is the fastest, and all take the same decision."""
 
 import time
 import warnings
@@ -36,7 +36,7 @@ def _decided(
     known: dict[str, Decision] | None = None,
     budget: float = 20.0,
 ) -> tuple[Decision, list[str]]:
-    """seconds: of each candidate, on each rank. Returns the decision, and which candidates this rank ran."""
+    """Returns the decision, and the candidates that this rank ran. seconds: each candidate's time on each rank."""
     group = dist.new_group()
     runs: list[str] = []
     candidates = {name: _sleeping(each[group.rank()], runs, name) for name, each in seconds.items()}
@@ -52,17 +52,19 @@ def _nothing() -> None:
 
 
 def _case(tmp_path: Path) -> str:
-    """A case that no other test has: decisions hold for the job, and tests share the processes of ranks."""
+    """Returns a case that no other test has: decisions hold for the job, and tests share the processes of ranks."""
     return f"a product of {tmp_path}"
 
 
 def test_the_candidate_with_the_fastest_slowest_rank_is_taken(tmp_path: Path) -> None:
     file, case = tmp_path / "folder" / "decisions.json", _case(tmp_path)
-    seconds = {"first": [0.001, 0.030], "second": [0.012, 0.012]}  # rank 0 alone would take the first one
+    seconds = {"first": [0.001, 0.030], "second": [0.012, 0.012]}  # Rank 0 alone would take the first one.
     (found, runs), (other, _) = pool(2).run(_decided, case, seconds, str(file))
     assert found == other and found.taken == "second"
     assert found.milliseconds["first"] >= 30 and found.milliseconds["second"] >= 12
-    assert runs == ["first", "second"] * (1 + measurement.ROUNDS)  # in turn, so that a disturbance meets both
+    assert runs == ["first", "second"] * (
+        1 + measurement.ROUNDS
+    )  # They run in turn, so that a disturbance affects both.
     assert read_decisions(file, machine("cpu")) == {case: found}
 
 
@@ -70,7 +72,7 @@ def test_the_next_run_reads_the_decision_and_measures_nothing(tmp_path: Path) ->
     file, case = tmp_path / "decisions.json", _case(tmp_path)
     kept = Decision("second", {"first": 2.0, "second": 1.0})
     add_decisions(file, machine("cpu"), {"another case": kept, case: kept})
-    seconds = {"first": [0.0, 0.0], "second": [0.01, 0.01]}  # a measurement would decide otherwise
+    seconds = {"first": [0.0, 0.0], "second": [0.01, 0.01]}  # A measurement would decide otherwise.
     assert pool(2).run(_decided, case, seconds, str(file)) == [(kept, [])] * 2
     assert pool(2).run(_decided, case + "2", seconds, str(file))[0][0].taken == "first"
     assert set(read_decisions(file, machine("cpu"))) == {"another case", case, case + "2"}
@@ -127,7 +129,7 @@ def test_a_file_that_cannot_be_written_is_no_error() -> None:
 
 
 def _compared(case: str, times: dict[str, float], usual: str) -> str:
-    """What is decided by these milliseconds, which each candidate is off by once, downwards or upwards."""
+    """Returns the decision for these milliseconds. Each candidate has one outlier, downwards or upwards."""
     group = dist.new_group()
     with pytest.MonkeyPatch.context() as patch, measuring(20, file=Path("/proc/no")):
         seen: dict[str, int] = dict.fromkeys(times, 0)
@@ -150,7 +152,7 @@ def test_another_candidate_must_be_faster_than_the_usual_one_by_more_than_the_ma
 
 
 def _in_two_groups(case: str, file: str) -> str:
-    """Two groups of one rank each with the same case, of which each would decide for another candidate."""
+    """Measures one case in two groups of one rank, each of which would decide for another candidate alone."""
     rank = dist.get_rank()
     groups = [dist.new_group([0]), dist.new_group([1])]
     seconds = {"first": 0.02, "second": 0.0} if rank == 0 else {"first": 0.0, "second": 0.02}
@@ -186,7 +188,7 @@ def test_ranks_that_disagree_end_with_both_sides_named(tmp_path: Path) -> None:
 
 
 def _raising(ranks: list[int], usual: str, file: str) -> tuple[str, list[str], list[str]]:
-    """Candidate "b" raises on some ranks, behind a barrier, which the others wait for after it."""
+    """Makes candidate "b" raise on some ranks after a barrier; the other ranks wait in another barrier after it."""
     before = settings().timeout
     set_settings(timeout=3.0)
     group = dist.new_group()

@@ -1,3 +1,5 @@
+"""Device meshes, their groups, and the shards of a dimension."""
+
 import pytest
 import torch
 import torch.distributed as dist

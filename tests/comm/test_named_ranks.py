@@ -1,4 +1,4 @@
-"""Errors name ranks by their numbers in the world, and by their places in the mesh, whatever group they are in."""
+"""Errors name ranks by their numbers in the world and their coordinates in the mesh, not by those in a group."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from tpfuse.testing.ranks import pool
 
 
 def _late(implementation: Implementation, folder: str) -> None:
-    """Rank 3 does not come to its tensor-parallel group, of which rank 2 is the other one."""
+    """Rank 3 does not come to its tensor-parallel group, in which rank 2 waits for it."""
     before = settings()
     set_implementation(implementation)
     set_settings(timeout=1.0, flight_folder=Path(folder))
@@ -44,7 +44,7 @@ def test_a_rank_of_a_subgroup_is_named_by_its_number_in_the_world(
     implementation: Implementation, tmp_path: Path
 ) -> None:
     pool(4).run(_late, implementation, str(tmp_path))
-    pool(4).close()  # the group of the two is of no more use
+    pool(4).close()  # The group of these two ranks cannot be used any more.
     if implementation == "direct":
         record = json.loads((tmp_path / "flight_record_rank2.json").read_text())
         assert (record["rank"], record["missing"]) == (2, 3)

@@ -1,4 +1,4 @@
-"""Ranks by node: pretended ones everywhere, and two network namespaces where this machine lets us make them."""
+"""Ranks by node: with pretended nodes, and with two network namespaces if this machine lets a test make them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def _members(group: dist.ProcessGroup) -> list[int]:
-    """Global ranks, in the group's order, as the ranks themselves say."""
+    """Returns the global ranks in the group's order, as the ranks themselves report them."""
     said = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(said, torch.tensor([dist.get_rank()]), group=group)
     return [int(rank) for rank in said]
@@ -85,7 +85,7 @@ def test_ranks_of_a_node_keep_their_order_wherever_they_are() -> None:
 
 
 def _part_of_the_world() -> Any:
-    """Ranks 1, 2, 3 with rank 0 elsewhere, then those and rank 0: the first split has made no group on rank 0."""
+    """Splits ranks 1, 2, 3 without rank 0, then with it: the first split has made no group on rank 0."""
     rank = dist.get_rank()
     with pretended_nodes(1, 1, 1, 1) as whole:
         small = dist.new_group([1, 2, 3])
@@ -107,8 +107,9 @@ def test_a_group_that_is_not_the_world_is_split_by_its_members_alone() -> None:
 
 
 def _other_numbers_of_groups() -> tuple[list[tuple[list[int], list[int]]], int, int]:
-    """Twice the same groups, the second time when those of the first are not the newest on all ranks; how many names
-    these have, and how many names torch has beyond those of the groups."""
+    """Makes the same groups twice; before the second time some ranks have made newer groups.
+
+    Returns how many names these groups have, and how many names torch has beyond those of the groups."""
     members, names = [], set()
     count = len(dist.distributed_c10d._world.pg_names)
     with pretended_nodes(2, 2) as group:
@@ -168,7 +169,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def _reach() -> tuple[str, str, str]:
-    """Of whole group, within and across: which memory, or why none."""
+    """Returns, for the whole group, within and across, the memory's backend, or the reason why there is none."""
     found = split_by_node(dist.group.WORLD)
     assert found is not None
 
@@ -217,14 +218,14 @@ ELEMENTS = 2**18
 
 
 def _sums() -> tuple[bool, int, int]:
-    """Whether both sums are right, and what this node sent for each."""
+    """Returns whether both sums are right, and the bytes that this node sent for each."""
     found = split_by_node(dist.group.WORLD)
     assert found is not None
     own = torch.arange(ELEMENTS, dtype=torch.float32) % 1000 + dist.get_rank()
     expected = 4 * (torch.arange(ELEMENTS, dtype=torch.float32) % 1000) + 6
     right, sent = True, []
     for total in (lambda x: hierarchical_sum(x, found), lambda x: collectives.all_reduce(x, dist.group.WORLD)):
-        total(own)  # connects
+        total(own)  # The first call connects the ranks.
         with counted() as count:
             right &= torch.equal(total(own), expected)
         sent.append(count[0])
@@ -236,7 +237,7 @@ def test_a_sum_by_node_sends_each_element_once() -> None:
     for right, by_nodes, plain in run_on_nodes(_sums):
         assert right
         assert 4 * ELEMENTS < by_nodes < 1.05 * 4 * ELEMENTS
-        assert plain > 1.4 * by_nodes  # a ring: 3/2 of it
+        assert plain > 1.4 * by_nodes  # A ring sends 3/2 of it.
 
 
 def _fail() -> None:

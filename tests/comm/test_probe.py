@@ -1,4 +1,4 @@
-"""What the machine is said to be able to do; GPUs are stood in for."""
+"""The facts that `tpfuse.comm.probe` reports about a machine. GPUs are simulated."""
 
 import ctypes
 import os
@@ -55,7 +55,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
     [
         ({}, None, None),
         (MEMINFO, None, 8 * GIB),
-        (  # version 2: an inner group with no limit, an outer one with
+        (  # version 2: an inner group without a limit, an outer one with a limit
             MEMINFO
             | {
                 "proc/self/cgroup": "0::/outer/inner",
@@ -78,7 +78,7 @@ V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
             2 * GIB,
             0,
         ),
-        (  # a limit that is none
+        (  # a number that means no limit
             MEMINFO
             | {
                 "proc/self/cgroup": "4:memory:/",
@@ -117,7 +117,7 @@ def test_unknown_facts_are_called_unknown(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Three GPUs; `apart`: pairs without peer access; `having`: attributes of the driver, by GPU."""
+    """Simulates three GPUs. apart: pairs without peer access; having: attributes of the driver, by GPU."""
     machine = SimpleNamespace(apart=set(), having={}, status=0)
 
     class Driver:
@@ -144,7 +144,7 @@ def test_facts_of_gpus(gpus: SimpleNamespace) -> None:
     assert found["peer access"][0] == "between all GPUs"
     assert found["multicast"][0] == "yes" and found["fabric handles"][0] == "cuda:1"
     assert found["symmetric memory of torch"] == ("CUDA backend", "GPU ranks can access each other's memory")
-    gpus.apart = {(2, 0)}  # one direction is enough
+    gpus.apart = {(2, 0)}  # One direction is enough.
     gpus.status = 100
     found = _found()
     assert found["peer access"][0] == "not between cuda:0 and cuda:2"

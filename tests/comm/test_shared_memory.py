@@ -1,4 +1,4 @@
-"""Symmetric memory between CPU ranks, and of one rank alone. What happens when ranks fail: test_failures.py."""
+"""Symmetric memory between CPU ranks, and of one rank alone. test_failures.py tests ranks that fail."""
 
 import gc
 import os
@@ -53,7 +53,7 @@ def _every_dtype() -> None:
         assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
         assert not any(address % 16 for address in buffer.addresses.tolist())
         memory.barrier()
-        left = buffer.peers[memory.rank - 1]  # ordinary stores reach it too
+        left = buffer.peers[memory.rank - 1]  # Ordinary stores write to it too.
         _bits(left).fill_(100 + memory.rank)
         memory.barrier()
         assert bool((_bits(buffer.local) == 100 + (memory.rank + 1) % memory.world).all())
@@ -82,7 +82,7 @@ def _shapes_and_keys() -> None:
     with pytest.raises(ValueError, match=r"'floats' is torch\.float32"):
         memory.signals("floats", 2)
     memory.reset()
-    assert floats.local.tolist() == [3.0, 3.0]  # only signals are forgotten
+    assert floats.local.tolist() == [3.0, 3.0]  # A reset sets only signals to 0.
 
 
 def test_a_key_has_one_shape_and_dtype() -> None:
@@ -107,7 +107,7 @@ def _freed() -> None:
             use()
     with pytest.raises(ValueError, match="there is no symmetric buffer 'x'"):
         memory.free("x")
-    again = memory.buffer("x", (2, 2), torch.int32)  # another shape is fine now
+    again = memory.buffer("x", (2, 2), torch.int32)  # Another shape is possible now.
     assert not again.local.any()
     renewed = memory.signals("flags", 2)
     assert renewed.local.tolist() == [0, 0]
@@ -175,7 +175,10 @@ def test_signals_set_and_order_words(world: int) -> None:
 
 
 def _ring(rounds: int, first: int) -> None:
-    """Each round: write, tell the right neighbour, read the left one's, tell it so. Delays at random."""
+    """Writes in each round, signals the right neighbour, reads the left one's part, and signals that it has read it.
+
+    Delays are random.
+    """
     memory = _memory()
     buffer = memory.buffer("x", (5,), torch.int64)
     flags = memory.signals("flags", 2)
@@ -234,7 +237,9 @@ def test_all_ranks_get_both_sides_of_a_disagreement() -> None:
     ]
     for rank, messages in enumerate(pool(3).run(_disagree)):
         for message, (first, last) in zip(messages, sides, strict=True):
-            others = [f"rank {other} runs {first}, rank 2 runs {last}" for other in (0, 1)]  # whichever came first
+            others = [
+                f"rank {other} runs {first}, rank 2 runs {last}" for other in (0, 1)
+            ]  # The order depends on the rank that came first.
             told = others if rank == 2 else [f"rank 2 runs {last}, rank {rank} runs {first}"]
             assert message.endswith(tuple(told)), message
 
@@ -271,7 +276,7 @@ _groups: list[Any] = []
 
 
 def _overlapping() -> None:
-    """Both groups have operations under way at once: what is written in one is waited for after the other's round."""
+    """Both groups have operations under way at once: a rank waits for one group's signals after the other's round."""
     if not _groups:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         _groups.append(pairs[dist.get_rank() // 2])
@@ -316,7 +321,7 @@ def test_two_runs_at_once_on_one_machine_leave_nothing_in_dev_shm() -> None:
             for future in pending:
                 assert future.result() == [[], []]
         for run in runs:
-            run._processes[0].kill()  # however they end
+            run._processes[0].kill()  # They end with or without an error.
     finally:
         for run in runs:
             run.close()
@@ -343,7 +348,7 @@ def _exhausted(rank: int, name: str) -> tuple[str, bool]:
         if memory.rank == rank:
             setattr(owner, name, real)
     clean = _open() == before
-    assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # the next attempt may do better
+    assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # The next attempt may succeed.
     return message, clean
 
 

@@ -1,4 +1,4 @@
-"""Every implementation of every collective, exact: integers that differ per rank, so that a wrong index shows."""
+"""Every implementation of every collective is exact. Integers differ per rank, so that a wrong index shows."""
 
 import random
 import re
@@ -38,7 +38,7 @@ def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
     whole = integers(1, world, 7 * world, 9, dtype=dtype)
     mine = whole[rank]
     with implementation(name):
-        for x in (mine, mine.t().contiguous().t()):  # strides must not matter
+        for x in (mine, mine.t().contiguous().t()):  # Strides must not matter.
             before = x.clone()
             assert torch.equal(collectives.all_gather(x, group), whole.flatten(0, 1))
             assert torch.equal(collectives.reduce_scatter(x, group), whole.sum(0)[7 * rank : 7 * rank + 7])
@@ -62,7 +62,7 @@ def test_every_collective_is_exact(world: int, dtypes: tuple[torch.dtype, ...], 
 
 
 def _taken(name: Implementation, triton: bool) -> str:
-    """Which class brings a collective about; and an integer's maximum is direct wherever there is memory."""
+    """Returns the class that computes each collective. A maximum of integers is direct if there is symmetric memory."""
     group, taken = dist.group.WORLD, []
 
     def spy(kind: type, method: str) -> None:
@@ -120,7 +120,7 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _pieces() -> None:
-    """Kernels with slots that hold less than a row."""
+    """Runs kernels with slots that hold less than a row."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     launched = FusedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
     whole = integers(1, world, world, 50)
@@ -157,7 +157,7 @@ def test_tensors_of_any_size_by_interpreted_kernels(world: int) -> None:
 
 
 def _delayed(iterations: int) -> list[torch.Tensor]:
-    """Ranks that come in any order, over and over the same memory."""
+    """Ranks come in any order, again and again, to the same memory."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     late = random.Random(rank)
     found = []
@@ -198,7 +198,7 @@ def test_several_collectives_under_way(world: int) -> None:
 
 
 def _overlapping() -> None:
-    """Pairs of ranks and all of them, by turns, and a collective of the one begun inside of the other's."""
+    """Pairs of ranks and all ranks sum in turn, and one group's collective begins inside of the other's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
     pair, first = pairs[rank // 2], rank // 2 * 2
@@ -237,7 +237,7 @@ def test_sums_are_rounded_once_and_the_same_on_all_ranks(world: int) -> None:
 
 
 def _late(objects: bool) -> str:
-    """Over Gloo, whose group is of no use afterwards: one of its own, and no rank uses it again."""
+    """Uses a Gloo group of its own, which no rank can use after the time-out."""
     group = dist.new_group()
     if dist.get_rank() == 1:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Collectives by torch operations, rank by rank in one process: what orders every access, under many schedules."""
+"""Collectives by torch operations, rank by rank in one process: every access is ordered, under many schedules."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SCATTER = direct.DirectCollectives._reduce_scatter
 class TestDirectCollectives(ProtocolSuite):
     modules = (channel, direct)
     needed = (channel, direct)
-    worlds = ((3, 1), (2, 1), (1, 1))  # three ranks take two shots, two ranks one
+    worlds = ((3, 1), (2, 1), (1, 1))  # Three ranks take two shots, two ranks one.
     seeds = 50
     faults = (
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
@@ -36,7 +36,7 @@ class TestDirectCollectives(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Every collective, several epochs of each, in slots of three or four elements a row; then some under way."""
+        """Runs several epochs of every collective, in slots of three or four elements a row; then some under way."""
         current(direct).ONE_SHOT_BYTES = 12
         rank, world = memory.rank, memory.world
         collectives = current(direct).DirectCollectives(memory, 16 * world, 32 * world)
@@ -55,7 +55,7 @@ class TestDirectCollectives(ProtocolSuite):
             assert torch.equal(total, whole.sum(0).view(-1))
             collectives.all_reduce_max(mine.view(-1), top)
             assert torch.equal(top, whole.amax(0).view(-1))
-        outs = [torch.empty(world, 11) for _ in range(3)]  # more than there are halves
+        outs = [torch.empty(world, 11) for _ in range(3)]  # There are fewer halves.
         handles = [collectives.all_gather(mine[0], out, later=True) for out in outs]
         for handle in handles:
             handle.wait()
