@@ -19,13 +19,16 @@ still runs, after `timeout` seconds or as soon as the peer's process has ended.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tpfuse.kernels.signals import wrapped as wrapped
+
+_Channel = TypeVar("_Channel")
 
 
 class SymmetricBuffer:
@@ -92,6 +95,7 @@ class SymmetricMemory(ABC):
         self.global_rank = rank  # the rank's number in the world, if the backend knows it
         self._buffers: dict[str, SymmetricBuffer] = {}
         self._signals: set[str] = set()
+        self._channels: dict[tuple[str, int], Any] = {}
 
     @torch.inference_mode(False)  # The buffers are kept, also for calls that need gradients.
     def buffer(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> SymmetricBuffer:
@@ -115,6 +119,17 @@ class SymmetricMemory(ABC):
         buffer = self.buffer(key, (count,), torch.int32)
         self._signals.add(key)
         return buffer
+
+    def channel(self, make: Callable[["SymmetricMemory", str, int], _Channel], name: str, nbytes: int) -> _Channel:
+        """Returns the channel `name` with slots of `nbytes`. The first call opens it and is collective.
+
+        make: opens the channel; it is called with the memory, the name of the channel's buffers and nbytes, and must be
+        the same in each call for one name. The memory keeps the channel.
+        """
+        channel = self._channels.get((name, nbytes))
+        if channel is None:
+            channel = self._channels[name, nbytes] = make(self, f"{name}, {nbytes} bytes", nbytes)
+        return channel
 
     def free(self, key: str) -> None:
         """Frees the buffer after every rank has called this. Raises ValueError if there is no buffer of this name."""

@@ -74,8 +74,7 @@ class DirectCollectives:
         slot_bytes: the bytes of a piece; large_slot_bytes: the bytes of a piece of a tensor above slot_bytes.
         """
         self.memory, self._large_slot_bytes = memory, large_slot_bytes
-        self._small = Channel(memory, "direct collectives", slot_bytes)
-        self._large: Channel | None = None
+        self._small = memory.channel(Channel, "direct collectives", slot_bytes)
         self._pending: DirectHandle | None = None
 
     def all_gather(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
@@ -125,9 +124,7 @@ class DirectCollectives:
         """Returns the channel for x. All ranks open the large one when it is first needed."""
         if x.nbytes <= self._small.nbytes:
             return self._small
-        if self._large is None:
-            self._large = Channel(self.memory, "direct collectives, large", self._large_slot_bytes)
-        return self._large
+        return self.memory.channel(Channel, "direct collectives", self._large_slot_bytes)
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None

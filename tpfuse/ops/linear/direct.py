@@ -29,8 +29,7 @@ class DirectLinear:
 
     def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
         """Collective."""
-        self.memory, self._round_bytes = memory, round_bytes
-        self._channels: dict[int, Channel] = {}
+        self.memory, self._piece_bytes = memory, piece_bytes
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
@@ -163,10 +162,8 @@ class DirectLinear:
 
     def _rounds(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
         """What each round takes of every rank's rows; there is one for no rows too."""
-        nbytes = max(self._round_bytes, row_bytes)
-        channel = self._channels.get(nbytes)
-        if channel is None:
-            channel = self._channels[nbytes] = Channel(self.memory, f"direct linear, {nbytes} bytes", nbytes)
+        nbytes = max(self._piece_bytes, row_bytes)
+        channel = self.memory.channel(Channel, "direct linear", nbytes)
         size = nbytes // max(row_bytes, 1)
         for start in range(0, max(rows, 1), size):
             yield channel, slice(start, min(start + size, rows))

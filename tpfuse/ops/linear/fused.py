@@ -93,9 +93,6 @@ class FusedLinear:
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
         self._other_tiles = self._engines_scatter = False
         self._engine: torch.cuda.Stream | None = None
-        self._channels: dict[tuple[str, int], _Channel] = {}
-        self._engine_gathers: dict[int, EngineGather] = {}
-        self._engine_scatters: dict[int, EngineScatter] = {}
 
     def variant(self, *, engines: bool, other_tiles: bool) -> "FusedLinear":
         """The same products for a measurement to compare; they share what they keep.
@@ -283,27 +280,13 @@ class FusedLinear:
             copies.join()
 
     def _channel(self, name: str, nbytes: int) -> _Channel:
-        size = slot_size(nbytes)
-        found = self._channels.get((name, size))
-        if found is None:
-            found = self._channels[name, size] = _Channel(self.memory, f"{name}, {size} bytes", size)
-        return found
+        return self.memory.channel(_Channel, name, slot_size(nbytes))
 
     def _engine_gather(self, nbytes: int) -> EngineGather:
-        size = slot_size(nbytes)
-        found = self._engine_gathers.get(size)
-        if found is None:
-            name = f"all_gather_linear by engines, {size} bytes"
-            found = self._engine_gathers[size] = EngineGather(self.memory, name, size)
-        return found
+        return self.memory.channel(EngineGather, "all_gather_linear by engines", slot_size(nbytes))
 
     def _engine_scatter(self, nbytes: int) -> EngineScatter:
-        size = slot_size(nbytes)
-        found = self._engine_scatters.get(size)
-        if found is None:
-            name = f"linear_reduce_scatter by engines, {size} bytes"
-            found = self._engine_scatters[size] = EngineScatter(self.memory, name, size)
-        return found
+        return self.memory.channel(EngineScatter, "linear_reduce_scatter by engines", slot_size(nbytes))
 
 
 def _with_rows(x: Tensor, count: int) -> Tensor:

@@ -29,8 +29,7 @@ class DirectRing:
 
     def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
         """Collective."""
-        self.memory, self._round_bytes = memory, round_bytes
-        self._channels: dict[int, Channel] = {}
+        self.memory, self._piece_bytes = memory, piece_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -82,10 +81,8 @@ class DirectRing:
         """What each round takes of the heads of k and of q; element_bytes: what a slot holds for an element of k."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         head_bytes = k[:, :1].numel() * element_bytes
-        nbytes = max(self._round_bytes, head_bytes)
-        channel = self._channels.get(nbytes)
-        if channel is None:
-            channel = self._channels[nbytes] = Channel(self.memory, f"direct ring, {nbytes} bytes", nbytes)
+        nbytes = max(self._piece_bytes, head_bytes)
+        channel = self.memory.channel(Channel, "direct ring", nbytes)
         most = min(nbytes // max(head_bytes, 1), max(heads, 1))
         for start in range(0, max(heads, 1), most):
             yield channel, slice(start, start + most), slice(start * group, (start + most) * group)

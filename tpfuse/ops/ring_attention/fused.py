@@ -7,6 +7,7 @@ it is interpreted.
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,9 +28,8 @@ _COPIERS = 8  # the most that a launch has
 class FusedRing:
     """Attention of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
 
-    def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
-        self.memory, self._round_bytes = memory, round_bytes
-        self._exchanges: dict[tuple[int, bool], BlockExchange] = {}
+    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
+        self.memory, self._piece_bytes = memory, piece_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -82,14 +82,14 @@ class FusedRing:
             yield slice(start, start + most), slice(start * group, (start + most) * group), exchange
 
     def _exchange(self, nbytes: int, ring: bool) -> BlockExchange:
-        size = slot_size(nbytes)
-        found = self._exchanges.get((size, ring))
-        if found is None:
-            name = f"{'ring' if ring else 'all_gather'} attention, {size} bytes"
-            _, endpoint = open_channel(self.memory, name, size, multiprocessors(self.memory.device))
-            ready = self.memory.signals(f"{name}: ready", 2 * _COPIERS * self.memory.world).local
-            found = self._exchanges[size, ring] = BlockExchange(endpoint, ready, ring)
-        return found
+        name = "ring attention" if ring else "all_gather attention"
+        return self.memory.channel(partial(_open_exchange, ring=ring), name, slot_size(nbytes))
+
+
+def _open_exchange(memory: SymmetricMemory, name: str, nbytes: int, *, ring: bool) -> BlockExchange:
+    _, endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
+    ready = memory.signals(f"{name}: ready", 2 * _COPIERS * memory.world).local
+    return BlockExchange(endpoint, ready, ring)
 
 
 def _joined(parts: tuple[Tensor, ...]) -> Tensor:

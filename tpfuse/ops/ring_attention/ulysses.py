@@ -10,7 +10,6 @@ it belongs, in one round of a channel (`tpfuse.comm.channel`); others make one a
 import math
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.autograd import once_differentiable
 
 Places = tuple[tuple[tuple[slice, slice], ...], ...]
-_channels: WeakKeyDictionary[SymmetricMemory, dict[int, Channel]] = WeakKeyDictionary()
 
 
 def places_of(positions: Tensor) -> Places:
@@ -114,7 +112,7 @@ def _through_slots(
     world, own, dtype, op = memory.world, memory.rank, tensors[0].dtype, "exchange of heads"
     row = sum(map(math.prod, shapes))
     with memory.guard(f"{op} {dtype} {[list(shape) for shape in shapes]} {call}"):
-        channel = _channel(memory, world * row * dtype.itemsize)
+        channel = memory.channel(Channel, "exchange of heads", slot_size(world * row * dtype.itemsize))
         slots = channel.next_slots(dtype, world, row)
         for rank in channel.others:
             _put(tensors, _parts(slots[own][rank], shapes), rank, places[rank], for_heads)
@@ -123,14 +121,6 @@ def _through_slots(
         for rank in channel.others:
             channel.wait_for(rank, epoch, op)
             _take(_parts(slots[rank][own], shapes), outs, rank, places[rank], for_heads)
-
-
-def _channel(memory: SymmetricMemory, nbytes: int) -> Channel:
-    size = slot_size(nbytes)
-    made = _channels.setdefault(memory, {})
-    if size not in made:
-        made[size] = Channel(memory, f"exchange of heads, {size} bytes", size)
-    return made[size]
 
 
 def _parts(row: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
