@@ -108,7 +108,7 @@ def read_decisions(file: Path, machine_name: str) -> dict[str, Decision]:
 def add_decisions(file: Path, machine_name: str, decisions: Decisions) -> None:
     """Adds decisions to those in the file, in one rename. Raises OSError if the file cannot be written.
 
-    Of two processes that add at the same time, the later one may lose what the earlier one added: it is then measured
+    If two processes add at the same time, the later one may lose what the earlier one added, which is then measured
     again.
     """
     document = _document(file)

@@ -4,7 +4,7 @@ _coordinates: dict[int, str] = {}  # for each rank of the world its position in 
 
 
 def set_coordinates(coordinates: dict[int, str]) -> None:
-    """Sets what messages add to the numbers of the world's ranks from now on, such as "dp 1, tp 0"."""
+    """Sets the coordinates of the world's ranks, such as "dp 1, tp 0", which messages add to the ranks' numbers."""
     _coordinates.clear()
     _coordinates.update(coordinates)
 

@@ -52,10 +52,10 @@ class Watchdog:
 
 
 class Watcher(Protocol):
-    """An object that checks something when it is told to."""
+    """An object whose check the watchdog's thread repeats."""
 
     def look(self) -> None:
-        """Checks once. The watchdog's thread calls it."""
+        """Checks once."""
 
 
 def look_often(watchdog: Watcher, awake: threading.Event, enter: Callable[[], None] = lambda: None) -> None:
