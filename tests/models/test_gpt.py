@@ -159,7 +159,7 @@ def test_context_ranks_give_losses_and_gradients_of_one(
 def _spread_generation(cp: int) -> None:
     model = _model(context_mesh=context_mesh(mesh_of(1, 1, cp)))
     ids, _ = _batch(2, 2, 101)
-    with pytest.raises(ValueError, match=f"a sequence of 2 tokens cannot be spread over {cp} ranks"):
+    with pytest.raises(ValueError, match=f"a sequence of 2 tokens cannot be sharded over {cp} ranks"):
         model(ids)
     expected = generate(_model(), ids, 18, temperature=0.7, seed=3)
     for use_cache in (True, False):

@@ -42,7 +42,7 @@ class Explained(Protocol):
 def plans(model: nn.Module) -> list[LayerPlan]:
     """What each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model would compute with now.
 
-    Collective: a group finds out when it is first asked. Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
+    The first call for a group is collective. Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
     """
     found = []
     for name, layer in model.named_modules():

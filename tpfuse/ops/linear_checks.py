@@ -1,4 +1,4 @@
-"""What every linear operator asks of its tensors."""
+"""Checks of the tensors of every linear operator."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from tpfuse.ops.autograd import is_autocast
 
 
 def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
-    """Raises ValueError unless x is [..., K], weight [N, K] and bias [N], of one float dtype, on one device.
+    """Raise ValueError unless x is [..., K], weight [N, K] and bias [N], of one float dtype, on one device.
 
     N must be even for a gated activation. Under torch.autocast dtypes may differ.
     """
@@ -34,7 +34,7 @@ def check_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 def check_residual(operator: str, x: Tensor, residual: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless the residual has the result's shape and is on x's device; its dtype may differ."""
+    """Raise ValueError unless the residual has the result's shape and is on x's device; its dtype may differ."""
     if residual is None:
         return
     if residual.shape != shape:

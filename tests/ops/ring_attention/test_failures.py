@@ -66,7 +66,7 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
         "ring_attention: schedule 'zigzag': expected one of auto, ring, all_gather, ulysses, ulysses_ring",
     ),
     (_draw(), {"balance": "even"}, "balance 'even': expected one of zigzag, contiguous, striped"),
-    (_draw(), {"length": 3}, "a sequence of 3 tokens cannot be spread over 4 ranks"),
+    (_draw(), {"length": 3}, "a sequence of 3 tokens cannot be sharded over 4 ranks"),
     (
         _draw(),
         {"length": 17},

@@ -137,8 +137,8 @@ def test_labels_and_what_needs_gradients() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ((3, 4), "a sequence of 3 tokens cannot be spread over 4 ranks"),
-        ((0, 1), "a sequence of 0 tokens cannot be spread over 1 ranks"),
+        ((3, 4), "a sequence of 3 tokens cannot be sharded over 4 ranks"),
+        ((0, 1), "a sequence of 0 tokens cannot be sharded over 1 ranks"),
         ((8, 4, "zigzag", 8), "4 ranks, 8 of them for Ulysses: expected a divisor"),
         ((8, 0), "0 ranks, 1 of them for Ulysses: expected a divisor"),
         ((8, 4, "zigzag", 3), "4 ranks, 3 of them for Ulysses: expected a divisor"),

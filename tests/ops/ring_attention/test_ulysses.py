@@ -1,4 +1,4 @@
-"""Heads for tokens and back: where everything goes, and what orders every access on shared memory."""
+"""Exchanging heads for tokens and back: every element reaches its destination, and accesses to memory are ordered."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +11,7 @@ from tpfuse.backend import Implementation, implementation
 from tpfuse.comm import channel
 from tpfuse.ops.ring_attention import ulysses
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
-from tpfuse.ops.ring_attention.ulysses import places_of, to_heads, to_tokens
+from tpfuse.ops.ring_attention.ulysses import find_token_slices, to_heads, to_tokens
 from tpfuse.testing.cases import naming
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import mutants_of, surviving
@@ -23,18 +23,18 @@ from tpfuse.testing.tiers import exhaustive
 def _there_and_back(name: Implementation, balance: Balance) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout(world * 6 - 1, world, balance)
-    places = places_of(torch.stack([layout.positions(r) for r in range(world)]))
+    token_slices = find_token_slices(torch.stack([layout.positions(r) for r in range(world)]))
     x, y = (integers(seed, 2, heads, layout.padded_length, 3) for seed, heads in ((1, 2 * world), (2, world)))
     own = layout.positions(rank)
-    mine = [z.index_select(2, own).requires_grad_() for z in (x, y)]
+    shards = [z.index_select(2, own).requires_grad_() for z in (x, y)]
     with implementation(name):
-        found = to_heads(mine, places, dist.group.WORLD)
+        found = to_heads(shards, token_slices, dist.group.WORLD)
         assert torch.equal(found[0], x[:, 2 * rank : 2 * rank + 2]) and torch.equal(found[1], y[:, rank : rank + 1])
-        back = to_tokens(found, places, dist.group.WORLD)
-        assert all(torch.equal(*pair) for pair in zip(back, mine, strict=True))
+        back = to_tokens(found, token_slices, dist.group.WORLD)
+        assert all(torch.equal(*pair) for pair in zip(back, shards, strict=True))
         grads = [integers(rank + 5, *z.shape) for z in back]
         torch.autograd.backward(back, grads)  # there and back is the identity, and so is its gradient
-    assert all(torch.equal(z.grad, grad) for z, grad in zip(mine, grads, strict=True))
+    assert all(torch.equal(z.grad, grad) for z, grad in zip(shards, grads, strict=True))
 
 
 def _every_balance(name: Implementation) -> None:
@@ -45,33 +45,35 @@ def _every_balance(name: Implementation) -> None:
 
 @pytest.mark.parametrize("name", ["direct", "collective"])
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-def test_everything_comes_where_it_belongs(world: int, name: Implementation) -> None:
+def test_every_element_reaches_its_destination(world: int, name: Implementation) -> None:
     pool(world).run(_every_balance, name)
 
 
 def _program_of(channel: ModuleType, ulysses: ModuleType) -> Callable[[SimulatedMemory], None]:
     def program(memory: SimulatedMemory) -> None:
         rank, world = memory.rank, memory.world
-        places = ulysses.places_of(torch.arange(2 * world).view(2, world).T)  # tokens dealt out one by one
+        token_slices = ulysses.find_token_slices(
+            torch.arange(2 * world).view(2, world).T
+        )  # tokens dealt out one by one
         for turn in range(4):
             x = integers(turn, 1, 2 * world, world, 2)
             own = x[:, rank::world].contiguous()
             out = torch.empty(1, 2 * world, 1, 2)
-            ulysses._through_slots(memory, "", [own], [out], [(1, 2, 1, 2)], places, True)
+            ulysses._through_slots(memory, "", [own], [out], [(1, 2, 1, 2)], token_slices, True)
             assert torch.equal(out, x[:, :, rank : rank + 1])
             back = torch.empty_like(own)
-            ulysses._through_slots(memory, "", [out], [back], [(1, 2, 1, 2)], places, False)
+            ulysses._through_slots(memory, "", [out], [back], [(1, 2, 1, 2)], token_slices, False)
             assert torch.equal(back, own)
 
     return program
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_no_alarm(world: int) -> None:
+def test_the_explorer_finds_no_error(world: int) -> None:
     explore(_program_of(channel, ulysses), world, schedules=map(PCT, range(10)))
 
 
-def test_every_line_is_needed() -> None:
+def test_every_synchronising_line_is_needed() -> None:
     targets = [channel, ulysses._through_slots]
     assert mutants_of(*targets)
     left = surviving(_program_of, targets, 3)

@@ -1,1 +1,1 @@
-"""Tensor-parallel products: three operators, each of which every implementation serves, and the choice of one."""
+"""Tensor-parallel products: three operators, three implementations of each, and the choice of an implementation."""

@@ -1,9 +1,9 @@
 """all_gather_linear: act(all_gather(x) Wᵀ + bias), the entry of a sequence-parallel block, for one weight or several.
 
-Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation where there is one. Backward
-computes its gradient P once, then dX = P W, reduce-scattered, and dW = Pᵀ X against x gathered anew. Several weights
-(q, k and v; gate and up) are fed by one gather, and the gradients of x that come back through them are scattered once.
-`tpfuse.ops.linear.backend` has the implementations.
+Only this rank's shard of x is kept for backward (arXiv:2205.05198), and the pre-activation if there is one. Backward
+computes the gradient P of the pre-activation once, then dX = P W, reduce-scattered, and dW = Pᵀ X, for which x is
+gathered again. Several weights (q, k and v; gate and up) share one gather, and the sum of x's gradients through them is
+scattered once. `tpfuse.ops.linear.backend` chooses the implementation.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class _AllGatherLinear(Function):
         weights, biases = _weights(parameters), parameters[count:]
         ctx.products, ctx.activation, ctx.count = chosen, activation, count
         keep = activation is not None and any(ctx.needs_input_grad)
-        found = chosen.all_gather(x, weights, biases, activation, keep)
-        ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in found))
-        return tuple(out for out, _ in found)
+        pairs = chosen.all_gather(x, weights, biases, activation, keep)
+        ctx.save_for_backward(x, *weights, *(preactivation for _, preactivation in pairs))
+        return tuple(out for out, _ in pairs)
 
     @staticmethod
     @once_differentiable
@@ -77,15 +77,15 @@ def all_gather_linear(
     *,
     activation: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """act(all_gather(x) Wᵀ + bias), gathered along dimension 0.
+    """Return act(all_gather(x) Wᵀ + bias), gathered along dimension 0.
 
-    x: [n, ..., K] this rank's shard, equally long on all ranks; weight: [N, K] and bias: [N], this rank's
-    rows, in x's dtype. Returns [world * n, ..., N], or N / 2 for the gated activations, whose weight is [gate | up].
-    With several weights, and as many biases or None, it returns a tuple of their outputs, an activation (no gated one)
-    applied to each. In backward x's gradient is this rank's shard of the sum over ranks; the weights' and biases' are
-    this rank's own.
+    x: [n, ..., K], this rank's shard, with the same n on all ranks; weight: [N, K] and bias: [N], this rank's rows, in
+    x's dtype. The result is [world * n, ..., N], or N / 2 for the gated activations, whose weight is [gate | up]. For
+    several weights, and as many biases or None, the result is a tuple of their outputs, each with the activation
+    applied (which must not be a gated one). In backward x's gradient is this rank's shard of the sum over ranks; the
+    gradients of weights and biases are this rank's own.
 
-    Raises ValueError for shapes, dtypes, devices or names of activations that do not fit, and where ranks have unequal
+    Raises ValueError for shapes, dtypes, devices or names of activations that do not fit, and if ranks have unequal
     numbers of rows.
     """
     single = isinstance(weight, Tensor)
@@ -107,7 +107,7 @@ def all_gather_linear(
 def _gathered_products(
     x: Tensor, chosen: ParallelLinear, activation: str | None, *parameters: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """parameters: the weights, then the biases."""
+    """Return the outputs; parameters: the weights, then the biases."""
     if torch.is_grad_enabled():
         outs: tuple[Tensor, ...] = _AllGatherLinear.apply(x, chosen, activation, *parameters)  # type: ignore[no-untyped-call]
         return outs
@@ -116,7 +116,7 @@ def _gathered_products(
 
 
 def _weights(parameters: Sequence[Tensor | None]) -> list[Tensor]:
-    """The first half, of which none is missing."""
+    """Return the first half of the parameters, none of which is None."""
     return [weight for weight in parameters[: len(parameters) // 2] if weight is not None]
 
 

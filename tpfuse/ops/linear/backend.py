@@ -1,7 +1,7 @@
-"""Which implementation computes the tensor-parallel products of a group, and what every implementation can do.
+"""The choice of an implementation for the tensor-parallel products of a group, and the interface of implementations.
 
-Where `auto` is chosen, each product is computed by the implementation that was measured to be the fastest for its
-shapes (`tpfuse.comm.measurement`), and by the usual one of `tpfuse.comm.choice` where nothing was measured.
+With `auto`, each product is computed by the implementation that was measured to be the fastest for its shapes
+(`tpfuse.comm.measurement`), and by the usual one of `tpfuse.comm.choice` if nothing was measured.
 """
 
 import warnings
@@ -28,56 +28,58 @@ _T = TypeVar("_T")
 
 
 class ParallelLinear(Protocol):
-    """The products of one group's ranks. Not differentiable; all ranks call the same ones in the same order.
+    """The products of one group's ranks. They are not differentiable; all ranks call the same ones in the same order.
 
     World ranks have shards of n rows (dimension 0) of whole tensors of world * n rows. Weights are [N, K], biases [N],
-    of x's dtype. Raise ValueError where ranks have unequal numbers of rows, PeerTimeout where one does not come.
+    of x's dtype. Methods raise ValueError if ranks have unequal numbers of rows, PeerTimeout if a rank does not come.
     """
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> Sequence[tuple[Tensor, Tensor | None]]:
-        """(act(all_gather(x) Wᵀ + bias) [world * n, ..., N], its pre-activation if there is one and `keep`) for each.
+        """Return (act(all_gather(x) Wᵀ + bias) [world * n, ..., N], its pre-activation or None) for each weight.
 
-        x: [n, ..., K], this rank's shard.
+        The pre-activation is returned if there is an activation and `keep`. x: [n, ..., K], this rank's shard.
         """
 
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """(dX = Σ left W, this rank's shard of the sum over ranks; dW = leftᵀ all_gather(x) where needed).
+        """Return (dX = Σ left W, this rank's shard of the sum over ranks; dW = leftᵀ all_gather(x) for each weight).
 
-        lefts: for each weight the gradient of its pre-activation, [world * n, ..., N].
+        Gradients that are not needed are None. lefts: for each weight the gradient of its pre-activation,
+        [world * n, ..., N].
         """
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """reduce_scatter(x Wᵀ) + bias + residual [n, ..., N]; x: [world * n, ..., K], residual like the result."""
+        """Return reduce_scatter(x Wᵀ) + bias + residual [n, ..., N]; x: [world * n, ..., K], residual: [n, ..., N]."""
 
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dX, dW, db); db is the same on all ranks, to the bit."""
+        """Return (dX, dW, db), None where not needed; db is the same on all ranks, to the bit."""
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """all_reduce(x Wᵀ) + bias + residual [..., N]."""
+        """Return all_reduce(x Wᵀ) + bias + residual [..., N]."""
 
 
-FUSED = {  # for which `FusedLinear.variant` has these options
+FUSED = {  # candidates, and the options of `FusedLinear.variant` for each
     "fused with copiers": {"engines": False, "other_tiles": False},
     "fused with copiers, other tiles": {"engines": False, "other_tiles": True},
     "fused with copy engines": {"engines": True, "other_tiles": False},
     "fused with copy engines, other tiles": {"engines": True, "other_tiles": True},
 }
 CANDIDATES: dict[str, tuple[str, ...]] = {"cpu": ("direct", "collective"), "cuda": ("collective", *FUSED)}
-"""By type of device, what a measurement compares; the first word is the implementation's name."""
+"""The candidates that a measurement compares, by type of device; the first word is the implementation's name."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product of which there is a decision.
+    """A product for which a group makes a decision.
 
-    operator: by its name; direction: "forward" or "backward"; x: the shape of this rank's first operand, in backward of
-    a reduce-scatter of the gradient; weights: the shapes of this rank's shards; details: what else its time depends on.
+    operator: its name; direction: "forward" or "backward"; x: the shape of this rank's first operand, which in backward
+    of a reduce-scatter is the gradient; weights: the shapes of this rank's shards; details: whatever else its time
+    depends on.
     """
 
     operator: str
@@ -87,7 +89,7 @@ class Product:
     details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """On one line, the same on every rank."""
+        """Return a description on one line, the same on every rank."""
         shapes = " and ".join("x".join(map(str, shape)) for shape in (self.x, *self.weights))
         return " ".join([self.operator, self.direction, shapes, *self.details])
 
@@ -98,7 +100,7 @@ class MeasuredLinear:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype, usual: Implementation
     ) -> None:
-        """usual: the implementation where there is no decision."""
+        """usual: the implementation for products without a decision."""
         self._group, self._device, self._dtype, self._usual = group, device, dtype, usual
         self._made: dict[str, ParallelLinear] = {}
         self.decisions: dict[Product, Decision] = {}
@@ -141,14 +143,14 @@ class MeasuredLinear:
         decision = self.decisions.get(product)
         if decision is None and is_measuring():
             names = CANDIDATES[self._device.type]
-            candidates: dict[str, Callable[[], object]] = {name: partial(self._by, name, run) for name in names}
+            candidates: dict[str, Callable[[], object]] = {name: partial(self._run_with, name, run) for name in names}
             case = f"{product} {self._dtype} on {self._group.size()} ranks"
             decision = decide(self._group, self._device, case, candidates, self._usual)
             self.decisions[product] = decision
-        return self._by(self._usual if decision is None else decision.taken, run)
+        return self._run_with(self._usual if decision is None else decision.taken, run)
 
-    def _by(self, name: str, run: Callable[[ParallelLinear], _T]) -> _T:
-        """What one implementation computes, whose collectives are its own too."""
+    def _run_with(self, name: str, run: Callable[[ParallelLinear], _T]) -> _T:
+        """Return run(the implementation called `name`), in which collectives are of the same implementation."""
         if name == self._usual and name in self._made:
             return run(self._made[name])
         with implementation(cast(Implementation, name.partition(" ")[0])):
@@ -168,7 +170,7 @@ _warned: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
 
 def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
-    """What serves x's device and dtype. Warns once where that is a fallback."""
+    """Return the implementation for x's device and dtype. Warn once if it is a fallback."""
     choice = choose_implementation(x.device, x.dtype, group)
     if choice.fallback:
         _warn(choice, group)
@@ -178,19 +180,19 @@ def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
 
 
 def measured_products(group: dist.ProcessGroup) -> dict[Product, Decision]:
-    """What the group has decided by measurement, in the order of the measurements."""
+    """Return the decisions that the group has measured, in the order of the measurements."""
     return {
         product: decision for made in _measured.get(group, {}).values() for product, decision in made.decisions.items()
     }
 
 
 def _measured_linear(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup) -> MeasuredLinear:
-    made = _measured.setdefault(group, {})
-    found = made.get((device.type, dtype))
-    if found is None:
+    of_group = _measured.setdefault(group, {})
+    products = of_group.get((device.type, dtype))
+    if products is None:
         usual = choose_implementation(device, dtype, group).implementation
-        found = made[device.type, dtype] = MeasuredLinear(group, device, dtype, usual)
-    return found
+        products = of_group[device.type, dtype] = MeasuredLinear(group, device, dtype, usual)
+    return products
 
 
 def _implementation(choice: Choice, group: dist.ProcessGroup) -> ParallelLinear:
@@ -209,11 +211,11 @@ def _memory(choice: Choice) -> SymmetricMemory:
 
 
 def _warn(choice: Choice, group: dist.ProcessGroup) -> None:
-    said = _warned.setdefault(group, set())
+    warned = _warned.setdefault(group, set())
     text = f"tensor-parallel products are {choice.implementation}: {choice.reason}"
-    if text not in said and group.rank() == 0:
+    if text not in warned and group.rank() == 0:
         warnings.warn(text, stacklevel=4)
-    said.add(text)
+    warned.add(text)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -221,10 +223,10 @@ def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
 
 
 def _given(**operands: Tensor | None) -> tuple[str, ...]:
-    """The names of the operands that are there."""
+    """Return the names of the operands that are not None."""
     return tuple(name for name, operand in operands.items() if operand is not None)
 
 
 def _needed(*gradients: bool) -> tuple[str, ...]:
-    """The names of the gradients that are needed, of the input, the weight and the bias."""
+    """Return the names of the needed gradients, among those of the input, the weight and the bias."""
     return tuple(name for name, needed in zip(("dX", "dW", "db"), gradients, strict=False) if needed)

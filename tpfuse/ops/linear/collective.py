@@ -1,7 +1,7 @@
-"""Tensor-parallel products with whole collectives before or behind them: where the ranks share no memory.
+"""Tensor-parallel products with whole collectives before or after them, for ranks that share no memory.
 
-Backward of an all-gather runs two communications behind two products: x is gathered again (only this rank's shard was
-kept, arXiv:2205.05198) while dX is computed, and dX is reduce-scattered while dW is.
+Backward of an all-gather overlaps two communications with two products: x is gathered again (only this rank's shard was
+kept, arXiv:2205.05198) while dX is computed, and dX is reduce-scattered while dW is computed.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class CollectiveLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight."""
+        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight."""
         self._agree(x, "all_gather_linear")
         gathered = collectives.all_gather(x, self._group)
         pairs = zip(weights, biases, strict=True)
@@ -35,7 +35,7 @@ class CollectiveLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(dX, dWs)."""
+        """Return (dX, dWs)."""
         if any(needs):
             gathered, gathering = collectives.start_all_gather(x, self._group)
         if needs_x:
@@ -55,7 +55,7 @@ class CollectiveLinear:
         return grad_x if needs_x else None, grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """reduce_scatter(x Wᵀ) + bias + residual."""
+        """Return reduce_scatter(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_reduce_scatter")
         partial, _ = product(x, weight, None, None, keep=False)
         return _plus(collectives.reduce_scatter(partial, self._group), bias, residual)
@@ -63,7 +63,7 @@ class CollectiveLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dX, dW, db), all from one all-gather of grad."""
+        """Return (dX, dW, db), all from one all-gather of grad."""
         needs_x, needs_weight, needs_bias = needs
         gathered = collectives.all_gather(grad, self._group)
         grad_x = torch.matmul(gathered, weight) if needs_x else None
@@ -71,7 +71,7 @@ class CollectiveLinear:
         return grad_x, grad_weight, flat(gathered).sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """all_reduce(x Wᵀ) + bias + residual."""
+        """Return all_reduce(x Wᵀ) + bias + residual."""
         self._agree(x, "linear_all_reduce")
         partial, _ = product(x, weight, None, None, keep=False)
         return _plus(collectives.all_reduce(partial, self._group), bias, residual)

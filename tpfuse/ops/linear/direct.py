@@ -1,13 +1,13 @@
-"""Tensor-parallel products of CPU ranks on memory that they share: nothing is copied that a product can read in place.
+"""Tensor-parallel products of CPU ranks on memory that they share: a product reads its peers' data in place.
 
-A rank writes what others need into its slot (its shard, or the partial sums that a product would have to send), signals
-and goes on with what concerns itself alone; then it multiplies, or sums, in the slots of the others. So it is no matter
-if ranks are a little apart: they wait less than 0.5 ms of a step of 107, where it was 1 to 4 with own partial sums in
-front of the signal (1024 tokens x 768, 2 ranks, 2026-11-21). One round of signals for each product, and one for both
-communications of an all-gather's backward (`tpfuse.comm.channel` has the protocol). Sums over ranks are taken in rank
-order, half types in float32.
+A rank writes what others need to its slot (its shard, or the partial sums that a product would have to send), signals,
+and continues with the work that needs no peer; then it multiplies, or sums, in the slots of the others. So ranks may be
+a little apart in time: they wait less than 0.5 ms of a step of 107 ms. They waited 1 to 4 ms when a rank computed its
+own partial sums before the signal (1024 tokens x 768, 2 ranks, 2026-11-21). Each product needs one signal of each
+rank, and so do both communications of an all-gather's backward together (`tpfuse.comm.channel` has the protocol). Sums
+over ranks are taken in rank order, half types in float32.
 
-Long shards pass in pieces of rows, so that slots need not grow with them.
+Long shards are processed in rounds of some rows each, so that slots need not grow with them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,20 +21,20 @@ from tpfuse.comm.rank_order import HALF, sum_in_rank_order, summed_dtype
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.gemm import activated, flat
 
-ROUND_BYTES = 2**23  # of a slot's half; a row that is longer has one of its own size
+ROUND_BYTES = 2**23  # the size of a slot's half; a row that is longer has a larger slot
 
 
 class DirectLinear:
     """The products of one group's ranks. Tensors are on the CPU, of any float dtype and strides."""
 
     def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
-        """Collective."""
-        self.memory, self._piece_bytes = memory, piece_bytes
+        """Prepare products on `memory`. All ranks create the object together."""
+        self.memory, self._round_bytes = memory, round_bytes
 
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight; x: [n, ..., K]."""
+        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight; x: [n, ..., K]."""
         rows = flat(x)
         outs = [x.new_empty(self.memory.world, rows.shape[0], weight.shape[0]) for weight in weights]
         with self.memory.guard(f"all_gather_linear {x.dtype} {list(x.shape)}"):
@@ -47,7 +47,7 @@ class DirectLinear:
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(dX, dWs). x and the partial sums of its gradient are staged together: one signal serves both."""
+        """Return (dX, dWs). x and the partial sums of its gradient are staged together: one signal serves both."""
         op, memory = "all_gather_linear backward", self.memory
         own, world, width = memory.rank, memory.world, x.shape[-1]
         rows = flat(x)
@@ -79,7 +79,7 @@ class DirectLinear:
         return None if grad_x is None else grad_x.view(x.shape), grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """reduce_scatter(x Wᵀ) + bias + residual; x: [world * n, ..., K]."""
+        """Return reduce_scatter(x Wᵀ) + bias + residual; x: [world * n, ..., K]."""
         op, memory = "linear_reduce_scatter", self.memory
         own, world, width = memory.rank, memory.world, weight.shape[0]
         shape = x.shape[0] // world, *x.shape[1:-1], width
@@ -102,7 +102,7 @@ class DirectLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dX, dW, db), all from one all-gather of grad [n, ..., N]."""
+        """Return (dX, dW, db), all from one all-gather of grad [n, ..., N]."""
         op, world = "linear_reduce_scatter backward", self.memory.world
         needs_x, needs_weight, needs_bias = needs
         rows = flat(grad)
@@ -126,7 +126,7 @@ class DirectLinear:
         )
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """all_reduce(x Wᵀ) + bias + residual; x: [..., K]."""
+        """Return all_reduce(x Wᵀ) + bias + residual; x: [..., K]."""
         op, memory = "linear_all_reduce", self.memory
         own, width = memory.rank, weight.shape[0]
         rows, out = flat(x), x.new_empty(*x.shape[:-1], width)
@@ -146,9 +146,9 @@ class DirectLinear:
         return out
 
     def _gathered(self, rows: Tensor, op: str) -> Iterator[tuple[int, slice, Tensor]]:
-        """(rank, which of its rows, these rows in place): own first, then those of rank + 1, rank + 2, …
+        """Yield (rank, which of its rows, these rows in place): own first, then those of rank + 1, rank + 2, …
 
-        What it yields may be read until the next is asked for.
+        The rows may be read until the next ones are yielded.
         """
         own = self.memory.rank
         for channel, part in self._rounds(rows.shape[0], rows.shape[1] * rows.element_size()):
@@ -161,8 +161,8 @@ class DirectLinear:
                 yield rank, part, slots[rank]
 
     def _rounds(self, rows: int, row_bytes: int) -> Iterator[tuple[Channel, slice]]:
-        """What each round takes of every rank's rows; there is one for no rows too."""
-        nbytes = max(self._piece_bytes, row_bytes)
+        """Yield the channel of each round and which of every rank's rows it takes; for no rows there is one round."""
+        nbytes = max(self._round_bytes, row_bytes)
         channel = self.memory.channel(Channel, "direct linear", nbytes)
         size = nbytes // max(row_bytes, 1)
         for start in range(0, max(rows, 1), size):
@@ -170,10 +170,10 @@ class DirectLinear:
 
 
 class _WeightGradient:
-    """Σ over chunks of gradᵀ x, of which one factor is here and the other arrives chunk by chunk.
+    """Σ over chunks of gradᵀ x. One factor is on this rank as a whole, the other arrives chunk by chunk.
 
-    here: [world, n, ...]; rows: like one rank's chunks. Half types are copied together first: their product is rounded
-    once, as it would be on one rank.
+    here: the former, [world, n, ...]; rows: a tensor like one rank's chunk. Chunks of half types are first collected in
+    one tensor: their product is then rounded once, as it would be on one rank.
     """
 
     def __init__(self, here: Tensor, rows: Tensor, *, grad_arrives: bool = False) -> None:
@@ -182,7 +182,7 @@ class _WeightGradient:
         self._copied = rows.new_empty(len(here), *rows.shape) if rows.dtype in HALF else None
 
     def add(self, rank: int, part: slice, chunk: Tensor) -> None:
-        """chunk: rows `part` of rank's."""
+        """Add the product with `chunk`, the rows `part` of a rank's rows."""
         if self._copied is not None:
             self._copied[rank, part].copy_(chunk)
             return
@@ -193,7 +193,7 @@ class _WeightGradient:
             self._total.addmm_(grad.t(), x)
 
     def result(self) -> Tensor:
-        """[N, K]."""
+        """Return the sum, [N, K]."""
         if self._copied is not None:
             whole, here = self._copied.flatten(0, 1), self._here.flatten(0, 1)
             return whole.t() @ here if self._grad_arrives else here.t() @ whole
@@ -204,7 +204,7 @@ class _WeightGradient:
 def _sum_by_row_slices(
     channel: Channel, slots: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor, op: str
 ) -> None:
-    """out = Σ slots + bias + residual: each rank computes some rows and reads the others', in an epoch of its own."""
+    """Write out = Σ slots + bias + residual: each rank sums some rows and reads the others', in one more epoch."""
     own, most = channel.memory.rank, -(-len(out) // len(slots))
     parts = [slice(rank * most, (rank + 1) * most) for rank in range(len(slots))]
     sums = channel.next_slots(out.dtype, most, out.shape[1])
@@ -232,5 +232,5 @@ def _sum_of_products(grads: Sequence[Tensor], weights: Sequence[Tensor], out: Te
 
 
 def _terms(part: slice, bias: Tensor | None, residual: Tensor | None) -> list[Tensor]:
-    """What is added to the sum over ranks."""
+    """Return the tensors to add to the sum over ranks."""
     return [*([] if bias is None else [bias]), *([] if residual is None else [residual[part]])]

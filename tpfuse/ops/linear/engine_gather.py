@@ -1,7 +1,7 @@
-"""Gathers of large shards by copy engines: each rank's rows are written into symmetric memory of all its peers.
+"""Gathers of large shards by copy engines: each rank's rows are written to the symmetric memory of all its peers.
 
-`tpfuse.kernels.engine_gather` has the protocol. What a rank needs at the end is `world` chunks in any case; they are in
-symmetric memory, which is kept, and so must be read before the next gather of the same size begins.
+`tpfuse.kernels.engine_gather` has the protocol. A rank needs `world` chunks at the end in any case. They are in
+symmetric memory, which is used again, and so must be read before the next gather of the same size begins.
 """
 
 import torch
@@ -12,17 +12,17 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.kernels.launch import multiprocessors
 
-_VIEWS = 64  # that are kept, since shapes of a training step come again
+_VIEWS = 64  # the most views that are kept: the shapes of a training step occur again
 
 
 class EngineGather:
     """One rank's end of the gathers of up to `nbytes` of each rank.
 
-    endpoint, ready: for the product that multiplies the chunks; ready: int32 [world].
+    The product that multiplies the chunks takes `endpoint` and `ready`, int32 [world].
     """
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
-        """Collective."""
+        """Open the channel. The call is collective."""
         programs = multiprocessors(memory.device)
         self._memory = memory
         self._slots, self.endpoint = open_channel(memory, name, nbytes, programs, parts=memory.world)
@@ -31,15 +31,15 @@ class EngineGather:
         self._views: dict[tuple[torch.dtype, torch.Size], tuple[Tensor, list[Tensor]]] = {}
 
     def chunks(self, x: Tensor) -> Tensor:
-        """This rank's [world, *x.shape], where all ranks' x of one shape and dtype come to be."""
+        """Return this rank's [world, *x.shape], to which all ranks' x of one shape and dtype are gathered."""
         return self._places(x)[0]
 
     def _places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """(this rank's chunks; where x belongs among those of each rank)."""
+        """Return (this rank's chunks; for each rank the chunk of its memory that x is copied to)."""
         found = self._views.get((x.dtype, x.shape))
         return self._new_places(x) if found is None else found
 
-    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
+    @torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
     def _new_places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         if len(self._views) >= _VIEWS:
             self._views.clear()
@@ -49,9 +49,10 @@ class EngineGather:
         return found
 
     def send(self, x: Tensor, *, told: bool, keep: bool) -> None:
-        """On the current stream: writes x, contiguous, to every rank's chunks; to this rank's own only if `keep`.
+        """Copy x, contiguous, to every peer's chunks, and to this rank's own if `keep`, on the current stream.
 
-        told: a product waits for the chunks of all ranks, and ends the gather; else it ends here, once they are there.
+        told: a product is told of each chunk by a signal, waits for the chunks of all ranks, and ends the gather.
+        Otherwise the gather ends here, after all chunks have arrived.
         """
         memory, (_, places) = self._memory, self._places(x)
         rank, world = memory.rank, memory.world

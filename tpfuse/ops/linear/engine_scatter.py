@@ -1,4 +1,4 @@
-"""Reduce-scatters of large products whose partial sums copy engines take to their owners.
+"""Reduce-scatters of large products whose partial sums are copied to their owners by copy engines.
 
 `tpfuse.kernels.engine_scatter` has the protocol. An operation is `open`, `multiply`, `send`, `sum`, in this order.
 """
@@ -13,14 +13,14 @@ from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies
 from tpfuse.kernels.launch import cdiv, multiprocessors
 
-_VIEWS = 64  # that are kept, since shapes of a training step come again
+_VIEWS = 64  # the most views that are kept: the shapes of a training step occur again
 
 
 class EngineScatter:
-    """One rank's end of the scatters of products of up to `nbytes`."""
+    """One rank's end of the reduce-scatters of products of up to `nbytes`."""
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
-        """Collective."""
+        """Open the channel. The call is collective."""
         self._memory, world = memory, memory.world
         self._slots, self._endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
         programs = self._endpoint.programs
@@ -31,15 +31,18 @@ class EngineScatter:
         self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     def open(self) -> None:
-        """On the stream of copies: until all ranks have come here."""
+        """Wait until all ranks have come here. Must be called on the stream of copies."""
         open_copies(self._endpoint, self._stamp)
 
     def multiply(self, x: Tensor, weight: Tensor, *, other_tiles: bool) -> None:
-        """x Wᵀ into this rank's memory. x: [M, K]; weight: [N, K]; other_tiles: as in `configurations.choose`."""
+        """Write x Wᵀ to this rank's memory. x: [M, K]; weight: [N, K]; other_tiles: as in `configurations.choose`."""
         gemm_for_copies(x, weight, self._endpoint, self._stored, other_tiles=other_tiles)
 
     def send(self, m: int, n: int, dtype: torch.dtype) -> None:
-        """On the stream of copies: writes each owner's rows of the product [m, n] to it when they are computed."""
+        """Copy each owner's rows of the product [m, n] to it as soon as they are computed.
+
+        Must be called on the stream of copies.
+        """
         memory, parts = self._memory, self._parts(m, n, dtype)
         rank, world = memory.rank, memory.world
         for step in range(1, world):
@@ -50,7 +53,7 @@ class EngineScatter:
             memory.signal(self._words, owner, rank, self._stamp)
 
     def sum(self, m: int, n: int, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """This rank's rows of the sum of all ranks' products [m, n], + bias + residual; waits for all parts."""
+        """Wait for all parts and return this rank's rows of the summed product [m, n] of all ranks, + bias + residual."""
         chunk = cdiv(m, self._memory.world)
         rows = min(max(m - self._memory.rank * chunk, 0), chunk)
         out = torch.empty(rows, n, dtype=dtype, device=self._endpoint.slots.device)
@@ -58,11 +61,11 @@ class EngineScatter:
         return out
 
     def _parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """For each owner (this rank's part in its memory, its rows here)."""
-        found = self._views.get((dtype, m, n))
-        return self._new_parts(m, n, dtype) if found is None else found
+        """Return for each owner (this rank's part in the owner's memory, the owner's rows in this rank's memory)."""
+        parts = self._views.get((dtype, m, n))
+        return self._new_parts(m, n, dtype) if parts is None else parts
 
-    @torch.inference_mode(False)  # views are kept, and serve calls that need gradients too
+    @torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
     def _new_parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         if len(self._views) >= _VIEWS:
             self._views.clear()
@@ -76,9 +79,9 @@ class EngineScatter:
             return received, computed
 
         computed = halves(self._slots.local)[1]
-        found = []
+        parts = []
         for owner, slots in enumerate(self._slots.peers):
             rows = min(max(m - owner * chunk, 0), chunk)
-            found.append((halves(slots)[0][rank, :rows], computed[owner, :rows]))
-        self._views[dtype, m, n] = found
-        return found
+            parts.append((halves(slots)[0][rank, :rows], computed[owner, :rows]))
+        self._views[dtype, m, n] = parts
+        return parts

@@ -1,13 +1,14 @@
 """Tensor-parallel products as Triton programs that compute while shards arrive and partial sums leave.
 
-An all-gather is part of the product behind it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter of the product
-before it (`tpfuse.kernels.gemm_reduce_scatter`); both serve forward and backward. Small shards are loaded from the
-peers by programs of the product itself; large ones are brought by copy engines on a stream of their own, chunk by chunk
-(`tpfuse.ops.linear.engine_gather`), in backward while the other product of the layer runs. Partial sums are stored in
-their owners' memory by the product itself; copy engines take them there (`tpfuse.ops.linear.engine_scatter`) where that
-was measured to be faster. On CPUs all of it is interpreted.
+An all-gather is part of the product after it (`tpfuse.kernels.all_gather_gemm`), a reduce-scatter part of the product
+before it (`tpfuse.kernels.gemm_reduce_scatter`); both are used in forward and backward. Programs of the product itself
+load small shards from the peers. Copy engines copy large shards chunk by chunk, on a stream of their own
+(`tpfuse.ops.linear.engine_gather`), in backward while the other product of the layer runs. The product itself stores
+partial sums in their owners' memory; copy engines copy them there (`tpfuse.ops.linear.engine_scatter`) if that was
+measured to be faster. On CPUs the kernels are interpreted.
 
-Each operator is one guard of the memory, which holds all that reads what is gathered: the next gather writes there.
+Each operator is one guard of the memory. The guard contains everything that reads the gathered rows, because the next
+gather overwrites them.
 """
 
 import contextlib
@@ -33,24 +34,24 @@ from tpfuse.ops.gemm import flat, product, weight_gradient
 from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.ops.linear.engine_scatter import EngineScatter
 
-MOST_BYTES = 2**30  # of a slot: kernels count what is in it in 32 bits
-ENGINE_BYTES = 2**20  # of a shard, from which on GPUs copy engines bring it: not measured yet
+MOST_BYTES = 2**30  # the largest slot: kernels count its elements in 32 bits
+ENGINE_BYTES = 2**20  # on GPUs copy engines copy shards of this size or more: not measured yet
 
 
 class _Channel:
-    """One rank's end of a channel for slots of `nbytes`, and int32 words of its own for kernels to count in."""
+    """One rank's end of a channel for slots of `nbytes`, and int32 words of its own in which kernels count."""
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
-        """Collective."""
+        """Open the channel. The call is collective."""
         programs = multiprocessors(memory.device)
         _, self.endpoint = open_channel(memory, name, nbytes, programs)
         self.words = memory.signals(f"{name}: words", programs * memory.world).local
 
 
 class _Copies:
-    """The copies of one operation, on a stream that begins behind the current one; None on CPUs, which copy at once.
+    """The copies of one operation, on a stream that first waits for the current one; None on CPUs, which copy at once.
 
-    The operation ends with `join`, also where it raises: what is copied may be freed or overwritten then.
+    The operation ends with `join`, even if it raises: afterwards the copied tensors may be freed or overwritten.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None, device: torch.device) -> None:
@@ -59,11 +60,11 @@ class _Copies:
             stream.wait_stream(torch.cuda.current_stream(device))
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block the stream of the copies is the current one."""
+        """Return a context manager that makes the stream of the copies the current one."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """The current stream waits for the copies, once."""
+        """Make the current stream wait for the copies; do nothing at a second call."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._stream = None
@@ -71,9 +72,9 @@ class _Copies:
 
 @dataclass
 class _Gather:
-    """All ranks' rows [world, n, K] on their way; whole at the end of the product with them if `keep`.
+    """A gather of all ranks' rows [world, n, K] that has begun; if `keep`, all are there after their product.
 
-    words, endpoint: for that product. copies: those of copy engines; None where the product brings the rows.
+    words, endpoint: for that product. copies: those of copy engines; None if the product copies the rows.
     """
 
     rows: Tensor
@@ -88,14 +89,17 @@ class FusedLinear:
     """The products of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
 
     def __init__(self, memory: SymmetricMemory, engine_bytes: int | None = None) -> None:
-        """Collective. engine_bytes: of a shard, from which on copy engines bring it; by default on GPUs alone."""
+        """Prepare products on `memory`. All ranks create the object together.
+
+        engine_bytes: copy engines copy shards of this size or more; default: ENGINE_BYTES on GPUs, never on CPUs.
+        """
         self.memory = memory
         self._engine_bytes = ENGINE_BYTES if engine_bytes is None and memory.device.type == "cuda" else engine_bytes
         self._other_tiles = self._engines_scatter = False
         self._engine: torch.cuda.Stream | None = None
 
     def variant(self, *, engines: bool, other_tiles: bool) -> "FusedLinear":
-        """The same products for a measurement to compare; they share what they keep.
+        """Return a variant of these products for a measurement to compare; both share their channels.
 
         engines: whether copy engines move all shards and partial sums, or programs do; other_tiles: as in
         `configurations.choose`.
@@ -108,23 +112,23 @@ class FusedLinear:
     def all_gather(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
-        """(act(all_gather(x) Wᵀ + bias), pre-activation where it is to be kept) for each weight.
+        """Return (act(all_gather(x) Wᵀ + bias), pre-activation if `keep`) for each weight.
 
-        The first product gathers; the others multiply what it has left.
+        The first product gathers; the others multiply the rows that it has gathered.
         """
         op = f"all_gather_linear {x.dtype} {list(x.shape)}"
         several = len(weights) > 1
         with self.memory.guard(op, kernel=True), self._gathering(flat(x), keep=several, multiplied=True) as gather:
-            found = [self._gather_and_multiply(gather, weights[0], biases[0], activation, keep)]
+            pairs = [self._gather_and_multiply(gather, weights[0], biases[0], activation, keep)]
             for weight, bias in zip(weights[1:], biases[1:], strict=True):
-                found.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
+                pairs.append(product(gather.gathered.flatten(0, 1), weight, bias, activation, keep))
         shape = self.memory.world * len(x), *x.shape[1:-1]
-        return [tuple(_shaped(y, shape) for y in pair) for pair in found]  # type: ignore[misc]
+        return [tuple(_shaped(y, shape) for y in pair) for pair in pairs]  # type: ignore[misc]
 
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(dX, dWs). The gradients of x from several weights are one product, of all lefts and weights concatenated."""
+        """Return (dX, dWs). dX from several weights is one product, of all lefts and weights concatenated."""
         rows = [flat(left) for left in lefts]
         op = f"all_gather_linear backward {x.dtype} {list(x.shape)} dx {needs_x} dw {any(needs)}"
         with self.memory.guard(op, kernel=True):
@@ -144,7 +148,7 @@ class FusedLinear:
         return self._multiply_and_scatter(left, weight.t()).view(x.shape)
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """reduce_scatter(x Wᵀ) + bias + residual."""
+        """Return reduce_scatter(x Wᵀ) + bias + residual."""
         op = f"linear_reduce_scatter {x.dtype} {[*x.shape[:-1], len(weight)]}"
         added = None if residual is None else flat(residual)
         with self.memory.guard(op, kernel=True):
@@ -154,7 +158,7 @@ class FusedLinear:
     def reduce_scatter_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, needs: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dX, dW, db), all from one all-gather of grad: the product that gathers it leaves it behind."""
+        """Return (dX, dW, db), all from one all-gather of grad: the product that gathers it keeps the rows."""
         needs_x, needs_weight, needs_bias = needs
         op = f"linear_reduce_scatter backward {grad.dtype} {list(grad.shape)}"
         keep = needs_weight or needs_bias
@@ -165,9 +169,9 @@ class FusedLinear:
             return grad_x, grad_weight, gathered.sum(0) if needs_bias else None
 
     def all_reduce(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows, and gathers the others'.
+        """Return all_reduce(x Wᵀ) + bias + residual: each rank sums some of the rows and gathers the others'.
 
-        There is nothing to be done beside that gather, so programs do it, all of them.
+        No product overlaps with that gather, so all programs of a grid copy rows.
         """
         rows, (rank, world) = flat(x), (self.memory.rank, self.memory.world)
         most = -(-len(rows) // world)
@@ -183,11 +187,12 @@ class FusedLinear:
 
     @contextlib.contextmanager
     def _gathering(self, x: Tensor, *, keep: bool, multiplied: bool) -> Iterator[_Gather]:
-        """Sends copy engines with the rows x [n, K], if they are to; `_gather_and_multiply` (multiplied) or `_gather_only` must follow.
+        """Begin a gather of the rows x [n, K]: start copy engines if the shard is large enough for them.
 
-        The end of the block, also where it raises, is behind the copies on the current stream: x may be freed there.
+        Within the block the caller must call `_gather_and_multiply` if `multiplied`, and `_gather_only` otherwise.
+        The current stream waits for the copies at the end of the block, even if it raises: x may be freed afterwards.
         """
-        rows = x.detach().contiguous()  # what it is copied to is kept, and must not remember
+        rows = x.detach().contiguous()  # copies are kept, and must not hold the graph of x
         world, nbytes = self.memory.world, rows.nbytes
         if self._engine_bytes is None or nbytes < self._engine_bytes or world == 1:
             channel = self._channel("all_gather_linear", nbytes)
@@ -215,8 +220,8 @@ class FusedLinear:
         activation: str | None = None,
         keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(act(all ranks' rows Wᵀ + bias), its pre-activation)."""
-        found = all_gather_gemm_forward(
+        """Return (act(all ranks' rows Wᵀ + bias), its pre-activation if `keep`), and end the gather."""
+        pair = all_gather_gemm_forward(
             gather.rows, weight, bias, gather.gathered, gather.words, gather.endpoint,
             activation=activation, keep_preactivation=keep,
             keep_own=gather.keep and gather.copies is None, copied=gather.copies is not None,
@@ -224,10 +229,10 @@ class FusedLinear:
         )  # fmt: skip
         if gather.copies is not None:
             gather.copies.join()
-        return found
+        return pair
 
     def _gather_only(self, gather: _Gather) -> Tensor:
-        """All ranks' rows, [world * n, K], where no product is to gather them."""
+        """End a gather without a product and return all ranks' rows, [world * n, K]."""
         if gather.copies is not None:
             gather.copies.join()
         else:
@@ -237,7 +242,10 @@ class FusedLinear:
     def _multiply_and_scatter(
         self, rows: Tensor, weight: Tensor, *, bias: Tensor | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """This rank's rows of Σ over ranks of rows weightᵀ, + bias + residual; where slots are too small, in rounds."""
+        """Return this rank's rows of Σ over ranks of rows weightᵀ, + bias + residual, in several rounds if necessary.
+
+        A round takes as many rows as the largest slot can hold.
+        """
         world, chunk = self.memory.world, -(-len(rows) // self.memory.world)
         most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
         if chunk <= most:
@@ -290,15 +298,16 @@ class FusedLinear:
 
 
 def _with_rows(x: Tensor, count: int) -> Tensor:
-    """x [m, n] with rows of zeros behind it, `count` in all."""
+    """Return x [m, n] with rows of zeros appended, `count` rows in all."""
     return x if len(x) == count else torch.cat([x, x.new_zeros(count - len(x), x.shape[1])])
 
 
 def _engine_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream of the highest priority: the launch in front of the copies wants a multiprocessor for a moment while a
-    product, and perhaps NCCL's programs, fill all others, and the product waits for what comes behind it.
+    """Return a stream of the highest priority, for the copies of shards.
 
-    Warns where CUDA is told to run copies and programs one after another.
+    The launch before the copies needs a multiprocessor for a moment while a product, and perhaps NCCL's programs, fill
+    all others, and the product waits for the copies after that launch. Warn if CUDA is told to run copies and programs
+    one after another.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1: copies of shards will not overlap with products", stacklevel=2)

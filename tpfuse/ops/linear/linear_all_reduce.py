@@ -1,7 +1,7 @@
 """linear_all_reduce: all_reduce(x Wᵀ) + bias + residual, the row-parallel product without sequence parallelism.
 
 Every rank gets the same output and the same gradient of it, so that backward needs no communication.
-`tpfuse.ops.linear.backend` has the implementations.
+`tpfuse.ops.linear.backend` chooses the implementation.
 """
 
 from typing import Any
@@ -51,12 +51,11 @@ def linear_all_reduce(
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """all_reduce(x Wᵀ) + bias + residual.
+    """Return all_reduce(x Wᵀ) + bias + residual [..., N], equal on all ranks.
 
     x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N] and residual:
-    [..., N], equal on all ranks; the residual is added in the last pass where it has x's dtype. Returns [..., N], equal
-    on all ranks. Raises ValueError for shapes, dtypes or devices that do not fit, and where ranks have unequal numbers
-    of rows.
+    [..., N], equal on all ranks. The residual is added in the last pass if it has x's dtype. Raises ValueError for
+    shapes, dtypes or devices that do not fit, and if ranks have unequal numbers of rows.
     """
     operator = "linear_all_reduce"
     check_group(operator, group)

@@ -2,8 +2,8 @@
 
 Every rank holds a slice of the features; the sum over ranks is scattered along dimension 0. Backward gathers the
 output's gradient once and uses it for both products. The bias gradient is the column sum of the gathered gradient, so
-it is whole on every rank, and the same to the bit, without another communication. `tpfuse.ops.linear.backend` has the
-implementations.
+it is complete on every rank, and the same to the bit, without another communication. `tpfuse.ops.linear.backend`
+chooses the implementation.
 """
 
 from typing import Any
@@ -52,12 +52,12 @@ def linear_reduce_scatter(
     *,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """reduce_scatter(x Wᵀ) + bias + residual, scattered along dimension 0.
+    """Return reduce_scatter(x Wᵀ) + bias + residual [n, ..., N], scattered along dimension 0.
 
-    x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K] this rank's columns; bias:
-    [N], equal on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass where it has x's dtype.
-    Returns [n, ..., N]. Raises ValueError for shapes, dtypes or devices that do not fit, where the world does not
-    divide the rows, and where ranks have unequal numbers of rows.
+    x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N], equal
+    on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass if it has x's dtype. Raises
+    ValueError for shapes, dtypes or devices that do not fit, if the world does not divide the rows, and if ranks have
+    unequal numbers of rows.
     """
     operator = "linear_reduce_scatter"
     check_group(operator, group)

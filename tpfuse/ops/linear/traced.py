@@ -1,7 +1,8 @@
 """Tensor-parallel products for torch.compile: operators of torch.library, each a node of the graph.
 
-The compiler sees shapes alone. What runs is what `parallel_linear` chooses then, found by the group's name. Tensors
-without values, on the meta device or under FakeTensorMode, go the same way: nothing runs, and the result has the shape.
+The compiler sees only shapes. When a node runs, `parallel_linear` chooses the implementation; the node finds the group
+by its name. Tensors without values, on the meta device or under FakeTensorMode, take the same path: no product runs,
+and the result has the right shape.
 """
 
 from collections.abc import Sequence
@@ -26,16 +27,16 @@ class TracedLinear:
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: str | None, keep: bool
     ) -> list[tuple[Tensor, Tensor | None]]:
         """See `ParallelLinear`."""
-        found = _all_gather(x, list(weights), list(biases), self._name, self._world, activation, keep)
-        kept = found[len(weights) :] if keep else [None] * len(weights)
-        return list(zip(found[: len(weights)], kept, strict=True))
+        results = _all_gather(x, list(weights), list(biases), self._name, self._world, activation, keep)
+        preactivations = results[len(weights) :] if keep else [None] * len(weights)
+        return list(zip(results[: len(weights)], preactivations, strict=True))
 
     def all_gather_backward(
         self, lefts: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], needs: Sequence[bool], needs_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """See `ParallelLinear`."""
-        found = _all_gather_backward(list(lefts), x, list(weights), self._name, list(needs), needs_x)
-        grad_x, *grad_weights = _where([needs_x, *needs], found)
+        gradients = _all_gather_backward(list(lefts), x, list(weights), self._name, list(needs), needs_x)
+        grad_x, *grad_weights = _where([needs_x, *needs], gradients)
         return grad_x, grad_weights
 
     def reduce_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
@@ -59,14 +60,14 @@ class TracedLinear:
 
 
 def products(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
-    """What computes the products of x's device and dtype: `parallel_linear`, unless they are traced."""
+    """Return what computes the products of x's device and dtype: `parallel_linear`, unless x is traced."""
     return TracedLinear(group) if is_traced(x) else parallel_linear(x, group)
 
 
-def _where(wanted: Sequence[bool], found: Sequence[Tensor]) -> list[Tensor | None]:
-    """The tensors found in the places of those that were wanted, None elsewhere."""
-    given = iter(found)
-    return [next(given) if flag else None for flag in wanted]
+def _where(needed: Sequence[bool], gradients: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return for each flag the next gradient if it is true, otherwise None."""
+    remaining = iter(gradients)
+    return [next(remaining) if flag else None for flag in needed]
 
 
 @custom_op("tpfuse::all_gather_linear", mutates_args=())
@@ -79,9 +80,9 @@ def _all_gather(
     activation: str | None,
     keep: bool,
 ) -> list[Tensor]:
-    """The outputs and, where they are to be kept, the pre-activations."""
-    found = parallel_linear(x, named_group(group_name)).all_gather(x, weights, biases, activation, keep)
-    return [out for out, _ in found] + [preactivation for _, preactivation in found if preactivation is not None]
+    """Return the outputs and, if `keep`, the pre-activations."""
+    pairs = parallel_linear(x, named_group(group_name)).all_gather(x, weights, biases, activation, keep)
+    return [out for out, _ in pairs] + [preactivation for _, preactivation in pairs if preactivation is not None]
 
 
 @_all_gather.register_fake
@@ -108,7 +109,7 @@ def _all_gather_backward(
     needs: Sequence[bool],
     needs_x: bool,
 ) -> list[Tensor]:
-    """Those that are needed of dX and the dWs."""
+    """Return the needed ones of dX and the dWs."""
     chosen = parallel_linear(x, named_group(group_name))
     grad_x, grad_weights = chosen.all_gather_backward(lefts, x, weights, needs, needs_x)
     return [grad for grad in (grad_x, *grad_weights) if grad is not None]
@@ -144,11 +145,11 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, g
 def _reduce_scatter_backward(
     grad: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool], group_name: str
 ) -> list[Tensor]:
-    """Those that are needed of dX, dW and db."""
+    """Return the needed ones of dX, dW and db."""
     needs_x, needs_weight, needs_bias = needs
     chosen = parallel_linear(x, named_group(group_name))
-    found = chosen.reduce_scatter_backward(grad, x, weight, (needs_x, needs_weight, needs_bias))
-    return [gradient for gradient in found if gradient is not None]
+    gradients = chosen.reduce_scatter_backward(grad, x, weight, (needs_x, needs_weight, needs_bias))
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 @_reduce_scatter_backward.register_fake

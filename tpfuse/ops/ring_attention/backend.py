@@ -1,7 +1,7 @@
-"""ring_attention: attention of tokens that are spread over the ranks of a ring, each rank's to all that they see.
+"""attend_ring: attention of each rank's tokens to the tokens of all ranks of a ring that they see.
 
-Only this rank's q, k and v are kept for backward, with its output and log-sum-exp. Which implementation serves a group
-`tpfuse.comm.choice` says; `tpfuse.ops.ring_attention.ring_attention` is what users call.
+Only this rank's q, k and v are kept for backward, with its output and log-sum-exp. `tpfuse.comm.choice` chooses the
+implementation for a group; users call `tpfuse.ops.ring_attention.ring_attention`.
 """
 
 from typing import Any, Protocol
@@ -23,26 +23,26 @@ from tpfuse.ops.ring_attention.fused import FusedRing
 
 
 class Ring(Protocol):
-    """Attention of one group's ranks. Not differentiable; all ranks call the same ones in the same order.
+    """Attention of one group's ranks. Methods are not differentiable; all ranks call the same ones in the same order.
 
-    q [B, H, n, D], k and v [B, Hk, n, D]: this rank's tokens, of one dtype. Raise ValueError where ranks have unequal
-    numbers of tokens, PeerTimeout where one does not come.
+    q [B, H, n, D], k and v [B, Hk, n, D]: this rank's tokens, of one dtype. Methods raise ValueError if ranks have
+    unequal numbers of tokens, and PeerTimeout if a rank does not come.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """(out [B, H, n, D] in q's dtype, lse [B, H, n] float32, or float64), of the keys of all ranks."""
+        """Return (out [B, H, n, D] in q's dtype, lse [B, H, n] float32 or float64) of attention to all ranks' keys."""
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv), of the queries of all ranks."""
+        """Return (dq, dk, dv); dk and dv are sums over the queries of all ranks."""
 
 
 class LocalRing:
-    """One rank alone."""
+    """Attention of a rank to its own keys alone (see `Ring`)."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         block = block_forward(q, call)
         block.add(0, k, v)
         return block.result()
@@ -50,7 +50,7 @@ class LocalRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
         dk, dv = block.gradients(0, k, v)
         return block.dq(), dk, dv
@@ -61,7 +61,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Ring]] = WeakKeyDictiona
 
 
 def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
-    """What serves x's device and dtype. Collective when a group is first asked."""
+    """Return the implementation for x's device and dtype. The first call for a group is collective."""
     if group is None:
         return LocalRing()
     choice = choose_implementation(x.device, x.dtype, group)
@@ -72,10 +72,10 @@ def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
     return made.get(CollectiveRing) or made.setdefault(CollectiveRing, CollectiveRing(group))
 
 
-def ring_attention(
+def attend_ring(
     q: Tensor, k: Tensor, v: Tensor, call: RingCall, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as `Ring.forward` has them, out differentiable; group: of call.runs.world ranks, None for one."""
+    """Return (out, lse) of `Ring.forward`, out differentiable; group: call.runs.world ranks, None for one rank."""
     out, lse = _RingAttention.apply(q, k, v, call, group)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -110,7 +110,7 @@ def check_call(
     key: Tensor | None,
     head_rows: Tensor | None,
 ) -> None:
-    """Raises ValueError that names the argument, what was received and what is accepted."""
+    """Raise ValueError that names the argument, what was received and what is accepted."""
     sequences = check_tensors(operator, q, k, v, cu_seqlens=cu_seqlens)
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q {q.shape[2]}: expected as many")

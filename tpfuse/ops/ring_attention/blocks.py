@@ -1,4 +1,4 @@
-"""Attention block by block: by Triton kernels or by torch's operators, as `tpfuse.backend` says."""
+"""Attention block by block, by Triton kernels or by torch's operators: `tpfuse.backend` chooses."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ from tpfuse.ops.ring_attention.triton_blocks import KernelBackward, KernelForwar
 
 
 def block_forward(q: Tensor, call: RingCall) -> BlockForward | KernelForward:
-    """out and lse of the queries q [B, H, n, D], to which keys and values are added rank by rank."""
+    """Return the attention of the queries q [B, H, n, D], to which keys and values are added rank by rank."""
     return KernelForward(q, call) if use_triton(q) else BlockForward(q, call)
 
 
 def block_backward(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall
 ) -> BlockBackward | KernelBackward:
-    """The gradients of attention, to which keys and values are added rank by rank."""
+    """Return the gradients of attention, to which keys and values are added rank by rank."""
     kind = KernelBackward if use_triton(q) else BlockBackward
     return kind(grad_out, q, out, lse, call)

@@ -1,4 +1,4 @@
-"""What one call of ring attention asks for."""
+"""The options of one call of ring attention, and the tokens that see each other under them."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from tpfuse.ops.ring_attention.visibility import VisibleRange, visible_ranges
 
 @dataclass(frozen=True)
 class RingCall:
-    """What one call of ring attention asks for, of all its ranks alike but for `rank`.
+    """The options of one call of ring attention, which are the same on all its ranks except `rank`.
 
     cu_seqlens: [S + 1] int32 or None. head_rows, key, dropout_width: with dropout, as in `tpfuse.ops.attention`.
-    ring: whether blocks go from neighbour to neighbour, or from their owners to everybody.
+    ring: whether blocks go from neighbour to neighbour, or from their owners to every rank.
     """
 
     runs: SequenceRuns
@@ -33,24 +33,25 @@ class RingCall:
 
     @property
     def sources(self) -> list[int]:
-        """The other ranks, in the order in which their blocks are taken."""
+        """Return the other ranks, in the order in which this rank attends to their blocks."""
         direction = -1 if self.ring else 1
         return [(self.rank + direction * step) % self.runs.world for step in range(1, self.runs.world)]
 
     def described(self, op: str, k: Tensor) -> str:
-        """The operation `op` on a block of keys, as every rank of the call must describe it."""
+        """Return the description of the operation `op` on a block of keys, which must be the same on every rank."""
         options = f"causal {self.causal} window {self.window} dropout {self.dropout_p}"
         return f"{op} {k.dtype} {list(k.shape)} {options}"
 
     @functools.cached_property
     def own_counters(self) -> Tensor | None:
-        """`counters` of this rank."""
+        """Return `counters` of this rank."""
         return self.counters(self.rank)
 
     def counters(self, rank: int) -> Tensor | None:
-        """int64 [B, H, n] with dropout: the number of (query, key 0) of a rank's queries among the mask's elements.
+        """Return int64 [B, H, n] with dropout: the index of (query, key 0) in the mask, for each of a rank's queries.
 
-        The number of (query, key) is by the key's position more. The mask is that of the whole sequence on one rank.
+        The index of (query, key) is larger by the key's position. The mask is that of the whole sequence on one rank.
+        Without dropout return None.
         """
         if not self.dropout_p:
             return None
@@ -64,7 +65,7 @@ class RingCall:
         return ((self.head_rows[document].T * width + (positions - begin)) * width - begin).unsqueeze(0)
 
     def heads(self, heads: slice) -> "RingCall":
-        """The call for these heads of q alone."""
+        """Return the call for these heads of q alone."""
         return self if self.head_rows is None else replace(self, head_rows=self.head_rows[:, heads])
 
     @functools.cached_property
@@ -72,19 +73,19 @@ class RingCall:
         return None if self.cu_seqlens is None else tuple(self.cu_seqlens.tolist())
 
     def rectangles(self, source: int, rank: int | None = None) -> tuple[Rectangle, ...]:
-        """What a rank's queries see of the keys of `source`; default: this rank's."""
+        """Return the rectangles of the keys of `source` that a rank's queries see; default: this rank's queries."""
         rank = self.rank if rank is None else rank
         return visible_rectangles(self.runs, rank, source, self.causal, self.window, self._documents)
 
     def visible_keys(self, source: int, rank: int) -> tuple[int, int]:
-        """The keys [first, stop) of `source` among which all are that queries of `rank` see."""
+        """Return the smallest range [first, stop) with all keys of `source` that queries of `rank` see."""
         rectangles = self.rectangles(source, rank)
         if not rectangles:
             return 0, 0
         return min(each.first_key for each in rectangles), max(each.stop_key for each in rectangles)
 
     def visible_ranges(self, rank: int, device: torch.device) -> tuple[VisibleRange, VisibleRange]:
-        """(the keys that a rank's queries see, the queries that see its keys)."""
+        """Return (the keys that a rank's queries see, the queries that see a rank's keys)."""
         if self.cu_seqlens is None:
             return _visible_ranges(self.runs, rank, self.causal, self.window, device)
         positions = self.runs.positions(rank, device)
@@ -95,10 +96,10 @@ class RingCall:
 def _visible_ranges(
     runs: SequenceRuns, rank: int, causal: bool, window: int | None, device: torch.device
 ) -> tuple[VisibleRange, VisibleRange]:
-    with torch.inference_mode(False):  # what is kept serves calls that need gradients too
+    with torch.inference_mode(False):  # calls that need gradients use the cached tensors too
         return visible_ranges(runs.positions(rank, device), runs.length, causal, window, None)
 
 
 def computed(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which tensors of `dtype` are computed."""
+    """Return the dtype in which tensors of `dtype` are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
-"""Ring attention by torch.distributed, where ranks share no memory: blocks travel as messages.
+"""Ring attention by torch.distributed, for ranks that share no memory: blocks are sent as messages.
 
-ring: a block goes to the next rank while it is attended to, so that a rank holds two of them at a time
-(arXiv:2310.01889). all_gather: all blocks are gathered at once, while a rank attends to its own (arXiv:2407.21783,
-section 3.3.2). Backward moves the blocks again, and then exchanges what each rank's queries give to the gradients of
-every block, in float32: the owners add it in rank order.
+Schedule ring sends a block to the next rank while this rank attends to it, so that a rank holds two blocks at a time
+(arXiv:2310.01889). Schedule all_gather gathers all blocks at once, while a rank attends to its own (arXiv:2407.21783,
+section 3.3.2). Backward moves the blocks again. Then ranks exchange, in float32, what their queries contribute to the
+gradients of every block, and the blocks' owners add the contributions in rank order.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class CollectiveRing:
         self._group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         collectives.agree_on_rows(k.shape[2], k.device, self._group, op="ring_attention", unit="tokens")
         block = block_forward(q, call)
         for source, keys, values in self._blocks(k, v, call):
@@ -35,7 +35,7 @@ class CollectiveRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         block = block_backward(grad_out, q, out, lse, call)
         parts = k.new_zeros(self._group.size(), 2, *k.shape, dtype=computed(k.dtype))
         for source, keys, values in self._blocks(k, v, call):
@@ -46,7 +46,7 @@ class CollectiveRing:
         return block.dq(), dk, dv
 
     def _blocks(self, k: Tensor, v: Tensor, call: RingCall) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(rank, its keys, its values), this rank's own first; the next ones come while one is used."""
+        """Yield (rank, its keys, its values), this rank's own first; the next block arrives while one is used."""
         block = torch.stack((k, v))
         if not call.ring:
             gathered, handle = collectives.start_all_gather(block, self._group)

@@ -1,12 +1,13 @@
-"""Ring attention of CPU ranks on memory that they share: blocks stay where they are, and peers attend to them in place.
+"""Ring attention of CPU ranks on memory that they share: peers attend to blocks in place.
 
-Forward: a rank copies its keys and values into its slot, signals, attends to its own, and then to those in the slots of
-the others. Backward: the same, and each rank computes what its queries give to the gradients of every block, in a slot
-of its own, signals again, and sums what all ranks have for its block in rank order. So nothing travels but what is
-read, and nobody waits for a neighbour's neighbour; `ring` and `all_gather` differ in the order of reading alone.
+Forward: a rank copies its keys and values into its slot, signals, attends to its own block, and then to the blocks in
+the slots of the others. Backward: a rank does the same. It also computes, in a slot of its own, what its queries
+contribute to the gradients of every block, signals again, and sums all ranks' contributions to its block in rank order.
+So only data that is read moves, and no rank waits for a neighbour's neighbour; `ring` and `all_gather` differ only in
+the order of reading.
 
-Blocks lie in slots as models have them, [B, n, Hk, D]: then all copies are of contiguous memory. Blocks that do not fit
-a slot pass in pieces of heads. `tpfuse.comm.channel` has the protocol.
+Blocks are in slots in the layout that models have, [B, n, Hk, D], so that all copies are of contiguous memory. Blocks
+that do not fit a slot are processed in rounds of some heads each. `tpfuse.comm.channel` has the protocol.
 """
 
 from collections.abc import Iterator
@@ -21,18 +22,18 @@ from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.ops.ring_attention.call import RingCall, computed
 from tpfuse.ops.ring_attention.torch_blocks import BlockBackward, BlockForward
 
-ROUND_BYTES = 2**24  # of a slot's half; one head that needs more has one of its own size
+ROUND_BYTES = 2**24  # the size of a slot's half; a head that needs more has a larger slot
 
 
 class DirectRing:
     """Attention of one group's ranks. Tensors are on the CPU, of any float dtype and strides."""
 
     def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
-        """Collective."""
-        self.memory, self._piece_bytes = memory, piece_bytes
+        """Prepare attention on `memory`. All ranks create the object together."""
+        self.memory, self._round_bytes = memory, round_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         op, own = "ring_attention", self.memory.rank
         parts = []
         with self.memory.guard(call.described(op, k)):
@@ -51,7 +52,7 @@ class DirectRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         op, own, wide = "ring_attention backward", self.memory.rank, computed(k.dtype)
         dqs, gradients = [], _empty(k, k.dtype)
         with self.memory.guard(call.described(op, k)):
@@ -62,9 +63,11 @@ class DirectRing:
                 block = BlockBackward(
                     grad_out[:, q_heads], q[:, q_heads], out[:, q_heads], lse[:, q_heads], call.heads(q_heads)
                 )
-                mine = _empty(k[:, heads], wide)
-                block.add(own, slots[own][0], slots[own][1], mine)
-                for source in channel.others:  # before the other half of the own slot is written, which they have read
+                own_part = _empty(k[:, heads], wide)
+                block.add(own, slots[own][0], slots[own][1], own_part)
+                for (
+                    source
+                ) in channel.others:  # they have read the other half of this rank's slot, which is written next
                     channel.wait_for(source, epoch, op)
                 sums = _blocks(channel, k[:, heads], wide, self.memory.world)
                 for source in call.sources:
@@ -72,16 +75,19 @@ class DirectRing:
                 epoch = channel.signal()
                 for source in channel.others:
                     channel.wait_for(source, epoch, op)
-                parts = [mine if rank == own else part[own] for rank, part in enumerate(sums)]
+                parts = [own_part if rank == own else part[own] for rank, part in enumerate(sums)]
                 _sum(parts, [call.visible_keys(own, rank) for rank in range(len(parts))], gradients[:, :, heads])
                 dqs.append(block.dq())
         return _joined(dqs), gradients[0], gradients[1]
 
     def _rounds(self, q: Tensor, k: Tensor, element_bytes: int) -> Iterator[tuple[Channel, slice, slice]]:
-        """What each round takes of the heads of k and of q; element_bytes: what a slot holds for an element of k."""
+        """Yield the channel of each round, and the round's heads of k and of q.
+
+        element_bytes: the bytes that a slot holds for an element of k.
+        """
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         head_bytes = k[:, :1].numel() * element_bytes
-        nbytes = max(self._piece_bytes, head_bytes)
+        nbytes = max(self._round_bytes, head_bytes)
         channel = self.memory.channel(Channel, "direct ring", nbytes)
         most = min(nbytes // max(head_bytes, 1), max(heads, 1))
         for start in range(0, max(heads, 1), most):
@@ -89,14 +95,14 @@ class DirectRing:
 
 
 def _blocks(channel: Channel, k: Tensor, dtype: torch.dtype, *counts: int) -> list[Tensor]:
-    """Every rank's slot of the next epoch as [*counts, 2, B, Hk, n, D] with k's sizes."""
+    """Return every rank's slot of the next epoch as [*counts, 2, B, Hk, n, D] with k's sizes."""
     batch, heads, length, size = k.shape
     shape = *counts, 2, batch, length, heads, size
     return [slot.transpose(-3, -2) for slot in channel.next_slots(dtype, *shape)]
 
 
 def _empty(k: Tensor, dtype: torch.dtype) -> Tensor:
-    """[2, B, Hk, n, D], in memory as slots are."""
+    """Return an empty tensor [2, B, Hk, n, D] of k's sizes, in the layout of the slots."""
     batch, heads, length, size = k.shape
     return k.new_empty(2, batch, length, heads, size, dtype=dtype).transpose(2, 3)
 
@@ -107,19 +113,22 @@ def _stage(slot: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sum(parts: list[Tensor], spans: list[tuple[int, int]], out: Tensor) -> None:
-    """out [2, B, some heads, n, D] = Σ parts in rank order, rounded once; parts: written in the keys of their spans."""
+    """Write out [2, B, some heads, n, D] = Σ parts in rank order, rounded once.
+
+    A part is written only in the keys [first, stop) of its span, and counts as 0 elsewhere.
+    """
     ends = sorted({0, out.shape[3], *(end for span in spans for end in span)})
     for first, stop in pairwise(ends):
         keys = slice(first, stop)
-        there = [part[:, :, :, keys] for part, span in zip(parts, spans, strict=True) if span[0] <= first < span[1]]
+        written = [part[:, :, :, keys] for part, span in zip(parts, spans, strict=True) if span[0] <= first < span[1]]
         target = out[:, :, :, keys]
-        if not there:
+        if not written:
             target.zero_()
-        elif target.dtype == there[0].dtype:
-            sum_in_rank_order(there, target)
+        elif target.dtype == written[0].dtype:
+            sum_in_rank_order(written, target)
         else:
-            total = torch.empty_like(there[0])
-            sum_in_rank_order(there, total)
+            total = torch.empty_like(written[0])
+            sum_in_rank_order(written, total)
             target.copy_(total)
 
 

@@ -1,9 +1,9 @@
 """Ring attention as Triton programs that attend to the blocks of other ranks while they arrive.
 
 Forward is one launch, backward two (`tpfuse.kernels.ring_attention_forward`, `ring_attention_backward`): the state of
-the softmax is carried through all blocks in registers, and every gradient is one sum in registers at its owner. All
-blocks of some heads are in a rank's slot at once; where they do not fit they pass in pieces of heads. On CPUs all of
-it is interpreted.
+the softmax stays in registers through all blocks, and every gradient is one sum in registers at its owner. A rank's
+slot holds all ranks' blocks of some heads at once; if not all heads fit, there are several rounds of some heads each.
+On CPUs the kernels are interpreted.
 """
 
 from collections.abc import Iterator
@@ -21,27 +21,27 @@ from tpfuse.kernels.ring_attention_backward import queries_words, ring_attention
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 
-ROUND_BYTES = 2**28  # of a slot's half; one head that needs more has one of its own size: not measured yet
-_COPIERS = 8  # the most that a launch has
+ROUND_BYTES = 2**28  # the size of a slot's half; a head that needs more has a larger slot: not measured yet
+_COPIERS = 8  # the most copiers of a launch
 
 
 class FusedRing:
     """Attention of one group's ranks. Tensors are float32, float16 or bfloat16, on the memory's device."""
 
-    def __init__(self, memory: SymmetricMemory, piece_bytes: int = PIECE_BYTES) -> None:
-        self.memory, self._piece_bytes = memory, piece_bytes
+    def __init__(self, memory: SymmetricMemory, round_bytes: int = ROUND_BYTES) -> None:
+        self.memory, self._round_bytes = memory, round_bytes
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+        """Return (out, lse)."""
         op, parts = call.described("ring_attention", k), []
         visible_keys, _ = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=False):
             with self.memory.guard(op, kernel=True):
-                mine = call.heads(q_heads)
+                counters = call.heads(q_heads).own_counters
                 parts.append(
                     ring_attention_forward(
                         q[:, q_heads], torch.stack((k[:, heads], v[:, heads])), call.runs, call.rank, visible_keys,
-                        exchange=exchange, scale=call.scale, dropout_p=call.dropout_p, counters=mine.own_counters,
+                        exchange=exchange, scale=call.scale, dropout_p=call.dropout_p, counters=counters,
                         dropout_key=call.key,
                     )
                 )  # fmt: skip
@@ -51,13 +51,13 @@ class FusedRing:
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
         op, parts = call.described("ring_attention backward", k), []
         visible_keys, visible_queries = call.visible_ranges(call.rank, q.device)
         for heads, q_heads, exchange in self._rounds(q, k, call, backward=True):
-            mine = call.heads(q_heads)
-            found = [mine.counters(rank) for rank in range(call.runs.world)]
-            counters = torch.stack([each for each in found if each is not None]) if call.dropout_p else None
+            round_call = call.heads(q_heads)
+            of_ranks = [round_call.counters(rank) for rank in range(call.runs.world)]
+            counters = torch.stack([each for each in of_ranks if each is not None]) if call.dropout_p else None
             with self.memory.guard(op, kernel=True):
                 parts.append(
                     ring_attention_backward(
@@ -72,7 +72,7 @@ class FusedRing:
     def _rounds(
         self, q: Tensor, k: Tensor, call: RingCall, *, backward: bool
     ) -> Iterator[tuple[slice, slice, BlockExchange]]:
-        """What each launch takes of the heads of k and of q, and by what blocks travel."""
+        """Yield the heads of k and of q that each launch takes, and the exchange that moves the blocks."""
         heads, group = k.shape[1], q.shape[1] // max(k.shape[1], 1)
         words = [2 * k[:, :1].nbytes // 4] + ([queries_words(q[:, :group])] if backward else [])
         head_bytes = 4 * self.memory.world * part_starts(words)[-1]

@@ -1,10 +1,10 @@
-"""How the tokens of a sequence are spread over the ranks of a group: the one rule that all context parallelism obeys.
+"""The layout of a sequence's tokens on the ranks of a group: the one rule that all context parallelism follows.
 
-With a causal mask the tokens behind see more than those in front, so ranks that hold contiguous parts have unequal
-work. zigzag, the default, gives each rank one chunk from the front and its mirror image from behind; striped deals
-tokens out one by one (`tpfuse.kernels.sequence_runs` has the table). A sequence that cannot be cut so is padded.
+With a causal mask later tokens see more than earlier ones, so ranks that hold contiguous chunks have unequal work.
+zigzag, the default, gives each rank one chunk of the first half and its mirror image in the second half; striped deals
+tokens out one by one (`tpfuse.kernels.sequence_runs` has the table). A sequence that is not divisible is padded.
 
-Sharding commutes with Ulysses: ranks that exchange heads for tokens hold, together, what one rank of a ring of
+Sharding commutes with Ulysses: ranks that exchange heads for tokens together hold the tokens that one rank of a ring of
 world / ulysses ranks would hold.
 """
 
@@ -22,9 +22,9 @@ BALANCES: tuple[Balance, ...] = get_args(Balance)
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A sequence of `length` tokens on `world` ranks, of which `ulysses` neighbours at a time exchange heads.
+    """A sequence of `length` tokens on `world` ranks, of which each `ulysses` neighbours exchange heads for tokens.
 
-    Raises ValueError for a length, a world or a balance that cannot be.
+    Raises ValueError for an unknown balance, for a world that `ulysses` does not divide, and for a length below world.
     """
 
     length: int
@@ -38,11 +38,11 @@ class SequenceLayout:
         if self.world < 1 or self.ulysses < 1 or self.world % self.ulysses:
             raise ValueError(f"{self.world} ranks, {self.ulysses} of them for Ulysses: expected a divisor")
         if self.length < self.world:
-            raise ValueError(f"a sequence of {self.length} tokens cannot be spread over {self.world} ranks")
+            raise ValueError(f"a sequence of {self.length} tokens cannot be sharded over {self.world} ranks")
 
     @property
     def runs(self) -> SequenceRuns:
-        """What ranks of the ring hold, each of them `ulysses` ranks of the group."""
+        """Return the positions that the ranks of the ring hold; one of them stands for `ulysses` ranks of the group."""
         ring = self.world // self.ulysses
         if self.balance == "zigzag":
             chunk = -(-self.length // (2 * self.world)) * self.ulysses
@@ -54,42 +54,42 @@ class SequenceLayout:
 
     @property
     def local_length(self) -> int:
-        """Tokens of each rank, padding among them."""
+        """Return the number of tokens of each rank, with the padding."""
         return self.runs.local_length // self.ulysses
 
     @property
     def padded_length(self) -> int:
-        """Tokens of all ranks."""
+        """Return the number of tokens of all ranks, with the padding."""
         return self.local_length * self.world
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """[local_length] int64: where this rank's tokens are in the sequence, growing; from `length` on: padding."""
+        """Return [local_length] int64: the positions of a rank's tokens, increasing; from `length` on: padding."""
         if self.balance != "striped":
             return SequenceLayout(self.length, self.world, self.balance).runs.positions(rank, device)
-        # Ranks that exchange heads hold the tokens of one stripe of their ring's, so that together they have it whole.
+        # Ranks that exchange heads each hold a part of one ring rank's stripe, so that together they have all of it.
         ring = self.world // self.ulysses
         stripe = rank % self.ulysses * ring + rank // self.ulysses
         return stripe + torch.arange(self.local_length, device=device) * self.world
 
     def shard(self, x: Tensor, rank: int, dim: int, value: float = 0) -> Tensor:
-        """This rank's part of x, which has all tokens along `dim`; padding is `value`."""
+        """Return a rank's shard of x, which has all tokens along `dim`; padding is `value`."""
         if x.shape[dim] != self.length:
             raise ValueError(f"x has {x.shape[dim]} tokens in dimension {dim}: expected {self.length}")
         positions = self.positions(rank, x.device)
-        part = x.index_select(dim, positions.clamp(max=self.length - 1))
+        shard = x.index_select(dim, positions.clamp(max=self.length - 1))
         if self.padded_length == self.length:
-            return part
+            return shard
         shape = [1] * x.ndim
         shape[dim] = -1
-        return part.masked_fill((positions >= self.length).view(shape), value)
+        return shard.masked_fill((positions >= self.length).view(shape), value)
 
-    def whole(self, parts: Tensor, dim: int) -> Tensor:
-        """All tokens along `dim`, in order and without padding; parts: [world, ...], each rank's along dim of parts[r].
+    def whole(self, shards: Tensor, dim: int) -> Tensor:
+        """Return all tokens along `dim`, in order and without padding: the inverse of `shard`.
 
-        The inverse of `shard`.
+        shards: [world, ...]; shards[r] has rank r's tokens along `dim`.
         """
-        dim %= parts.ndim - 1
-        order = torch.cat([self.positions(rank, parts.device) for rank in range(self.world)])
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
-        return parts.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, place[: self.length])
+        dim %= shards.ndim - 1
+        order = torch.cat([self.positions(rank, shards.device) for rank in range(self.world)])
+        index = torch.empty_like(order)
+        index[order] = torch.arange(len(order), device=order.device)
+        return shards.movedim(0, dim).flatten(dim, dim + 1).index_select(dim, index[: self.length])

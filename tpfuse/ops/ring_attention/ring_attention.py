@@ -1,14 +1,14 @@
-"""ring_attention: attention over a sequence that is spread over the ranks of a group, longer than one could hold.
+"""ring_attention: attention over a sequence that is sharded over the ranks of a group, longer than one rank could hold.
 
-| schedule     | what travels                                                                  | asks for          |
-|--------------|-------------------------------------------------------------------------------|-------------------|
-| ring         | keys and values, from each rank to the next, while the present ones are used  |                   |
-| all_gather   | keys and values, from their owners to all ranks                               |                   |
-| ulysses      | heads for tokens, there and back: every rank has all tokens of some heads     | world divides H   |
-| ulysses_ring | heads for tokens among neighbours, keys and values around a ring of such      | a pair of groups  |
+| schedule     | what is exchanged                                                              | requires         |
+|--------------|--------------------------------------------------------------------------------|------------------|
+| ring         | keys and values, from each rank to the next, while the present ones are used   |                  |
+| all_gather   | keys and values, from their owners to all ranks                                |                  |
+| ulysses      | heads for tokens, and back afterwards: a rank has all tokens of some heads     | world divides H  |
+| ulysses_ring | heads for tokens among neighbours, keys and values around a ring of neighbours | a pair of groups |
 
-Ring attention: arXiv:2310.01889; gathered keys and values: arXiv:2407.21783, section 3.3.2; Ulysses: arXiv:2309.14509;
-both together: arXiv:2405.07719. All give the same numbers but for the order of sums.
+Sources: arXiv:2310.01889 for the ring, arXiv:2407.21783, section 3.3.2, for gathered keys and values, arXiv:2309.14509
+for Ulysses, and arXiv:2405.07719 for both together. All schedules return the same numbers but for the order of sums.
 """
 
 import functools
@@ -31,17 +31,16 @@ from tpfuse.comm.measurement import decide, decisions, is_measuring
 from tpfuse.comm.mesh import check_group, named_group
 from tpfuse.ops.attention import autocast_heads
 from tpfuse.ops.autograd import once_differentiable
-from tpfuse.ops.ring_attention.backend import check_call, ring_of
-from tpfuse.ops.ring_attention.backend import ring_attention as attend_ring
+from tpfuse.ops.ring_attention.backend import attend_ring, check_call, ring_of
 from tpfuse.ops.ring_attention.call import RingCall, computed
 from tpfuse.ops.ring_attention.layout import Balance, SequenceLayout
-from tpfuse.ops.ring_attention.ulysses import Places, places_of, to_heads, to_tokens
+from tpfuse.ops.ring_attention.ulysses import TokenSlices, find_token_slices, to_heads, to_tokens
 from tpfuse.ops.values import check_cumulative
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Group = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-GATHERED_BYTES = 2**30  # keys and values of all ranks, up to which `auto` gathers them: not measured yet
+GATHERED_BYTES = 2**30  # `auto` gathers the keys and values of all ranks up to this many bytes: not measured yet
 
 
 class Options(TypedDict, total=False):
@@ -91,23 +90,24 @@ def ring_attention(
     dropout_width: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, n] float32 (float64 for float64).
+    """Return out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, n] float32 (float64 for float64).
 
     q: [B, H, n, D]; k, v: [B, Hk, n, D], H a multiple of Hk, of one float dtype, any strides: this rank's tokens of
     sequences of `length` tokens (default: n on each rank) as `tpfuse.ops.ring_attention.layout.SequenceLayout(length,
-    world, balance)` spreads them, padding included, which nobody sees and whose output is 0.
-    group: the ranks; or two groups (ring, ulysses) for schedule `ulysses_ring`, where this rank is number ring.rank() *
-    ulysses.size() + ulysses.rank(), and the layout is told `ulysses=ulysses.size()`. schedule: see the module; `auto`:
-    see `choose_schedule`. All ranks pass the same options.
+    world, balance)` shards them, with the padding, which no query sees and whose output is 0.
+    group: the ranks; or two groups (ring, ulysses) for schedule `ulysses_ring`. Then this rank's number is ring.rank()
+    * ulysses.size() + ulysses.rank(), and the layout is made with `ulysses=ulysses.size()`. schedule: see the module;
+    `auto`: see `choose_schedule`. All ranks pass the same options.
 
     causal, window, scale: as in `tpfuse.ops.attention`, by position in the sequence. cu_seqlens: [S + 1] int32,
-    cumulative lengths of the documents of the whole sequence, of which each sees itself alone, B being 1; they may
-    cross the borders of ranks, and end before the sequence does. dropout_p, head_rows, key, dropout_width (default:
-    length): as in `attention`; the mask is that of the whole sequence on one rank. A query that sees no key has 0 and
-    -inf. lse has no gradient.
+    cumulative lengths of the documents of the whole sequence, with B = 1; a document's tokens see each other alone. A
+    document may be on several ranks, and the last one may end before the sequence does. dropout_p, head_rows, key,
+    dropout_width (default: length): as in `attention`; the mask is that of the whole sequence on one rank. For a query
+    that sees no key, out is 0 and lse -inf. lse has no gradient.
 
-    Under torch.autocast in its dtype. Raises ValueError, before ranks communicate, for what cannot be, or not with this
-    schedule, and says what can; for unequal n when ranks meet; PeerTimeout where one does not come.
+    Under torch.autocast, attention is computed in autocast's dtype. Raises ValueError before ranks communicate if
+    arguments do not fit together, or do not fit the schedule, and says which ones do; ValueError when ranks meet if
+    their n differ; PeerTimeout if a rank does not come.
     """
     q, k, v = autocast_heads(q, k, v)
     name = "ring_attention"
@@ -130,12 +130,12 @@ def ring_attention(
         out, lse = _forward(q, k, v, *tensors, **names, **options)
     else:
         training = torch.is_grad_enabled() and q.requires_grad
-        by = _decided(q, k, v, group, tensors, options, measure=training)
-        place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
-        if by.implementation is None:
-            out, lse = _attend(q, k, v, place, call, with_lse=return_lse)
+        method = _decided(q, k, v, group, tensors, options, measure=training)
+        placement, call = _planned(q, k, group, *tensors, **options | {"schedule": method.schedule})
+        if method.implementation is None:
+            out, lse = _attend(q, k, v, placement, call, with_lse=return_lse)
         else:
-            out, lse = _AttendBy.apply(q, k, v, place, call, by.implementation)  # type: ignore[no-untyped-call]
+            out, lse = _AttendWith.apply(q, k, v, placement, call, method.implementation)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
@@ -155,68 +155,68 @@ def _planned(
     scale: float | None,
     dropout_p: float,
     dropout_width: int | None,
-) -> tuple["_Place", RingCall]:
-    """Where this rank is, and what the ranks of its ring are asked for. Raises ValueError for what does not fit."""
-    place = _place("ring_attention", q, k, group, schedule, balance, length, cu_seqlens)
+) -> tuple["_Placement", RingCall]:
+    """Return this rank's placement and the call that its ring computes. Raise ValueError for what does not fit."""
+    placement = _placement("ring_attention", q, k, group, schedule, balance, length, cu_seqlens)
     call = RingCall(
-        place.layout.runs,
-        place.ring_rank,
+        placement.layout.runs,
+        placement.ring_rank,
         causal=causal,
         window=window,
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         cu_seqlens=cu_seqlens,
         dropout_p=dropout_p,
-        head_rows=None if head_rows is None else head_rows[:, place.heads_of(q.shape[1])],
+        head_rows=None if head_rows is None else head_rows[:, placement.heads_of(q.shape[1])],
         key=key,
-        dropout_width=place.layout.length if dropout_width is None else dropout_width,
-        ring=place.schedule != "all_gather",
+        dropout_width=placement.layout.length if dropout_width is None else dropout_width,
+        ring=placement.schedule != "all_gather",
     )
-    return place, call
+    return placement, call
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, *, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, placement: "_Placement", call: RingCall, *, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), out differentiable; lse is of no use unless it is asked for."""
-    if place.ulysses is None:
-        return attend_ring(q, k, v, call, place.ring)
-    groups = (place.ulysses,) if place.ring is None else (place.ulysses, place.ring)
+    """Return (out, lse). out is differentiable; lse must not be used unless `with_lse`."""
+    if placement.ulysses is None:
+        return attend_ring(q, k, v, call, placement.ring)
+    groups = (placement.ulysses,) if placement.ring is None else (placement.ulysses, placement.ring)
     collectives.agree_on_rows(q.shape[2], q.device, *groups, op="ring_attention", unit="tokens")
-    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    k, v = (_repeated(x, placement.ulysses.size()) for x in (k, v))
     described = call.described("for ring_attention", k)
-    q, k, v = place.to_heads(described, q, k, v)
-    out, lse = attend_ring(q, k, v, call, place.ring)
-    (out,) = place.to_tokens(described, out)
+    q, k, v = placement.to_heads(described, q, k, v)
+    out, lse = attend_ring(q, k, v, call, placement.ring)
+    (out,) = placement.to_tokens(described, out)
     if with_lse:
-        lse = place.to_tokens(described, lse.unsqueeze(-1))[0].squeeze(-1)
+        lse = placement.to_tokens(described, lse.unsqueeze(-1))[0].squeeze(-1)
     return out, lse
 
 
 def _attend_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, place: "_Place", call: RingCall
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, placement: "_Placement", call: RingCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of `_attend`, of which nothing is kept: ranks exchange their heads once more."""
-    if place.ulysses is None:
-        return ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
+    """Return (dq, dk, dv) of `_attend`, which keeps nothing for it: ranks exchange their heads once more."""
+    if placement.ulysses is None:
+        return ring_of(q, placement.ring).backward(grad_out, q, k, v, out, lse, call)
     kv_heads = k.shape[1]
-    k, v = (_repeated(x, place.ulysses.size()) for x in (k, v))
+    k, v = (_repeated(x, placement.ulysses.size()) for x in (k, v))
     described = call.described("for ring_attention backward", k)
-    grad_out, q, k, v, out = place.to_heads(described, grad_out, q, k, v, out)
-    lse = place.to_heads(described, lse.unsqueeze(-1))[0].squeeze(-1)
-    found = ring_of(q, place.ring).backward(grad_out, q, k, v, out, lse, call)
-    dq, dk, dv = place.to_tokens(described, *found)
+    grad_out, q, k, v, out = placement.to_heads(described, grad_out, q, k, v, out)
+    lse = placement.to_heads(described, lse.unsqueeze(-1))[0].squeeze(-1)
+    gradients = ring_of(q, placement.ring).backward(grad_out, q, k, v, out, lse, call)
+    dq, dk, dv = placement.to_tokens(described, *gradients)
     return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
 
 
 def choose_schedule(
     shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, device: torch.device, group: Group
 ) -> tuple[Schedule, str]:
-    """What `auto` takes for q of `shape` [B, H, n, D] on a rank, and why.
+    """Return the schedule that `auto` stands for, for q of `shape` [B, H, n, D] on a rank, and the reason.
 
-    Ulysses moves least where it can: in the measurements of prime-rl (pull request 2418) it costs 8 % at two ranks,
-    where a ring of messages costs 29 %. On CPU ranks it takes 0.85 of the time of blocks that are read in place (4
-    ranks, 4096 tokens, 8 heads of 64, 2026-11-22): attention of many queries at once makes better use of caches.
-    Collective when the group is first asked.
+    Ulysses moves the fewest bytes if the ranks can divide the heads: in the measurements of prime-rl (pull request
+    2418) it costs 8 % at two ranks, where a ring of messages costs 29 %. On CPU ranks it takes 0.85 of the time of
+    blocks that are read in place (4 ranks, 4096 tokens, 8 heads of 64, 2026-11-22): attention of many queries at once
+    makes better use of caches. The first call for a group is collective.
     """
     if isinstance(group, tuple):
         return "ulysses_ring", "a pair of groups"
@@ -237,8 +237,8 @@ def choose_schedule(
 
 
 @dataclass(frozen=True)
-class _By:
-    """How attention is computed. implementation: None for what `tpfuse.comm.choice` says."""
+class _Method:
+    """How attention is computed. implementation: None for the one that `tpfuse.comm.choice` chooses."""
 
     schedule: Schedule
     implementation: Implementation | None = None
@@ -253,30 +253,30 @@ def _decided(
     options: dict[str, Any],
     *,
     measure: bool,
-) -> _By:
-    """The schedule, and the implementation where the group has decided for another one than the usual.
+) -> _Method:
+    """Return the schedule, and the implementation if the group has decided for another one than the usual.
 
-    measure: whether a case that the group has not decided is measured, forward and backward together, where cases are
-    (`tpfuse.comm.measurement`). Raises ValueError for a layout, heads or documents that do not fit.
+    measure: whether to measure a case that the group has not decided, forward and backward together, while cases are
+    measured at all (`tpfuse.comm.measurement`). Raise ValueError for a layout, heads or documents that do not fit.
     """
-    asked: Schedule = options["schedule"]
+    requested: Schedule = options["schedule"]
     ring = group[0] if isinstance(group, tuple) else group
     known, measure = decisions(ring), measure and is_measuring()
     if not known and not measure:
-        return _By(asked)
+        return _Method(requested)
     case = _case(q.shape, k.shape, q.dtype, group, tensors[0] is not None, options)
-    found = known.get(case)
-    if found is None:  # nobody has looked at such a call yet, and what is chosen may make ranks meet
+    decision = known.get(case)
+    if decision is None:  # no call like this one is checked yet, and choosing an implementation may make ranks meet
         possible = "ulysses_ring" if isinstance(group, tuple) else "all_gather"
-        _planned(q, k, group, *tensors, **options | {"schedule": possible if asked == "auto" else asked})
+        _planned(q, k, group, *tensors, **options | {"schedule": possible if requested == "auto" else requested})
     choice = choose_implementation(q.device, q.dtype, ring)
     if not choice.provisional:
-        return _By(asked)
-    if found is None and measure:
+        return _Method(requested)
+    if decision is None and measure:
         shape = q.shape[0], q.shape[1], q.shape[2], q.shape[3]
-        usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if asked == "auto" else asked
+        usual = choose_schedule(shape, k.shape[1], q.dtype, q.device, group)[0] if requested == "auto" else requested
         others: list[Schedule] = []
-        if asked == "auto" and not isinstance(group, tuple):
+        if requested == "auto" and not isinstance(group, tuple):
             others = ["ring", "all_gather"]
             if _divides(group.size(), q.shape[1], k.shape[1]):
                 others.append("ulysses")
@@ -286,25 +286,25 @@ def _decided(
 
         def run(schedule: Schedule, kind: Implementation) -> None:
             with implementation(kind), torch.no_grad():
-                place, call = _planned(q, k, group, *tensors, **options | {"schedule": schedule})
-                out, lse = _attend(q, k, v, place, call, with_lse=True)
-                _attend_backward(out, q, k, v, out, lse, place, call)
+                placement, call = _planned(q, k, group, *tensors, **options | {"schedule": schedule})
+                out, lse = _attend(q, k, v, placement, call, with_lse=True)
+                _attend_backward(out, q, k, v, out, lse, placement, call)
 
         candidates = {
             f"{schedule} {kind}": functools.partial(run, schedule, kind) for kind in kinds for schedule in schedules
         }
-        found = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}")
-    if found is None:
-        return _By(asked)
-    schedule, kind = found.taken.split()
+        decision = decide(ring, q.device, case, candidates, f"{usual} {choice.implementation}")
+    if decision is None:
+        return _Method(requested)
+    schedule, kind = decision.taken.split()
     usual_kind = kind == choice.implementation
-    return _By(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
+    return _Method(cast(Schedule, schedule), None if usual_kind else cast(Implementation, kind))
 
 
 def _case(
     q: Sequence[int], k: Sequence[int], dtype: torch.dtype, group: Group, documents: bool, options: Mapping[str, Any]
 ) -> str:
-    """A call of `ring_attention` as the decisions of its group name it. q, k: shapes on a rank."""
+    """Return the name of a call of `ring_attention` in the decisions of its group. q, k: shapes on a rank."""
     shapes = " and ".join("x".join(map(str, shape)) for shape in (q, k))
     names = ("causal", "schedule", "balance", "window")
     described = " ".join(f"{name} {options[name]}" for name in names if options[name] is not None)
@@ -313,18 +313,18 @@ def _case(
     return f"ring_attention {shapes} {described}{more} {dtype} on {worlds} ranks"
 
 
-class _AttendBy(Function):
-    """`_attend` by another implementation than the usual one, forward and backward."""
+class _AttendWith(Function):
+    """`_attend` with another implementation than the usual one, forward and backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, place: "_Place", call: RingCall, kind: Implementation
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, placement: "_Placement", call: RingCall, kind: Implementation
     ) -> tuple[Tensor, Tensor]:
         with implementation(kind):
-            out, lse = _attend(q, k, v, place, call, with_lse=True)
+            out, lse = _attend(q, k, v, placement, call, with_lse=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.place, ctx.call, ctx.kind = place, call, kind
+        ctx.placement, ctx.call, ctx.kind = placement, call, kind
         return out, lse
 
     @staticmethod
@@ -332,41 +332,44 @@ class _AttendBy(Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with implementation(ctx.kind):
             q, k, v, out, lse = ctx.saved_tensors
-            gradients = _attend_backward(grad_out, q, k, v, out, lse, ctx.place, ctx.call)
+            gradients = _attend_backward(grad_out, q, k, v, out, lse, ctx.placement, ctx.call)
         return *gradients, None, None, None
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where this rank is; ring: among which ranks blocks travel, ulysses: among which heads do, None for nobody."""
+class _Placement:
+    """This rank's place in the groups that attend together.
+
+    ring: the ranks that exchange blocks; ulysses: the ranks that exchange heads for tokens; None for no ranks.
+    """
 
     schedule: Schedule
     layout: SequenceLayout
     ring: dist.ProcessGroup | None
     ulysses: dist.ProcessGroup | None
     ring_rank: int
-    places: Places | None
+    token_slices: TokenSlices | None
 
     def to_heads(self, described: str, *tensors: Tensor) -> list[Tensor]:
-        """This rank's heads of all tokens, of tensors [B, heads, n, …]; described: as in `ulysses`."""
-        assert self.ulysses is not None and self.places is not None
-        return to_heads(tensors, self.places, self.ulysses, described)
+        """Return this rank's heads of all tokens, of tensors [B, heads, n, …]; described: `call` in `ulysses`."""
+        assert self.ulysses is not None and self.token_slices is not None
+        return to_heads(tensors, self.token_slices, self.ulysses, described)
 
     def to_tokens(self, described: str, *tensors: Tensor) -> list[Tensor]:
-        """The inverse of `to_heads`."""
-        assert self.ulysses is not None and self.places is not None
-        return to_tokens(tensors, self.places, self.ulysses, described)
+        """Return this rank's tokens of all heads: the inverse of `to_heads`."""
+        assert self.ulysses is not None and self.token_slices is not None
+        return to_tokens(tensors, self.token_slices, self.ulysses, described)
 
     def heads_of(self, heads: int) -> slice:
-        """This rank's of that many heads."""
+        """Return which of `heads` heads are this rank's."""
         if self.ulysses is None:
             return slice(0, heads)
-        share = heads // self.ulysses.size()
-        return slice(self.ulysses.rank() * share, (self.ulysses.rank() + 1) * share)
+        count = heads // self.ulysses.size()
+        return slice(self.ulysses.rank() * count, (self.ulysses.rank() + 1) * count)
 
 
 def _check_groups(name: str, group: Group, schedule: Schedule) -> None:
-    """Raises ValueError for a schedule that is not known, and for groups that are none or do not fit it."""
+    """Raise ValueError for an unknown schedule, and for groups that are none or do not fit the schedule."""
     if group is None:
         raise ValueError(f"{name}: group is None: expected a process group (tpfuse.ops.attention serves one rank)")
     for each in group if isinstance(group, tuple) else (group,):
@@ -378,7 +381,7 @@ def _check_groups(name: str, group: Group, schedule: Schedule) -> None:
         raise ValueError(f"{name}: group: schedule {schedule} expects {wanted}")
 
 
-def _place(
+def _placement(
     name: str,
     q: Tensor,
     k: Tensor,
@@ -387,8 +390,8 @@ def _place(
     balance: Balance,
     length: int | None,
     cu_seqlens: Tensor | None,
-) -> _Place:
-    """Raises ValueError for a layout, heads or documents that do not fit."""
+) -> _Placement:
+    """Return this rank's placement. Raise ValueError for a layout, heads or documents that do not fit."""
     ring, ulysses = group if isinstance(group, tuple) else (group, None)
     exchanging = 1 if ulysses is None else ulysses.size()
     world, heads, n = ring.size() * exchanging, q.shape[1], q.shape[2]
@@ -403,41 +406,41 @@ def _place(
         check_cumulative(name, "cu_seqlens", cu_seqlens, length)
     if schedule == "auto":
         schedule, _ = choose_schedule((q.shape[0], heads, n, q.shape[3]), k.shape[1], q.dtype, q.device, group)
-    ring_rank, blocks_travel_in = ring.rank(), ring if ring.size() > 1 else None
+    ring_rank, block_group = ring.rank(), ring if ring.size() > 1 else None
     if schedule == "ulysses":  # a ring of one rank, which has all tokens of some heads
-        ulysses, exchanging, ring_rank, blocks_travel_in = ring, world, 0, None
+        ulysses, exchanging, ring_rank, block_group = ring, world, 0, None
         layout = SequenceLayout(length, world, balance, world)
     if ulysses is None:
-        return _Place(schedule, layout, blocks_travel_in, None, ring_rank, None)
+        return _Placement(schedule, layout, block_group, None, ring_rank, None)
     if not _divides(exchanging, heads, k.shape[1]):
         raise ValueError(
             f"{name}: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
             " schedules ring and all_gather can"
         )
-    places = _places(layout, ring_rank * exchanging, exchanging)
-    return _Place(schedule, layout, blocks_travel_in, ulysses, ring_rank, places)
+    token_slices = _token_slices(layout, ring_rank * exchanging, exchanging)
+    return _Placement(schedule, layout, block_group, ulysses, ring_rank, token_slices)
 
 
 def _divides(ranks: int, heads: int, kv_heads: int) -> bool:
-    """Whether ranks can have equally many heads each; a head of keys may serve several ranks."""
+    """Return whether ranks can have equally many heads each; a head of keys may serve several ranks."""
     return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % max(kv_heads, 1) == 0)
 
 
 def _repeated(x: Tensor, ranks: int) -> Tensor:
-    """x [B, Hk, n, D] with a head for each rank at least."""
+    """Return x [B, Hk, n, D] with its heads repeated, if necessary, so that each rank has one."""
     return x if x.shape[1] % ranks == 0 else x.repeat_interleave(ranks // x.shape[1], 1)
 
 
 def _summed(grad: Tensor, heads: int) -> Tensor:
-    """The gradient [B, heads, n, D] of what `_repeated` has repeated."""
+    """Return the gradient [B, heads, n, D] of `_repeated`'s argument."""
     batch, repeated, tokens, size = grad.shape
     return grad if repeated == heads else grad.reshape(batch, heads, -1, tokens, size).sum(2)
 
 
 @functools.lru_cache(maxsize=64)
-def _places(layout: SequenceLayout, first: int, ranks: int) -> Places:
-    """Where the tokens of some ranks are among those of all of these."""
-    return places_of(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
+def _token_slices(layout: SequenceLayout, first: int, ranks: int) -> TokenSlices:
+    """Return `find_token_slices` of the `ranks` ranks from `first` on."""
+    return find_token_slices(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
 
 
 @custom_op("tpfuse::ring_attention", mutates_args=())
@@ -460,14 +463,14 @@ def _forward(
     dropout_p: float,
     dropout_width: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """A node of torch.compile's graph: (out, lse). `auto` chooses when it runs. ring, ulysses: names of groups."""
+    """Return (out, lse): a node of torch.compile's graph. `auto` chooses when it runs. ring, ulysses: group names."""
     options = {
         "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
         "dropout_p": dropout_p, "dropout_width": dropout_width,
     }  # fmt: skip
-    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
     with implementation(kind):
-        out, lse = _attend(q, k, v, place, call, with_lse=True)
+        out, lse = _attend(q, k, v, placement, call, with_lse=True)
     return _heads_inside(out), lse.contiguous()
 
 
@@ -503,9 +506,9 @@ def _gradients(
         "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
         "dropout_p": dropout_p, "dropout_width": dropout_width,
     }  # fmt: skip
-    place, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
+    placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
     with implementation(kind):
-        dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, place, call))
+        dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, placement, call))
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():
         dv = dv.clone()  # results of an operator share no memory
     return dq, dk, dv
@@ -525,11 +528,11 @@ def _traced(
     group: Group,
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: dict[str, Any],
-) -> tuple["_Place", RingCall, Implementation]:
-    """Where this rank is, what is asked for, and which implementation computes it, when a node of a graph runs."""
-    by = _decided(q, k, v, group, tensors, options, measure=True)
-    place, call = _planned(q, k, group, *tensors, **options | {"schedule": by.schedule})
-    return place, call, by.implementation or chosen_implementation()
+) -> tuple["_Placement", RingCall, Implementation]:
+    """Return this rank's placement, the call and the implementation that computes it, when a node of a graph runs."""
+    method = _decided(q, k, v, group, tensors, options, measure=True)
+    placement, call = _planned(q, k, group, *tensors, **options | {"schedule": method.schedule})
+    return placement, call, method.implementation or chosen_implementation()
 
 
 def _named(ring: str, ulysses: str | None) -> Group:
@@ -537,12 +540,12 @@ def _named(ring: str, ulysses: str | None) -> Group:
 
 
 def _heads_inside(x: Tensor) -> Tensor:
-    """x [B, H, n, D], in memory [B, n, H, D] as models have it, whatever the schedule: a graph is told one layout."""
+    """Return x [B, H, n, D] in memory as [B, n, H, D], as models have it: a graph has one layout for all schedules."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """x's shape in the layout of `_heads_inside`."""
+    """Return an empty tensor of x's shape in the layout of `_heads_inside`."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 

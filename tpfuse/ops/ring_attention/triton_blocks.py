@@ -10,14 +10,14 @@ from tpfuse.ops.ring_attention.call import RingCall
 
 
 class KernelForward:
-    """As `tpfuse.ops.ring_attention.torch_blocks.BlockForward`."""
+    """The same as `tpfuse.ops.ring_attention.torch_blocks.BlockForward`, by Triton kernels."""
 
     def __init__(self, q: Tensor, call: RingCall) -> None:
         self._q, self._call = q, call
         self._state: tuple[Tensor, Tensor] | None = None
 
     def add(self, source: int, k: Tensor, v: Tensor) -> None:
-        """The keys and values [B, Hk, n, D] of rank `source`."""
+        """Attend to the keys and values [B, Hk, n, D] of rank `source`."""
         call = self._call
         visible_keys, _ = call.visible_ranges(call.rank, self._q.device)
         out, lse = ring_attention_forward(
@@ -27,14 +27,14 @@ class KernelForward:
         self._state = (out, lse) if self._state is None else attention_merge(*self._state, out, lse, in_place=True)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out in q's dtype, lse in float32)."""
+        """Return (out in q's dtype, lse in float32)."""
         assert self._state is not None
         out, lse = self._state
         return out.to(self._q.dtype), lse
 
 
 class KernelBackward:
-    """As `tpfuse.ops.ring_attention.torch_blocks.BlockBackward`."""
+    """The same as `tpfuse.ops.ring_attention.torch_blocks.BlockBackward`, by Triton kernels."""
 
     def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, call: RingCall) -> None:
         self._call, self._dtype = call, q.dtype
@@ -42,7 +42,10 @@ class KernelBackward:
         self._dq: Tensor | None = None
 
     def add(self, source: int, k: Tensor, v: Tensor, parts: Tensor) -> None:
-        """k, v: of rank `source`; parts: [2, B, Hk, n, D] float32: their gradients' parts, written."""
+        """Write to `parts` what these queries contribute to the gradients of k and v, which are of rank `source`.
+
+        parts: [2, B, Hk, n, D] float32.
+        """
         call, block = self._call, torch.stack((k, v))
         visible_keys, _ = call.visible_ranges(call.rank, k.device)
         _, visible_queries = call.visible_ranges(source, k.device)
@@ -59,13 +62,13 @@ class KernelBackward:
         )  # fmt: skip
 
     def gradients(self, source: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What `add` writes, in k's dtype, where nobody else has a part of it."""
+        """Return (dk, dv) in k's dtype, where these queries alone contribute to them."""
         parts = k.new_empty(2, *k.shape, dtype=torch.float32)
         self.add(source, k, v, parts)
         dk, dv = parts.to(k.dtype).unbind()
         return dk, dv
 
     def dq(self) -> Tensor:
-        """The gradient of q, in its dtype."""
+        """Return the gradient of q, in q's dtype."""
         assert self._dq is not None
         return self._dq.to(self._dtype)

@@ -1,8 +1,8 @@
-"""What tokens see of each other, as intervals of positions: one form for causal masks, windows, documents and padding.
+"""Visible ranges of positions: one form for causal masks, windows, documents and padding.
 
-In all of them a query sees an interval of keys, and a key is seen by an interval of queries; both ends never go back
-from a token to the next. So two numbers for each token say it all, wherever it is held, and from those of the first and
-the last token of a tile follows which keys a whole tile sees.
+In all of them a query sees an interval of keys, and a key is seen by an interval of queries; neither end decreases from
+a token to the next. So two numbers per token describe the mask completely, whichever rank holds the token, and the
+numbers of the first and the last token of a tile tell which keys the whole tile sees.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class VisibleRange(NamedTuple):
-    """[T] int32 each: the positions of the first and the last token that is seen, first > last where none is."""
+    """The positions of the first and the last visible token, [T] int32 each, first > last where none is visible."""
 
     first: Tensor
     last: Tensor
@@ -21,16 +21,19 @@ class VisibleRange(NamedTuple):
 def visible_ranges(
     positions: Tensor, length: int, causal: bool, window: int | None, cu_seqlens: Tensor | None
 ) -> tuple[VisibleRange, VisibleRange]:
-    """(the keys that queries at these positions see, the queries that see keys at them).
+    """Return (the keys that queries at these positions see, the queries that see keys at these positions).
 
-    positions: [T] int64, growing; from `length` on, and behind the last document, tokens see nothing and are not seen.
-    cu_seqlens: [S + 1] int32, the documents' first positions and the end of the last one; window: as in `attention`.
+    positions: [T] int64, increasing. Tokens from `length` on, and after the last document, see no token and no token
+    sees them. cu_seqlens: [S + 1] int32, the documents' first positions and the end of the last one; window: as in
+    `attention`.
     """
     if cu_seqlens is None:
         begin, end = torch.zeros_like(positions), torch.full_like(positions, length)
         stop = positions.new_full((), length)
     else:
-        bounds = cu_seqlens.to(torch.int64).clamp(0, length)  # not asked for: hosts do not wait for a GPU here
+        bounds = cu_seqlens.to(torch.int64).clamp(
+            0, length
+        )  # values are not read on the host: it would wait for the GPU
         stop = bounds[-1]
         document = torch.searchsorted(bounds, positions, right=True)
         begin = bounds[(document - 1).clamp(max=len(bounds) - 1)]
@@ -39,9 +42,9 @@ def visible_ranges(
     ahead = 0 if causal else far
     hidden = positions >= stop
 
-    def interval(before: int, behind: int) -> VisibleRange:
+    def interval(before: int, after: int) -> VisibleRange:
         first = torch.maximum(positions - before, begin).masked_fill(hidden, stop)
-        last = torch.minimum(positions + behind, end - 1).masked_fill(hidden, stop - 1)
+        last = torch.minimum(positions + after, end - 1).masked_fill(hidden, stop - 1)
         return VisibleRange(first.to(torch.int32), last.to(torch.int32))
 
     return interval(far, ahead), interval(ahead, far)
