@@ -1,4 +1,4 @@
-"""Activations under the names that every layer and kernel uses."""
+"""Activations, by the names that every layer and kernel uses."""
 
 from collections.abc import Callable
 
@@ -38,17 +38,16 @@ GATED = frozenset({"swiglu", "geglu"})
 
 
 def check_activation(name: str | None) -> None:
-    """Raises ValueError, listing the names there are, for one that is not among them."""
+    """Raise ValueError, which lists the known names, for an unknown name."""
     if name is not None and name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not known: expected None or one of {', '.join(ACTIVATIONS)}")
 
 
 def activation(x: Tensor, name: str | None) -> Tensor:
-    """Applies activation `name` to [..., N], any float dtype; the gated pairs take [..., gate | up], 2N wide.
+    """Apply activation `name` to [..., N], any float dtype; the gated ones take [..., gate | up], 2N wide.
 
-    "gelu" is the exact (erf) form, "gelu_tanh" GPT-2's; "relu2" is the square of relu (arXiv:2109.08668);
-    "swiglu" and "geglu" are silu(gate) * up and gelu(gate) * up (arXiv:2002.05202). Raises ValueError for
-    another name.
+    "gelu" is the exact (erf) form, "gelu_tanh" GPT-2's; "relu2" is the square of relu (arXiv:2109.08668); "swiglu" and
+    "geglu" are silu(gate) * up and gelu(gate) * up (arXiv:2002.05202). Raises ValueError for an unknown name.
     """
     check_activation(name)
     return x if name is None else ACTIVATIONS[name](x)

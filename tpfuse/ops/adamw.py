@@ -1,7 +1,7 @@
 """adamw_: an update of several flat shards; kernels/adamw.py has the formula.
 
-torch's own fused update where the kernels do not run: one call for all shards. Both have the same state, so that what
-one has saved the other continues.
+Where the kernels do not run, torch's own fused update is called, once for all shards. Both have the same state, so that
+either can continue from a state that the other has saved.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ def adamw_(
     scale: Tensor | None = None,
     clip: float | Tensor | None = None,
 ) -> None:
-    """Update number `step` (from 1) of every shard in place: of master and moments, and of the parameter from master.
+    """Apply update number `step` (from 1) to every shard in place: update master and moments, then the parameter.
 
     masters, exp_avgs, exp_avg_sqs: [n] each, float32 (float64 on torch's path); gradients: [n] of that dtype or a half
-    one; parameters: [n] of a half type, or None where the master is the parameter. The gradients are multiplied by
-    scale and clip. step, scale, and lr and clip where they are tensors, which a CUDA graph sees change: one element
-    each, float32 (step also int64), on the device. Raises ValueError where the lists differ in length or the tensors in
-    shape, dtype or device.
+    one; parameters: [n] of a half type, copied from the master, or None if the master is the parameter. The gradients
+    are multiplied by scale and clip. step and scale are tensors of one element, float32 (step also int64), on the
+    device; lr and clip may be such tensors, so that a CUDA graph sees their new values. Raises ValueError if the lists
+    differ in length or the tensors in shape, dtype or device.
     """
     lists = {"gradients": gradients, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "parameters": parameters}
     for name, tensors in lists.items():
@@ -54,11 +54,11 @@ def adamw_(
         _by_torch(shards, lr, *rates, step, scale, clip)
     else:
         rate, factor = _on_device(lr, step.device), None if clip is None else _on_device(clip, step.device)
-        # Not through the operator where nothing is traced: it takes as long as the launch.
+        # Without tracing the kernel is called directly: the operator would take as long as the launch.
         update = _update if torch.compiler.is_compiling() else adamw.adamw_
         for shard in shards:
             update(*shard, rate, *rates, step, scale, factor)
-    if not torch.compiler.is_compiling():  # neither kernel tells autograd, which refuses what was saved before
+    if not torch.compiler.is_compiling():  # neither update tells autograd, which must refuse tensors saved before it
         torch.autograd.graph.increment_version([x for shard in shards for x in (shard[0], shard[4]) if x is not None])
 
 
@@ -82,7 +82,7 @@ def _by_torch(
     for factor in (scale, clip):
         if factor is not None:
             gradients = [x * factor for x in gradients]
-    torch._fused_adamw_(  # what torch.optim.AdamW(fused=True) calls, which would advance each shard's number by itself
+    torch._fused_adamw_(  # torch.optim.AdamW(fused=True) calls this too, but counts the steps of each shard itself
         masters,
         gradients,
         exp_avgs,

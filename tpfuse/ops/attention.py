@@ -1,10 +1,10 @@
 """attention: softmax(q kᵀ scale) v over the keys that each query sees, and the log-sum-exp of its scores.
 
-On CUDA flash attention by Triton kernels (`tpfuse.kernels.attention_forward`, `attention_backward`), or torch's own
-where `chosen_attention` says so; with the torch path scaled_dot_product_attention where it can express what is asked
-for, and otherwise its definition, which holds all probabilities. Dropout is one of those: torch's masks come from a
-generator and depend on how heads and batch are laid out, ours are a function of the global position (see
-`tpfuse.ops.dropout`), on both paths the same.
+On CUDA it is flash attention by Triton kernels (`tpfuse.kernels.attention_forward`, `attention_backward`), or torch's
+own if `chosen_attention` says so. The torch path calls scaled_dot_product_attention if that can express the call, and
+otherwise computes the definition, with all probabilities in memory. It cannot express dropout: torch's masks come from
+a generator and depend on the layout of heads and batch; ours are a function of the global position (see
+`tpfuse.ops.dropout`) and are the same on both paths.
 
 The log-sum-exp is differentiable too: results for several sets of keys can be merged with it.
 """
@@ -76,26 +76,28 @@ def attention(
     dropout_width: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, Tq] float32 (float64 for float64).
+    """Return out, in q's shape and dtype, or with return_lse (out, lse): lse [B, H, Tq] float32 (float64 for float64).
 
     q: [B, H, Tq, D]; k, v: [B, Hk, Tk, D], H a multiple of Hk, head h of q using head h // (H / Hk); of one float
     dtype, on one device, any strides. The kernels take D from 16 to 256 in multiples of 8.
-    Query i has position q_offset + i, key j has k_offset + j. causal: keys behind the query's position are not seen;
-    window: nor are those at a distance of window or more. A query that sees no key has 0 and -inf. q_offset: default
-    Tk - Tq where causal (the keys before the first query come from a cache), 0 otherwise and with documents. scale:
-    default 1 / sqrt(D).
+    Query i has position q_offset + i, key j has k_offset + j. causal: a query does not see keys after its position;
+    window: nor keys at a distance of window or more. For a query that sees no key, out is 0 and lse -inf. q_offset:
+    default Tk - Tq if causal (the keys before the first query come from a cache), 0 otherwise and with documents.
+    scale: default 1 / sqrt(D).
 
-    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, growing from 0, where the rows of the one batch element are S documents
-    one after another; each sees itself alone, and has positions of its own. Rows after the last document are padding:
-    they see nothing and are not seen. max_seqlen_q, max_seqlen_k: the lengths of the longest, or more; they spare the
-    kernels looking for longer ones. On CPUs these are checked; on GPUs what lies outside of the rows is not touched.
+    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, increasing from 0, if the rows of the one batch element are S documents
+    one after another; a document's rows see each other alone, and each document has positions of its own. Rows after
+    the last document are padding: they see no row and no row sees them. max_seqlen_q, max_seqlen_k: the length of the
+    longest document, or more; the kernels then need not allow for longer ones. On CPUs these values are checked; on
+    GPUs the kernels do not access memory outside of the rows.
 
-    dropout_p: of the probabilities, with the mask of `tpfuse.ops.dropout` under `key` (one of `dropout_keys`) for row
-    head_rows * dropout_width + query position and column key position. head_rows: [B, H] ([S, H] with documents) int64,
-    the number of each (sequence, head) in the whole batch; dropout_width: the number of positions in the whole
-    sequence, default Tk.
+    dropout_p: the probability with which attention probabilities are dropped, with the mask of `tpfuse.ops.dropout`
+    under `key` (one of `dropout_keys`) for row head_rows * dropout_width + query position and column key position.
+    head_rows: [B, H] ([S, H] with documents) int64, the number of each (sequence, head) in the whole batch;
+    dropout_width: the number of positions in the whole sequence, default Tk.
 
-    Under torch.autocast in its dtype. Raises ValueError that names the argument, what was received, what is accepted.
+    Under torch.autocast, attention is computed in autocast's dtype. Raises ValueError that names the argument, what was
+    received and what is accepted.
     """
     q, k, v = autocast_heads(q, k, v)
     sequences = check_tensors("attention", q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -134,20 +136,20 @@ def attention(
 
 
 def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Literal["triton", "torch"], str]:
-    """What computes attention of these tensors, and why, in words.
+    """Return whether Triton's kernels or torch compute attention of these tensors, and the reason in words.
 
-    plain: whether what is asked for is `tpfuse.ops.dense_attention.expressible`. With `kernels auto` a GPU then trains
-    by scaled_dot_product_attention: torch puts cuDNN first on compute capability 9.0 and 10.0, where its version has no
-    known fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash attention 2. Nothing of
-    this is measured here yet; published is that cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100
-    (huggingface/transformers #48163), that Triton's forward pass reaches 0.8 of cuDNN's rate there
-    (meta-pytorch/tritonbench #141), and that flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
+    plain: whether the call is `tpfuse.ops.dense_attention.expressible`. If it is, `kernels auto` trains on a GPU with
+    scaled_dot_product_attention: torch prefers cuDNN on compute capability 9.0 and 10.0, if its version has no known
+    fault (check_prefer_cudnn_attention in torch's sdp_utils.cpp), and otherwise flash attention 2. None of this is
+    measured here yet. Published measurements: cuDNN trains 1.7 to 2.3 times as fast as flash attention 2 on an H100
+    (huggingface/transformers #48163); Triton's forward pass reaches 0.8 of cuDNN's rate there
+    (meta-pytorch/tritonbench #141); flash attention 2 was 1.3 to 2.5 times as fast as Triton's on an A100
     (arXiv:2307.08691).
 
-    The kernels compute all the same where torch's are worse: their gradients are not the same in every run, and torch
-    refuses cuDNN where deterministic algorithms are asked for; cuDNN's gradients want heads of at most 128 in multiples
-    of 8; and cuDNN makes a plan for each new shape, which takes up to half a second (modelscope/FunASR #3704). The same
-    shapes come back in training, but not in sampling.
+    The Triton kernels compute plain calls too where torch's operators are worse: gradients of the latter differ from
+    run to run, and torch refuses cuDNN when deterministic algorithms are requested; cuDNN's gradients require heads of
+    at most 128 in multiples of 8; and cuDNN makes a plan for each new shape, which takes up to half a second
+    (modelscope/FunASR #3704). In training the same shapes occur again, in sampling they do not.
     """
     if not use_triton(q):
         return "torch", "float64" if q.dtype == torch.float64 else f"kernels {chosen_kernels()} on {q.device.type}"
@@ -167,7 +169,7 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Lite
 
 
 def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v under torch.autocast in its dtype."""
+    """Return q, k and v, converted to autocast's dtype under torch.autocast."""
     q_, k_, v_ = autocast(q, k, v)
     assert q_ is not None and k_ is not None and v_ is not None
     return q_, k_, v_
@@ -273,9 +275,9 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def check_tensors(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: Tensor | None) -> int:
-    """Raises ValueError unless the tensors fit each other; returns the number of sequences.
+    """Return the number of sequences. Raise ValueError unless the tensors fit each other.
 
-    cu_seqlens: cumulative lengths by the names of the arguments, all of them or none.
+    cu_seqlens: the cumulative lengths by the names of their arguments; all are None or none is.
     """
     check_local(operator, q=q, k=k, v=v)
     if q.dim() != 4 or not q.is_floating_point():

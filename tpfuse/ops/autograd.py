@@ -1,8 +1,8 @@
 """torch.autograd.Function with types, and under autocast.
 
-torch leaves `apply` without annotations. Its `once_differentiable` returns gradients without a graph, and so without an
-error, where the upstream gradient needs none (after a sum or a loss). Inside a Function autocast would give forward
-other dtypes than backward sees.
+torch's `apply` has no annotations. Its `once_differentiable` returns gradients without a graph, and so without an
+error, if the upstream gradient requires none (after a sum or a loss). Inside a Function, autocast would give forward
+other dtypes than backward has.
 """
 
 import functools
@@ -17,12 +17,12 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
 
 def apply(function: type[Function], *args: object) -> Tensor:
-    """`function.apply(*args)` of a Function that returns one tensor."""
+    """Return `function.apply(*args)` of a Function that returns one tensor."""
     return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]
 
 
 class _FirstDerivative(Function):
-    """Gradients as they are; their own gradients are an error."""
+    """The identity of gradients, whose own gradients are an error."""
 
     @staticmethod
     def forward(ctx: Any, operator: str, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -37,36 +37,36 @@ class _FirstDerivative(Function):
 
 
 def once_differentiable(backward: _Backward) -> _Backward:
-    """Makes a second derivative an error: `backward` computes without a graph.
+    """Return `backward`, computed without a graph, such that a second derivative is an error.
 
-    backward: that of a Function, or of an operator of torch.library.
+    backward: the backward of a Function, or of an operator of torch.library.
     """
 
     @functools.wraps(backward)
     def first_derivative(ctx: Any, *grads: Any) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *grads)
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # without create_graph; compiled has none
-            return found
-        gradients = [found] if isinstance(found, Tensor) else list(found)
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # no create_graph; compiled code has none
+            return results
+        gradients = [results] if isinstance(results, Tensor) else list(results)
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         operator = type(ctx).__name__.removeprefix("_").removesuffix("Backward")
         anchor = torch.ones((), requires_grad=True)
         marked = _FirstDerivative.apply(operator, anchor, *(gradients[index] for index in present))  # type: ignore[no-untyped-call]
         for index, gradient in zip(present, marked, strict=True):
             gradients[index] = gradient
-        return gradients[0] if isinstance(found, Tensor) else tuple(gradients)
+        return gradients[0] if isinstance(results, Tensor) else tuple(gradients)
 
     return cast(_Backward, first_derivative)
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether torch.autocast is on for tensors on `device`; the meta device has none."""
+    """Return whether torch.autocast is on for tensors on `device`; the meta device has no autocast."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Under torch.autocast the tensors in its dtype (float64 stays), as F.linear would take them; else as they are."""
+    """Return the tensors, converted under torch.autocast to its dtype as F.linear does; float64 is not converted."""
     tensors = x, *others
     if not is_autocast(x.device):
         return tensors

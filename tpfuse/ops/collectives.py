@@ -10,9 +10,9 @@
 | gather_last    | all-gather, last dim     | this rank's slice        |
 | split_last     | this rank's slice        | all-gather, last dim     |
 
-`all_reduce` and `gather_last` give every rank the same result, of which every rank computes the same loss:
-their gradients are equal on all ranks and must not be summed again (Megatron-LM, arXiv:1909.08053, f and g;
-sequence parallelism: arXiv:2205.05198). A group of None is one rank: every operator is the identity.
+`all_reduce` and `gather_last` give every rank the same result, from which every rank computes the same loss: their
+gradients are equal on all ranks and must not be summed again (Megatron-LM, arXiv:1909.08053, f and g; sequence
+parallelism: arXiv:2205.05198). A group of None means one rank: every operator is the identity.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,10 @@ Group = dist.ProcessGroup | None
 
 
 class _Kind(NamedTuple):
-    """run(x, group); shape(x, world): of the result; backward: the name of the gradient's kind."""
+    """A kind of collective. run(x, group) is the collective, shape(x, world) the shape of its result.
+
+    backward: the name of the kind that computes the gradient.
+    """
 
     run: Callable[[Tensor, dist.ProcessGroup], Tensor]
     shape: Callable[[Tensor, int], tuple[int, ...]]
@@ -69,7 +72,7 @@ _KINDS = {
 
 @custom_op("tpfuse::collective", mutates_args=())
 def _collective(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
-    """A node of torch.compile's graph."""
+    """Return the collective of x: a node of torch.compile's graph."""
     return _KINDS[kind].run(x, named_group(group_name))
 
 
@@ -79,17 +82,17 @@ def _(x: Tensor, kind: str, group_name: str, world: int) -> Tensor:
 
 
 class _Collective(Function):
-    """group: None where x is traced (`is_traced`); then the group's name and size are given instead."""
+    """A collective with its gradient. If x is traced (`is_traced`), group is None, and name and world are given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
-        ctx.kind, ctx.place = kind, (group, name, world)
-        return _run(x, kind, *ctx.place)
+        ctx.kind, ctx.ranks = kind, (group, name, world)
+        return _run(x, kind, *ctx.ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _run(grad, _KINDS[ctx.kind].backward, *ctx.place), None, None, None, None
+        return _run(grad, _KINDS[ctx.kind].backward, *ctx.ranks), None, None, None, None
 
 
 def _run(x: Tensor, kind: str, group: Group, name: str, world: int) -> Tensor:
@@ -107,45 +110,45 @@ def _apply(x: Tensor, kind: str, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """[n, ...] on each rank -> [world * n, ...] on all, in rank order."""
+    """Gather [n, ...] of each rank to [world * n, ...] on all ranks, in rank order."""
     return _apply(x, "all_gather", group)
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """[world * n, ...] partial sums on each rank -> this rank's [n, ...] of their sum.
+    """Sum the partial sums [world * n, ...] of all ranks and return this rank's [n, ...] of the result.
 
-    Raises ValueError where the world does not divide the rows.
+    Raises ValueError if the world does not divide the rows.
     """
     return _apply(x, "reduce_scatter", group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Partial sums on each rank -> their sum on all."""
+    """Return the sum of all ranks' partial sums x, on every rank."""
     return _apply(x, "all_reduce", group)
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
-    """[world, ...] on each rank: row r goes to rank r -> [world, ...], row r came from rank r.
+    """Send row r of x [world, ...] to rank r, and return [world, ...] whose row r came from rank r.
 
-    Raises ValueError where x does not have a row for each rank.
+    Raises ValueError if x does not have a row for each rank.
     """
     return _apply(x, "all_to_all", group)
 
 
 def replicate(x: Tensor, group: Group) -> Tensor:
-    """The same tensor on all ranks, used by each for a part of the loss: its gradients are summed."""
+    """Return x, which is equal on all ranks. Each uses it for a part of the loss, so its gradients are summed."""
     return _apply(x, "identity", group)
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """[..., n] on each rank -> [..., world * n] on all."""
+    """Gather [..., n] of each rank to [..., world * n] on all ranks."""
     return _apply(x, "gather_last", group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
-    """[..., world * n], equal on all ranks -> this rank's [..., n].
+    """Return this rank's [..., n] of x [..., world * n], which is equal on all ranks.
 
-    Raises ValueError where the world does not divide the last dimension.
+    Raises ValueError if the world does not divide the last dimension.
     """
     if group is None:
         return x

@@ -2,14 +2,14 @@
 
     loss = log Σ exp(logit - m) - (logit[target] - m)
 
-with the maximum m, the sum and the target's logit reduced over ranks (arXiv:1909.08053, section 3), by one all-gather
-of three numbers for each row and rank instead of an all-reduce of the maxima and then one of the sums: it waits once,
-and every rank adds in the order of ranks, so that all have the same bits whatever the backend does. Backward needs no
-communication: softmax - one_hot on each slice.
+The maximum m, the sum and the target's logit are reduced over ranks (arXiv:1909.08053, section 3) by one all-gather of
+three numbers for each row and rank, instead of an all-reduce of the maxima and then one of the sums. A rank so waits
+only once, and every rank adds in the order of ranks, so that all have the same bits with any backend. Backward needs no
+communication: it computes softmax - one_hot on each slice.
 
-The gradient is a new tensor, not written over the logits: they are the caller's, who may hold them for a second loss,
-for a metric or for another call of backward, of none of which an operator can know. `linear_cross_entropy` owns its
-logits, and does.
+The gradient is a new tensor and does not overwrite the logits: they belong to the caller, who may use them for a second
+loss, for a metric or for another call of backward, which the operator cannot know. `linear_cross_entropy` owns its
+logits and overwrites them.
 """
 
 from typing import Any
@@ -39,13 +39,12 @@ __all__ = ["IGNORE", "cross_entropy"]
 
 
 def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Loss of each position, in nats.
+    """Return the loss of each position, in nats: [M], equal on all ranks, in the dtype of the computation.
 
     logits: [M, this rank's slice of the vocabulary], float32, float64 or a half type, which is computed in float32;
-    target: [M] int64 global token numbers, -1 where there is no loss. Returns [M], equal on all ranks, in the dtype
-    that was computed in. Raises ValueError where the logits are not this rank's slice, for a target of another shape
-    or dtype and, on CPU (on CUDA that check would stop the stream: there the loss is NaN, with the torch path a device
-    assertion), for a target outside the vocabulary.
+    target: [M] int64 global token numbers, -1 for no loss. Raises ValueError if the logits are not this rank's slice,
+    for a target of another shape or dtype and, on CPUs, for a target outside the vocabulary. On CUDA that check would
+    stop the stream: there the loss is NaN, or a device assertion fails with the torch path.
     """
     check_group("cross_entropy", group)
     check_local("cross_entropy", logits=logits, target=target)
@@ -70,7 +69,7 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
 
 
 def check_target(target: Tensor, rows: Tensor, vocabulary: int) -> None:
-    """Raises ValueError unless target is [M] int64 for `rows` [M, …], on its device, of numbers of the vocabulary."""
+    """Raise ValueError unless target is [M] int64 for `rows` [M, …], on its device, of numbers of the vocabulary."""
     if target.shape != rows.shape[:1] or target.dtype != torch.int64:
         raise ValueError(f"target is {target.dtype} {tuple(target.shape)}: expected int64 ({rows.shape[0]},)")
     if target.device != rows.device:
@@ -104,10 +103,10 @@ def _gradient(logits: Tensor, target: Tensor, normalizer: Tensor, grad: Tensor, 
 def losses(
     logits: Tensor, target: Tensor, vocabulary: int, group: dist.ProcessGroup | None, *, triton: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Losses [M] and what `gradient_` wants of all shards, maximum and total [2, M]; not differentiable.
+    """Return the losses [M] and, for `gradient_`, the maximum and total of all shards [2, M]; not differentiable.
 
-    logits: this rank's slice, of a dtype that is computed in. triton: which kernels, None as for every operator. One
-    collective of the group.
+    logits: this rank's slice, in the dtype of the computation. triton: whether Triton's kernels compute; None for the
+    same choice as for every operator. The call is one collective of the group.
     """
     rank, world = rank_and_size(group)
     start, _ = shard_range(vocabulary, rank, world)
@@ -126,7 +125,7 @@ def gradient_(
     *,
     triton: bool | None = None,
 ) -> Tensor:
-    """Replaces this rank's logits by (softmax - one_hot) scale, rows without a loss by 0; returns them.
+    """Replace this rank's logits by (softmax - one_hot) scale, rows without a loss by 0, and return them.
 
     scale: [M], None for 1.
     """
@@ -142,13 +141,13 @@ def gradient_(
 
 
 def _own(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Whose target is in the slice, and at which column (0 elsewhere)."""
+    """Return for each row whether its target is in the slice, and the target's column in it (0 for other rows)."""
     own = (target >= start) & (target < start + width)
     return own, torch.where(own, target - start, 0)
 
 
 def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
-    """`cross_entropy_forward` by torch, in the logits' dtype."""
+    """Compute `cross_entropy_forward` by torch, in the logits' dtype."""
     rows, width = logits.shape
     statistics = logits.new_zeros(3, rows)
     if not width:
@@ -156,14 +155,14 @@ def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
         return statistics
     own, column = _own(target, start, width)
     statistics[0] = logits.amax(1)
-    lowest = torch.finfo(logits.dtype).min  # a row that is -inf throughout has no share, not NaN
+    lowest = torch.finfo(logits.dtype).min  # a row of -inf adds 0 to the total, not NaN
     statistics[1] = (logits - statistics[0].clamp(min=lowest).unsqueeze(1)).exp_().sum(1)
     statistics[2] = torch.where(own, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
     return statistics
 
 
 def _combined(statistics: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_combine` by torch."""
+    """Compute `cross_entropy_combine` by torch."""
     maximum = statistics[:, 0].amax(0)
     total = (statistics[:, 1] * (statistics[:, 0] - maximum).exp()).sum(0)
     loss = total.log() - (statistics[:, 2].sum(0) - maximum)

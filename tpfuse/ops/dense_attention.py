@@ -1,7 +1,7 @@
-"""attention by torch's own operators: what `tpfuse.ops.attention` runs where no Triton kernel does.
+"""Attention by torch's own operators: `tpfuse.ops.attention` runs it where no Triton kernel runs.
 
-scaled_dot_product_attention, or where it cannot express what is asked for the definition, with all scores in memory. A
-query that sees no key is computed as if it saw all, and its result replaced: softmax has no gradient at such a row.
+It is scaled_dot_product_attention or, if that cannot express the call, the definition, with all scores in memory. A
+query that sees no key is computed as if it saw all, and its result is replaced: softmax has no gradient for such a row.
 """
 
 import torch
@@ -23,9 +23,9 @@ def expressible(
     documents: bool,
     return_lse: bool,
 ) -> bool:
-    """Whether scaled_dot_product_attention can do what is asked for: a full mask or a square causal one, no more.
+    """Return whether scaled_dot_product_attention can express the call: without a mask or with a square causal one.
 
-    It gives no log-sum-exp, and its dropout has other masks than ours.
+    It returns no log-sum-exp, and its dropout has other masks than ours.
     """
     if dropout_p or return_lse or documents or window is not None or not q.numel() or not k.numel():
         return False
@@ -33,7 +33,7 @@ def expressible(
 
 
 def _sees_all(k: Tensor, causal: bool, q_offset: int, k_offset: int) -> bool:
-    """Whether every query sees every key."""
+    """Return whether every query sees every key."""
     return not causal or q_offset >= k_offset + k.shape[2] - 1
 
 
@@ -56,9 +56,9 @@ def dense_attention(
     return_lse: bool,
     plain: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty unless asked for.
+    """Return (out, lse) of `tpfuse.ops.attention.attention`, which checks the arguments; lse is empty if not requested.
 
-    plain: whether what is asked for is `expressible`.
+    plain: whether the call is `expressible`.
     """
     tq, tk = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
@@ -92,7 +92,10 @@ def dense_attention(
 
 
 def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each row's document (behind the last one: how many there are) and its position in it, [length] each."""
+    """Return each row's document and its position in it, [length] each.
+
+    For rows after the last document the former is the number of documents.
+    """
     rows = torch.arange(length, device=device)
     if cu_seqlens is None:
         return torch.zeros_like(rows), rows + offset
@@ -101,12 +104,12 @@ def _positions(length: int, offset: int, cu_seqlens: Tensor | None, device: torc
 
 
 def _hidden(q_pos: Tensor, k_pos: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a query does not see a key."""
+    """Return for each query and key whether the query does not see the key."""
     distance = q_pos - k_pos
     hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     return hidden if window is None else hidden | (distance.abs() >= window)
 
 
 def _of_queries(head_rows: Tensor, document: Tensor) -> Tensor:
-    """head_rows [S, H] of each query's document: [1, H, Tq]; any value behind the last document."""
+    """Return head_rows [S, H] of each query's document: [1, H, Tq], arbitrary after the last document."""
     return head_rows[document.clamp(max=len(head_rows) - 1)].t().unsqueeze(0)

@@ -1,11 +1,11 @@
 """dropout: a mask that depends on (key, global position) alone, never on the layout.
 
-A generator that is advanced call by call gives other masks on other shardings. Here element `c` of global row
-`r` is kept iff hash(key, r * width + c) is in the upper part of its range; any rank can compute any part of
-the mask. The hash is the output function of splitmix64 (Steele, Lea and Flood 2014, variant 13 of Stafford's
-mixers) over counter * golden ratio + key: a bijection of the counter whose bits pass BigCrush.
+A generator that is advanced call by call gives other masks for other shardings. Here element `c` of global row `r` is
+kept if and only if hash(key, r * width + c) is in the upper part of its range, so that any rank can compute any part of
+the mask. The hash is the output function of splitmix64 (Steele, Lea and Flood 2014, variant 13 of Stafford's mixers)
+over counter * golden ratio + key: a bijection of the counter whose bits pass BigCrush.
 
-Keys are tensors on the device: a compiled model and a CUDA graph take those of the next step as they take its batch.
+Keys are tensors on the device: a compiled model and a CUDA graph take the keys of the next step as they take its batch.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def dropout_key(seed: int, step: int, site: int) -> int:
-    """A 64-bit key (as a signed integer) for one dropout site in one optimizer step."""
+    """Return the 64-bit key (as a signed integer) of one dropout site in one optimizer step."""
     digest = hashlib.blake2b(f"{seed} {step} {site}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 @custom_op("tpfuse::dropout_keys", mutates_args=())
 def dropout_keys(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
-    """`dropout_key` of the sites 0, 1, … of one step: [sites] int64 on the device of `like`."""
+    """Return `dropout_key` of the sites 0, 1, … of one step: [sites] int64 on the device of `like`."""
     keys = torch.tensor([dropout_key(seed, step, site) for site in range(sites)], dtype=torch.int64, device="cpu")
     return keys.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else keys
 
@@ -42,7 +42,7 @@ def _(like: Tensor, seed: int, step: int, sites: int) -> Tensor:
 
 
 def keep_mask(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
-    """True where an element is kept: [..., width] for `rows` [...] int64, the global numbers of the rows."""
+    """Return a mask [..., width], true where an element is kept, for the global row numbers `rows` [...] int64."""
     columns = torch.arange(width, device=rows.device)
     x = (rows.unsqueeze(-1) * width + columns).mul_(_GOLDEN).add_(key)
     x.bitwise_xor_((x >> 30) & ((1 << 34) - 1)).mul_(_MIX1)
@@ -52,7 +52,7 @@ def keep_mask(rows: Tensor, width: int, p: float, key: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
-    """x with each element zeroed with probability p, the rest scaled by 1 / (1 - p).
+    """Return x with each element zeroed with probability p, and the others multiplied by 1 / (1 - p).
 
     x: [..., C], any float dtype; rows: [...] int64, the number each row of x has in the unsharded tensor of
     the whole batch; key: [] int64, one of `dropout_keys`. Raises ValueError for p outside [0, 1).

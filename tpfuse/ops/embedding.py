@@ -1,4 +1,4 @@
-"""embedding: rows of a table whose rows are spread over ranks (vocabulary parallelism, arXiv:1909.08053)."""
+"""embedding: rows of a table that is sharded by rows over the ranks (vocabulary parallelism, arXiv:1909.08053)."""
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,11 @@ def embedding(
     scatter: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """weight[ids], where each rank holds the rows of `shard_range(num_embeddings, rank, world)`.
+    """Return weight[ids], if each rank holds the rows of `shard_range(num_embeddings, rank, world)`.
 
-    ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. Returns [..., C] equal on all ranks,
-    or with `scatter` this rank's shard along dimension 0. padding_idx: a row of the table, from 0, that gets no
-    gradient. An id outside the table raises ValueError on CPU (on CUDA that check would stop the stream).
+    ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. The result is [..., C], equal on all ranks, or
+    with `scatter` this rank's shard of it along dimension 0. padding_idx: a row of the table, counted from 0, that gets
+    no gradient. Raises ValueError on CPUs for an id outside the table; on CUDA that check would stop the stream.
     """
     check_group("embedding", group)
     check_local("embedding", ids=ids, weight=weight)
@@ -39,6 +39,6 @@ def embedding(
         padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
         rows = F.embedding(torch.where(own, ids - start, 0), weight, padding)
         partial = torch.where(own.unsqueeze(-1), rows, 0)
-    else:  # more ranks than rows: nothing of the table is here, but the sum below needs every rank
+    else:  # more ranks than rows: this rank has no row of the table, but the sum below needs every rank
         partial = weight.sum() + weight.new_zeros(*ids.shape, weight.shape[-1])
     return reduce_scatter(partial, group) if scatter else all_reduce(partial, group)

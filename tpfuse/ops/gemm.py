@@ -1,10 +1,10 @@
-"""gemm: act(x Wᵀ + bias) + residual, differentiable; and its products by themselves.
+"""gemm: act(x Wᵀ + bias) + residual, differentiable; and the products that it consists of.
 
-Triton's kernel (`tpfuse.kernels.gemm`) computes forward where there is an activation or a residual, and keeps the
+A Triton kernel (`tpfuse.kernels.gemm`) computes forward if there is an activation or a residual, and keeps the
 pre-activation; another one (`tpfuse.kernels.activation_backward`) computes the pre-activation's gradient P and its
-column sums. Products without anything behind them are torch's on every device, cuBLAS's on GPUs: forward without
-activation and residual, dX = P W and dW = Pᵀ x. The products by themselves are what the autograd Functions of the
-tensor-parallel operators are made of: they choose as gemm does, and know nothing of gradients.
+column sums. Products that nothing follows are torch's on every device, cuBLAS's on GPUs: forward without activation and
+residual, dX = P W and dW = Pᵀ x. The autograd Functions of the tensor-parallel operators call the products one by one:
+these choose between Triton and torch as gemm does, but are not differentiable.
 """
 
 import math
@@ -32,12 +32,12 @@ def gemm(
     activation: str | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """act(x Wᵀ + bias) + residual.
+    """Return act(x Wᵀ + bias) + residual.
 
     x: [..., K]; weight: [N, K]; bias: [N]; of one float dtype, on one device, any strides. residual: like the result,
-    [..., N], or [..., N / 2] for a gated activation, whose weight and bias are [gate | up]. Returns x's dtype; under
-    torch.autocast its dtype; with a residual of another dtype what torch's addition returns. Raises ValueError for
-    shapes, dtypes or devices that do not match and for an activation that is not known.
+    [..., N], or [..., N / 2] for a gated activation, whose weight and bias are [gate | up]. The result has x's dtype;
+    under torch.autocast it has autocast's dtype; with a residual of another dtype, the dtype of torch's addition.
+    Raises ValueError for shapes, dtypes or devices that do not match and for an unknown activation.
     """
     check_linear("gemm", x, weight, bias, activation)
     shape = _result_shape(x, weight, activation)
@@ -57,22 +57,22 @@ def gemm(
 def product(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(act(x Wᵀ + bias), pre-activation [..., N]); the latter only where there is an activation and `keep` is set.
+    """Return (act(x Wᵀ + bias), pre-activation [..., N] if there is an activation and `keep`, otherwise None).
 
-    x: [..., K]; weight: [N, K]; bias: [N]; one dtype. Not differentiable, like all that follow.
+    x: [..., K]; weight: [N, K]; bias: [N]; one dtype. The function is not differentiable, nor are those below.
     """
     if activation is None or not use_triton(x):
         return activated(F.linear(x, weight, bias), activation, keep)
-    found = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
+    out, preactivation = gemm_forward(flat(x), weight, bias, activation=activation, keep_preactivation=keep)
     if x.ndim == 2:
-        return found
-    out, kept = found
+        return out, preactivation
     shape = x.shape[:-1]
-    return out.view(*shape, out.shape[1]), None if kept is None else kept.view(*shape, kept.shape[1])
+    out = out.view(*shape, out.shape[1])
+    return out, None if preactivation is None else preactivation.view(*shape, preactivation.shape[1])
 
 
 def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tuple[Tensor, Tensor | None]:
-    """(act(preactivation), preactivation); the latter only where there is an activation and `keep` is set."""
+    """Return (act(preactivation), preactivation if there is an activation and `keep`, otherwise None)."""
     kept = preactivation if keep and activation is not None else None
     return apply_activation(preactivation, activation), kept
 
@@ -80,9 +80,9 @@ def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tupl
 def preactivation_gradient(
     grad: Tensor, preactivation: Tensor | None, activation: str | None, with_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(P = grad ⊙ act'(preactivation) [..., N], its sum over rows [N] `with_bias`, else None).
+    """Return (P = grad ⊙ act'(preactivation) [..., N], its sum over rows [N] if `with_bias`, otherwise None).
 
-    grad: [..., N], or [..., N / 2] for a gated activation; preactivation: [..., N], needed with an activation alone.
+    grad: [..., N], or [..., N / 2] for a gated activation; preactivation: [..., N], or None without an activation.
     """
     if activation is None:
         return grad, flat(grad).sum(0) if with_bias else None
@@ -95,12 +95,12 @@ def preactivation_gradient(
 
 
 def weight_gradient(left: Tensor, x: Tensor) -> Tensor:
-    """leftᵀ x, [N, K], of left [..., N] and x [..., K]."""
+    """Return leftᵀ x, [N, K], for left [..., N] and x [..., K]."""
     return flat(left).t() @ flat(x)
 
 
 def _torch_preactivation_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
-    """grad ⊙ act'(x) by torch."""
+    """Return grad ⊙ act'(x), computed by torch."""
     aten = torch.ops.aten
     match name:
         case "gelu":
@@ -120,12 +120,12 @@ def _torch_preactivation_gradient(grad: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def flat(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]."""
+    """Return x [..., K] as [M, K]."""
     return x if x.ndim == 2 else x.reshape(_flat(x.shape))
 
 
 def _flat(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """[..., K] as [M, K]; -1 would be ambiguous in an empty tensor."""
+    """Return [M, K] for a shape [..., K]; a view with -1 would be ambiguous for an empty tensor."""
     return math.prod(shape[:-1]), shape[-1]
 
 

@@ -1,7 +1,7 @@
 """layer_norm: (x - mean) / sqrt(var + eps) * weight + bias over the last dimension; also of x + residual in one pass.
 
-On sequence shards each rank sees some of the rows, so the gradients of weight and bias are partial sums; with
-a group they are summed over it in backward. The operators of Triton's path are rms_norm's too.
+On sequence shards each rank has some of the rows, so the gradients of weight and bias are partial sums; with a group
+they are summed over it in backward. rms_norm uses the same operators on Triton's path.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ def layer_norm(
     *,
     sum_gradients_over: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """x: [..., C]; weight, bias: [C], None for 1 and 0. Returns x's shape and dtype.
+    """Return the layer norm of x, in x's shape and dtype. x: [..., C]; weight, bias: [C], None for 1 and 0.
 
-    sum_gradients_over: the group over which the rows are sharded, where weight and bias should receive the
-    gradient of all rows; None where all rows are here or somebody else sums. Raises ValueError for other shapes,
-    integers, or tensors on several devices.
+    sum_gradients_over: the group over which the rows are sharded, so that weight and bias receive the gradient of all
+    rows; None if this rank has all rows or the caller sums the gradients. Raises ValueError for other shapes, integers,
+    or tensors on several devices.
     """
     check_norm("layer_norm", x, weight, bias)
     weight = None if weight is None else replicate(weight, sum_gradients_over)
@@ -52,9 +52,9 @@ def add_layer_norm(
     *,
     sum_gradients_over: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(summed), summed) with summed = x + residual, in one pass, also backward.
+    """Return (layer_norm(summed), summed) with summed = x + residual, in one pass, also in backward.
 
-    residual: as x; the rest as in `layer_norm`.
+    residual: of x's shape and dtype; the other arguments: as in `layer_norm`.
     """
     check_norm("add_layer_norm", x, weight, bias, residual)
     weight = replicate(weight, sum_gradients_over)
@@ -68,7 +68,7 @@ def add_layer_norm(
 def check_norm(
     operator: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None
 ) -> None:
-    """Raises ValueError unless x is [..., C] of floats, residual is as x, and weight and bias are [C]."""
+    """Raise ValueError unless x is [..., C] of floats, residual like x, and weight and bias are [C]."""
     check_local(operator, x=x, weight=weight, bias=bias, residual=residual)
     if not x.is_floating_point() or not x.ndim or not x.shape[-1]:
         raise ValueError(f"{operator}: x is {x.dtype} {tuple(x.shape)}: expected floats [..., C], C of at least 1")
@@ -86,9 +86,9 @@ def check_norm(
 def normalize(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """(normalised, summed) by the kernels, of layer_norm if centered, else of rms_norm; summed is x without residual.
+    """Return (normalised, summed), computed by the kernels; summed is x without a residual.
 
-    Shapes as in `add_layer_norm`; the launcher raises its ValueErrors.
+    centered: layer_norm if true, otherwise rms_norm. Shapes as in `add_layer_norm`; the launcher raises ValueError.
     """
     rows = x.reshape(-1, x.shape[-1])
     added = None if residual is None else residual.reshape(rows.shape)
@@ -100,7 +100,7 @@ def normalize(
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, summed, mean, rstd); an operator's results are tensors: what is not there is empty."""
+    """Return (out, summed, mean, rstd), with an empty tensor for None: all results of an operator are tensors."""
     operator = "layer_norm" if centered else "rms_norm"
     out, summed, mean, rstd = norm_forward(operator, x, weight, bias, eps, residual, centered=centered)
     return out, _or_empty(summed, x), _or_empty(mean, rstd), rstd
@@ -130,7 +130,7 @@ def _gradients(
     centered: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias or an empty tensor)."""
+    """Return (dx, dweight, dbias or an empty tensor)."""
     operator = "layer_norm_backward" if centered else "rms_norm_backward"
     dx, dweight, dbias = norm_backward(
         operator, grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed, with_bias=with_bias
@@ -158,14 +158,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _, summed, mean, rstd = output
     ctx.with_bias, ctx.with_residual = bias is not None, residual is not None
     ctx.save_for_backward(summed if ctx.with_residual else x, weight, mean, rstd)
-    ctx.set_materialize_grads(False)  # of mean and rstd there are none
+    ctx.set_materialize_grads(False)  # mean and rstd have none
 
 
 def _backward(
     ctx: Any, grad: Tensor | None, grad_summed: Tensor | None, *_: None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None, None]:
     grad_summed = grad_summed if ctx.with_residual else None
-    if grad is None:  # summed alone was used
+    if grad is None:  # only summed was used
         return grad_summed, grad_summed, None, None, None, None
     dx, dweight, dbias = _gradients(grad, *ctx.saved_tensors, grad_summed, ctx.centered, ctx.with_bias)
     return dx, dx if ctx.with_residual else None, dweight, dbias if ctx.with_bias else None, None, None

@@ -1,17 +1,18 @@
-"""linear_cross_entropy: Σ weights[m] * cross_entropy(x Wᵀ)[m], without ever holding the logits of all tokens.
+"""linear_cross_entropy: Σ weights[m] * cross_entropy(x Wᵀ)[m], without the logits of all tokens in memory at once.
 
-The sum's gradient with respect to a chunk's logits, (softmax - one_hot) weights, needs nothing that comes later but one
-number, the upstream gradient of the sum. So forward makes it, over the chunk's logits, while they are there, multiplies
-on to dX and dW, and goes to the next chunk; backward scales both (Liger-Kernel, arXiv:2410.10989). That is three
-products as in the plain way, where logits made anew in backward would be four, and it is why the result is a weighted
-sum: losses with an upstream gradient each could not have had theirs in forward.
+The tokens are processed in chunks. The sum's gradient with respect to a chunk's logits, (softmax - one_hot) weights,
+depends on later results only by one factor, the upstream gradient of the sum. So forward writes the gradient over the
+chunk's logits while they are in memory, multiplies it to get dX and dW, and continues with the next chunk; backward
+scales both (Liger-Kernel, arXiv:2410.10989). That makes three products, as many as without chunks; computing the logits
+again in backward would make four. It is also why the result is a weighted sum: if each loss had an upstream gradient of
+its own, forward could not know it.
 
-Chunks have 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 12 bytes of traffic for each
-entry of W against 2 operations for each token of the chunk, so that 4096 tokens are 680 operations for each byte, where
-an H100 needs 300 to be bound by arithmetic. The chunk's logits are then 8 KiB for each entry of the vocabulary,
-0.4 GB for GPT-2's, whatever the number of tokens. A call of one chunk has no buffer: dW is stored in its own dtype.
+A chunk has 4096 tokens (1024 on a CPU). dW is added to a float32 buffer in every chunk: 12 bytes of traffic for each
+entry of W against 2 operations for each token of the chunk, so that 4096 tokens make 680 operations for each byte,
+while an H100 needs 300 to be bound by arithmetic. The chunk's logits then take 8 KiB for each entry of the vocabulary,
+0.4 GB for GPT-2's, for any number of tokens. A call with one chunk has no buffer: dW is stored in its own dtype.
 
-Over several ranks each has a slice of W's rows and sees all of x: one all-gather of three numbers a token and chunk.
+Of several ranks, each has a slice of W's rows and all of x; each chunk needs one all-gather of three numbers per token.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ from tpfuse.comm.mesh import check_group, named_group, rank_and_size, shard_rang
 from tpfuse.ops.autograd import autocast, once_differentiable
 from tpfuse.ops.cross_entropy import IGNORE, check_target, gradient_, losses
 
-_ALIGNMENT = 16  # entries: rows of logits at multiples of 32 bytes are what TMA, wide loads and store masks want
+_ALIGNMENT = 16  # entries: TMA, wide loads and store masks need rows of logits at multiples of 32 bytes
 
 
 def linear_cross_entropy(
@@ -42,18 +43,18 @@ def linear_cross_entropy(
     weights: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(Σ weights[m] loss[m], the losses [M] in nats), equal on all ranks; the losses carry no gradient.
+    """Return (Σ weights[m] loss[m], the losses [M] in nats), equal on all ranks; the losses have no gradient.
 
     x: [M, C], all tokens on every rank; weight: [this rank's slice of the vocabulary, C], of x's dtype; target: [M]
-    int64 global token numbers, -1 where there is no loss; weights: [M], what each loss counts, 1 where None (pass
-    loss scale / tokens for a mean that is scaled). Both results are float32, float64 for float64. chunk_tokens: how
-    many tokens' logits are held at once, equal on all ranks; default: see above.
+    int64 global token numbers, -1 for no loss; weights: [M], the factor of each loss, None for 1 (pass loss scale /
+    tokens for a scaled mean). Both results are float32, float64 for float64. chunk_tokens: the number of tokens whose
+    logits are in memory at once, equal on all ranks; default: see the module.
 
-    The gradients of x and weight have their dtypes; with a group x's is this rank's *partial* sum, of its slice of the
-    vocabulary. So x is to come from `ops.collectives.all_gather` of sequence shards, whose backward reduce-scatters, or
-    from `replicate`, whose backward all-reduces: they sum it. weight's gradient is this rank's own, whole. Gradients
-    are made in forward, for those of x and weight that want one; float16 is kept from underflow by weights, not by an
-    upstream gradient that comes after it.
+    The gradients of x and weight have the dtypes of x and weight. With a group, x's gradient is this rank's *partial*
+    sum, that of its slice of the vocabulary. So x must come from `ops.collectives.all_gather` of sequence shards, whose
+    backward reduce-scatters, or from `replicate`, whose backward all-reduces: they sum it. weight's gradient is this
+    rank's own and complete. Gradients are computed in forward, if x or weight require them: to keep float16 from
+    underflow, scale `weights`, not the upstream gradient, which comes later.
 
     Raises ValueError for shapes, dtypes or devices that do not match and, as `cross_entropy` does, for a target outside
     the vocabulary.
@@ -122,7 +123,7 @@ def chunks(
     needs_weight: bool,
     triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The weighted sum, the losses, and for an upstream gradient of 1 dX and dW, or empty ones where not needed."""
+    """Return the weighted sum, the losses, and dX and dW for an upstream gradient of 1, empty if not needed."""
     width, tokens, wanted = len(weight), len(x), needs_x or needs_weight
     padded = F.pad(weight, (0, 0, 0, -width % _ALIGNMENT)) if triton and width % _ALIGNMENT else weight
     each = x.new_empty(tokens, dtype=_computed(x.dtype))
@@ -143,7 +144,7 @@ def chunks(
             torch.mm(grad_logits, padded, out=grad_x[rows])
         if needs_weight:
             grad_weight = _weight_gradient(grad_logits, x[rows], grad_weight)
-        del all_logits, logits, grad_logits  # before the next chunk's are made
+        del all_logits, logits, grad_logits  # before those of the next chunk are allocated
     total = (each if weights is None else each * weights).sum()
     if grad_weight is None:
         return total, each, grad_x, x.new_empty(0)
@@ -151,12 +152,12 @@ def chunks(
 
 
 def _computed(dtype: torch.dtype) -> torch.dtype:
-    """In which losses, and sums over chunks, are computed."""
+    """Return the dtype in which losses, and sums over chunks, are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _logits(x: Tensor, weight: Tensor, triton: bool) -> Tensor:
-    """x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
+    """Return x Wᵀ, rounded to x's dtype; torch computes losses of half types in float32."""
     logits = x @ weight.t()
     return logits if triton else logits.to(_computed(x.dtype))
 
@@ -170,14 +171,14 @@ def _losses_and_gradient_(
     wanted: bool,
     triton: bool,
 ) -> Tensor:
-    """The losses of a chunk; where wanted its logits become the gradient, times scale."""
+    """Return the losses of a chunk; if `wanted`, replace its logits by their gradient, times scale."""
     if triton or group is not None:
         start, _ = shard_range(vocabulary, *rank_and_size(group))
         each, normalizer = losses(logits, target, vocabulary, group, triton=triton)
         if wanted:
             gradient_(logits, target, start, normalizer, scale, triton=triton)
         return each
-    log_softmax = F.log_softmax(logits, 1)  # of a whole vocabulary, torch's own has fewer passes
+    log_softmax = F.log_softmax(logits, 1)  # for a whole vocabulary, torch's own function has fewer passes
     each = F.nll_loss(log_softmax, target, ignore_index=IGNORE, reduction="none")
     if wanted:
         scale = torch.where(target == IGNORE, 0, torch.ones_like(each) if scale is None else scale).unsqueeze(1)
@@ -186,7 +187,7 @@ def _losses_and_gradient_(
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, buffer: Tensor | None) -> Tensor:
-    """gradᵀ x, added to the buffer where there is one."""
+    """Return gradᵀ x, added to the buffer if there is one."""
     if buffer is None:
         return grad.t() @ x
     return buffer.addmm_(grad.t(), x) if buffer.dtype == x.dtype else buffer.add_(grad.t() @ x)
@@ -223,22 +224,23 @@ class _LinearCrossEntropy(Function):
 def _scaled(
     needs: tuple[bool, ...], grad: Tensor, each: Tensor, grad_x: Tensor, grad_weight: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of x, weight, target and weights for an upstream gradient of the sum, []."""
+    """Return the gradients of x, weight, target and weights for the upstream gradient `grad` [] of the sum."""
     return (
-        _product(grad, grad_x) if needs[0] else None,
-        _product(grad, grad_weight) if needs[1] else None,
+        _times(grad, grad_x) if needs[0] else None,
+        _times(grad, grad_weight) if needs[1] else None,
         None,
         each * grad if needs[3] else None,
     )
 
 
-def _product(grad: Tensor, made: Tensor) -> Tensor:
-    """grad [] times a tensor, computed in grad's dtype and rounded once.
+def _times(grad: Tensor, x: Tensor) -> Tensor:
+    """Return grad [] times x, computed in grad's dtype and rounded once.
 
-    By torch's rules a number of no dimensions takes the other's dtype before it multiplies, on CUDA in fact: 1 / tokens
-    would be rounded to bfloat16, a loss scale of 2^16 be infinite in float16. One of one dimension does not.
+    By torch's rules, a tensor of no dimensions is converted to the other's dtype before the product, and CUDA does
+    that: 1 / tokens would be rounded to bfloat16, and a loss scale of 2^16 would be infinite in float16. A tensor of
+    one dimension is not converted.
     """
-    return torch.mul(made, grad.view(1), out=torch.empty_like(made))
+    return torch.mul(x, grad.view(1), out=torch.empty_like(x))
 
 
 @custom_op("tpfuse::linear_cross_entropy_forward", mutates_args=())

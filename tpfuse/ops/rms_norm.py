@@ -12,7 +12,7 @@ from tpfuse.ops.layer_norm import check_norm, normalize
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """x: [..., C]; weight: [C], None for 1. Returns x's shape and dtype.
+    """Return the RMS norm of x, in x's shape and dtype. x: [..., C]; weight: [C], None for 1.
 
     sum_gradients_over and errors: as in `layer_norm`.
     """
@@ -27,7 +27,7 @@ def rms_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, sum_gradients_over: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(summed), summed) with summed = x + residual, in one pass, also backward. residual: as x."""
+    """Return (rms_norm(summed), summed) with summed = x + residual, in one pass, also in backward; residual: like x."""
     check_norm("add_rms_norm", x, weight, None, residual)
     weight = replicate(weight, sum_gradients_over)
     if use_triton(x):

@@ -1,6 +1,6 @@
 """rope: rotary position embedding of queries and keys (arXiv:2104.09864); kernels/rope.py says which pairs rotate.
 
-Backward is the rotation by the negative angles: nothing but the tables and the positions is kept for it.
+Backward is the rotation by the negative angles: only the tables and the positions are kept for it.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ def rope(
     interleaved: bool = False,
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k with the first 2 R elements of every head rotated by their positions' angles.
+    """Return q and k with the first 2 R elements of every head rotated by the angles of their positions.
 
-    q: [B, T, H, D], k: [B, T, H_k, D], any strides (a tensor [B, H, T, D] goes in as its transpose(1, 2)), D even.
-    cos, sin: [n_positions, R] float32 tables, 2 R <= D, without gradients; positions: [B, T] or [T] int64.
-    interleaved: pairs are neighbours (GPT-J), else R apart (Llama, GPT-NeoX). inverse: undoes it. Raises ValueError
-    for other shapes, dtypes and devices and, on CPU (on CUDA that check would stop the stream: there the results are
-    NaN), for positions outside the tables.
+    q: [B, T, H, D], k: [B, T, H_k, D], any strides (pass a tensor [B, H, T, D] as its transpose(1, 2)), D even. cos,
+    sin: [n_positions, R] float32 tables, 2 R <= D, without gradients; positions: [B, T] or [T] int64. interleaved:
+    the elements of a pair are neighbours (GPT-J), otherwise R apart (Llama, GPT-NeoX). inverse: rotate by the negative
+    angles. Raises ValueError for other shapes, dtypes and devices and, on CPUs, for positions outside the tables; on
+    CUDA that check would stop the stream, and the results are NaN.
     """
     q, k = (x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     check_rope("rope", q, k, cos, sin, positions)

@@ -1,4 +1,4 @@
-"""Checks of what is in a tensor, where looking costs nothing."""
+"""Checks of the values of a tensor, made only where reading them costs nothing."""
 
 from torch import Tensor
 
@@ -6,10 +6,10 @@ from tpfuse.comm.layout import is_traced
 
 
 def check_range(x: Tensor, lowest: int, highest: int, message: str) -> None:
-    """Raises ValueError unless all of the integers x are from `lowest` to `highest`, both included.
+    """Raise ValueError unless all integers in x are from `lowest` to `highest`, both included.
 
-    message: says what is wrong, with the fields {low} and {high} for what x holds. Looks at CPU tensors only (on
-    CUDA that would stop the stream) that hold values, and not while torch.compile traces (it would break the graph).
+    message: the text of the error, with the fields {low} and {high} for the extremes of x. Only CPU tensors with values
+    are checked (on CUDA a check would stop the stream), and not while torch.compile traces (it would break the graph).
     """
     if x.device.type != "cpu" or is_traced(x) or not x.numel():
         return
@@ -19,9 +19,10 @@ def check_range(x: Tensor, lowest: int, highest: int, message: str) -> None:
 
 
 def check_cumulative(operator: str, name: str, x: Tensor, rows: int, longest: int | None = None) -> None:
-    """Raises ValueError unless x [S + 1] begins with 0, never decreases and ends at `rows` or before.
+    """Raise ValueError unless x [S + 1] begins with 0, never decreases and ends at `rows` or before.
 
-    longest: what the caller says is the longest document's length. Looks where `check_range` does.
+    longest: the length of the longest document according to the caller. Only the tensors that `check_range` reads are
+    checked.
     """
     if x.device.type != "cpu" or is_traced(x):
         return

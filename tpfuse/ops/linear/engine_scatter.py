@@ -53,7 +53,7 @@ class EngineScatter:
             memory.signal(self._words, owner, rank, self._stamp)
 
     def sum(self, m: int, n: int, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        """Wait for all parts and return this rank's rows of the summed product [m, n] of all ranks, + bias + residual."""
+        """Wait for all parts and return this rank's rows of all ranks' summed product [m, n], + bias + residual."""
         chunk = cdiv(m, self._memory.world)
         rows = min(max(m - self._memory.rank * chunk, 0), chunk)
         out = torch.empty(rows, n, dtype=dtype, device=self._endpoint.slots.device)
