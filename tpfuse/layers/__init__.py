@@ -1,4 +1,4 @@
-"""nn.Modules built from the operators: tensor- and sequence-parallel, with DTensor parameters."""
+"""nn.Modules made of the operators: tensor- and sequence-parallel, with DTensor parameters."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""ColumnParallelLinear: an nn.Linear whose output features are spread over the ranks of a mesh.
+"""ColumnParallelLinear: an nn.Linear whose output features are sharded over the ranks of a mesh.
 
 Y = act(X Wᵀ + b) with W = [W_0; W_1; …]: rank r computes X W_rᵀ, a slice of Y's features (Megatron-LM,
 arXiv:1909.08053). With sequence parallelism X arrives as a shard of the sequence and is gathered first
@@ -33,15 +33,14 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 class ColumnParallelLinear(OnMesh, nn.Linear):
     """Linear layer with the weight [out_features, in_features] sharded along dimension 0.
 
-    in_features, out_features: of the whole layer; activation: a name of `tpfuse.ops.activation`, applied to
-    the output (the gated pairs want parts=2 and halve it). gather_output: return the whole output on every
-    rank. sequence_parallel: the input is this rank's shard along `sequence_dim`. parts: how many matrices of
-    equal height are packed in the weight (3 for q, k, v), each of them sharded by itself; the weight is then
-    [parts, out_features / parts, in_features] with Shard(1), the bias [parts, out_features / parts]. A rank's
-    output holds its slices of all parts behind each other. device_mesh: one-dimensional; None for one rank
-    with plain parameters.
+    in_features, out_features: of the whole layer; activation: a name of `tpfuse.ops.activation`, applied to the output
+    (the gated ones require parts=2 and halve it). gather_output: return the whole output on every rank.
+    sequence_parallel: the input is this rank's shard along `sequence_dim`. parts: the number of matrices of equal
+    height that are packed in the weight (3 for q, k, v), each of them sharded by itself; the weight is then [parts,
+    out_features / parts, in_features] with Shard(1), the bias [parts, out_features / parts]. A rank's output has its
+    slices of all parts, concatenated. device_mesh: one-dimensional; None for one rank with plain parameters.
 
-    Raises ValueError where the mesh does not divide a part's height or the activation is not known.
+    Raises ValueError if the mesh does not divide a part's height or the activation is not known.
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         parts: int = 1,
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
-        """A layer with this rank's rows of `linear`, which every rank holds whole, on its device and dtype.
+        """Return a layer with this rank's rows of `linear`, which is whole on every rank, on its device and dtype.
 
-        parts: how many matrices linear's weight holds behind each other; the rest as in the constructor.
+        parts: the number of matrices that are concatenated in linear's weight; other arguments: as in the constructor.
         """
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, activation=activation,
@@ -113,11 +112,11 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         return layer
 
     def reset_parameters(self) -> None:
-        """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+        """Initialise the whole layer as nn.Linear does, and keep this rank's shard of it."""
         reset_linear_(self, self.device_mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features], whole or (sequence_parallel) a shard -> [..., this rank's output features]."""
+        """Return [..., this rank's output features] of x [..., in_features], whole or (sequence_parallel) a shard."""
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
         weight, bias = local_linear(self, self.device_mesh)
@@ -140,11 +139,11 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
 
     @property
     def operator(self) -> str:
-        """What forward computes with, of `tpfuse.ops`."""
+        """Return the name of the operator of `tpfuse.ops` that forward calls."""
         return "all_gather_linear" if self.sequence_parallel and self.group is not None else "gemm"
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """Return the text that print(layer) shows between the brackets."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" activation={self.activation}, sequence_parallel={self.sequence_parallel}, parts={self.parts},"

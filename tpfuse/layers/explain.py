@@ -1,4 +1,4 @@
-"""What the layers of a model that communicate compute with, and why."""
+"""The implementations that the communicating layers of a model use, and the reasons for them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from tpfuse.ops.linear.backend import measured_products
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer. weight: its shape, whole, () for none; shard: what of it a rank holds; operator: by its name.
+    """The implementation of one layer, and the reason for it.
 
-    implementation: "fused", "direct" or "collective" (`tpfuse.backend`), or "local" for one rank.
+    weight: the shape of the whole weight, () for none; shard: the shape of this rank's shard of it; operator: the
+    operator's name; implementation: "fused", "direct" or "collective" (`tpfuse.backend`), or "local" for one rank.
     """
 
     layer: str
@@ -33,64 +34,65 @@ class LayerPlan:
 
 @runtime_checkable
 class Explained(Protocol):
-    """A layer that communicates in a way of its own, such as attention over context ranks, and says so."""
+    """A layer that communicates in a way of its own, such as attention over context ranks, and describes it."""
 
     def explained(self, name: str) -> LayerPlan | None:
-        """None where it has nobody to talk to. Collective."""
+        """Return the layer's plan, or None if it does not communicate. The call is collective."""
 
 
 def plans(model: nn.Module) -> list[LayerPlan]:
-    """What each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model would compute with now.
+    """Return the plan of each ColumnParallelLinear, RowParallelLinear and `Explained` layer of the model.
 
-    The first call for a group is collective. Raises ValueError as `tpfuse.comm.choice.choose_implementation` does.
+    The first call for a group is collective. Raise ValueError as `tpfuse.comm.choice.choose_implementation` does.
     """
-    found = []
+    layer_plans = []
     for name, layer in model.named_modules():
         if isinstance(layer, Explained):
             plan = layer.explained(name)
-            found += [] if plan is None else [plan]
+            layer_plans += [] if plan is None else [plan]
         elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             implementation, reason = "local", "one rank"
             if layer.group is not None:
                 implementation, reason = _linear_plan(layer, layer.group)
             shapes = tuple(layer.weight.shape), tuple(local_tensor(layer.weight).shape)
-            found.append(LayerPlan(name, type(layer).__name__, *shapes, layer.operator, implementation, reason))
-    return found
+            layer_plans.append(LayerPlan(name, type(layer).__name__, *shapes, layer.operator, implementation, reason))
+    return layer_plans
 
 
 def _linear_plan(layer: ColumnParallelLinear | RowParallelLinear, group: dist.ProcessGroup) -> tuple[str, str]:
-    """(implementation, reason), where the group has measured the layer's products the times of all candidates.
+    """Return (implementation, reason) of a layer.
 
-    The implementation is that of the forward product that was measured first.
+    If the group has measured the layer's products, the reason has the times of all candidates, and the implementation
+    is that of the forward product that was measured first.
     """
     weight = local_tensor(layer.weight)
     choice = choose_implementation(weight.device, weight.dtype, group)
     if choice.provisional:
         shape = weight.flatten(0, -2).shape
-        found = [(product, decision) for product, decision in measured_products(group).items()
-                 if product.operator == layer.operator and shape in product.weights]  # fmt: skip
-        if found:
-            times = [f"{product.direction} of {'x'.join(map(str, product.x))}: {taken}" for product, taken in found]
-            return found[0][1].taken.partition(" ")[0], f"measured {'; '.join(times)}"
+        measured = [(product, decision) for product, decision in measured_products(group).items()
+                    if product.operator == layer.operator and shape in product.weights]  # fmt: skip
+        if measured:
+            times = [f"{product.direction} of {'x'.join(map(str, product.x))}: {taken}" for product, taken in measured]
+            return measured[0][1].taken.partition(" ")[0], f"measured {'; '.join(times)}"
     return choice.implementation, choice.reason
 
 
-def summary(found: Sequence[LayerPlan]) -> str:
-    """In one line: how many layers have which implementation, and why."""
-    counts = Counter((plan.implementation, plan.reason) for plan in found)
+def summary(layer_plans: Sequence[LayerPlan]) -> str:
+    """Return one line with the number of layers of each implementation, and the reasons."""
+    counts = Counter((plan.implementation, plan.reason) for plan in layer_plans)
     return "; ".join(f"{count} {name} ({reason})" for (name, reason), count in counts.items())
 
 
 def explain(model: nn.Module) -> list[LayerPlan]:
-    """Prints, on the first rank, a line for each layer of `plans`: shapes, implementation, reason; returns them.
+    """Print, on the first rank, a line for each layer of `plans` (shapes, implementation, reason); return the plans.
 
-    Collective, as `plans` is.
+    The call is collective, as `plans` is.
     """
-    found = plans(model)
+    layer_plans = plans(model)
     head = ("layer", "kind", "weight", "on a rank", "operator", "implementation", "reason")
-    rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in found)]
+    rows = [head, *(["-" if value == () else str(value) for value in vars(plan).values()] for plan in layer_plans)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     if not dist.is_initialized() or dist.get_rank() == 0:
         for row in rows:
             print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    return found
+    return layer_plans

@@ -15,9 +15,9 @@ from tpfuse.ops.layer_norm import layer_norm
 class LayerNorm(OnMesh, nn.LayerNorm):
     """nn.LayerNorm over the last dimension with weight and bias replicated over a one-dimensional mesh.
 
-    elementwise_affine: False for neither weight nor bias. sequence_parallel: each rank sees other rows, so the
-    gradients of weight and bias are summed over the mesh in backward. `sum_gradients` turns that off where somebody
-    else sums them, all layers' in one go (`tpfuse.zero.gradient_buckets` does).
+    elementwise_affine: False for neither weight nor bias. sequence_parallel: each rank has other rows, so the gradients
+    of weight and bias are summed over the mesh in backward. Setting `sum_gradients` to False turns that off, for an
+    engine that sums the gradients of all layers at once (as `tpfuse.zero.gradient_buckets` does).
 
     Raises ValueError for a normalized_shape of several dimensions.
     """
@@ -38,9 +38,9 @@ class LayerNorm(OnMesh, nn.LayerNorm):
         self.normalized_shape, self.eps = last_dimension(normalized_shape), eps
         self.elementwise_affine, self.device_mesh = elementwise_affine, device_mesh
         self.sum_gradients = sequence_parallel and self.group is not None
-        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
-            made = empty_parameter(self.normalized_shape, None, device_mesh, device, dtype) if there else None
-            self.register_parameter(name, made)
+        for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            parameter = empty_parameter(self.normalized_shape, None, device_mesh, device, dtype) if exists else None
+            self.register_parameter(name, parameter)
         if elementwise_affine and has_values(self.weight):
             self.reset_parameters()
 
@@ -48,7 +48,7 @@ class LayerNorm(OnMesh, nn.LayerNorm):
     def from_layer_norm(
         cls, norm: nn.LayerNorm, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
     ) -> Self:
-        """A layer with the weight and bias of `norm`, equal on all ranks, on its device and dtype."""
+        """Return a layer with the weight and bias of `norm`, equal on all ranks, on its device and dtype."""
         layer = cls(
             norm.normalized_shape, norm.eps, norm.bias is not None, elementwise_affine=norm.elementwise_affine,
             sequence_parallel=sequence_parallel, device_mesh=device_mesh, device="meta",
@@ -58,6 +58,6 @@ class LayerNorm(OnMesh, nn.LayerNorm):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., C] -> [..., C]."""
+        """Return the layer norm of input [..., C], in its shape."""
         weight, bias = (None if x is None else local(x) for x in (self.weight, self.bias))
         return layer_norm(input, weight, bias, self.eps, sum_gradients_over=self.group if self.sum_gradients else None)

@@ -1,4 +1,4 @@
-"""Parameters that are shards: DTensors on the user's mesh, or plain tensors where there is no mesh."""
+"""Parameters that are shards: DTensors on the user's mesh, or plain tensors without a mesh."""
 
 import copy
 import math
@@ -21,22 +21,22 @@ from tpfuse.ops.autograd import apply
 class OnMesh:
     """A layer of the ranks of `device_mesh`, which is one-dimensional; None for one rank.
 
-    The layer keeps the mesh and asks it for the process group on every use: copy.deepcopy and pickle know what to do
-    with a mesh, which holds its groups by name, and not with a group.
+    The layer keeps the mesh and asks it for the process group on every use: copy.deepcopy and pickle can handle a mesh,
+    which holds its groups by name, but not a group.
     """
 
     device_mesh: DeviceMesh | None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the mesh; None for one rank. Raises ValueError as `group_of` does."""
+        """Return the process group of the mesh, None for one rank. Raise ValueError as `group_of` does."""
         return group_of(self.device_mesh)
 
 
 class Borrowed:
-    """What an engine puts in the place of a model's own attribute for as long as it has the model's parameters.
+    """A value that an engine sets instead of a model's own attribute while it has the model's parameters.
 
-    A copy of the model, and what pickle writes of it, belong to no engine: they have `own` instead.
+    A copy of the model, and the model that pickle writes, belong to no engine: they have `own` instead.
     """
 
     def __init__(self, value: Any, own: Any) -> None:
@@ -63,7 +63,7 @@ def empty_parameter(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> Parameter:
-    """An uninitialised parameter of global `shape`, sharded along `dim` or (None) replicated over the mesh."""
+    """Return an uninitialised parameter of global `shape`, sharded along `dim` or (None) replicated over the mesh."""
     local_shape = list(shape)
     if dim is not None:
         start, stop = shard_range(shape[dim], *rank_and_size(group_of(device_mesh)))
@@ -73,7 +73,7 @@ def empty_parameter(
 
 
 def last_dimension(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
-    """normalized_shape as a norm's tuple. Raises ValueError unless it is the last dimension alone."""
+    """Return normalized_shape as the tuple of a norm. Raise ValueError unless it has one dimension, the last."""
     shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
     if len(shape) != 1:
         raise ValueError(f"normalized_shape {list(shape)}: expected the last dimension alone")
@@ -81,7 +81,7 @@ def last_dimension(normalized_shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank computes with, inside autograd."""
+    """Return this rank's part of a parameter, differentiably."""
     if not isinstance(parameter, DTensor):
         return parameter
     leaf: Borrowed | None = getattr(parameter, "local_leaf", None)
@@ -91,7 +91,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class _ToLocal(Function):
-    """DTensor.to_local, whose backward takes 60 µs less on a CPU: the gradient has the parameter's own placements."""
+    """DTensor.to_local with a backward that takes 60 µs less on a CPU: the gradient has the parameter's placements."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -104,26 +104,26 @@ class _ToLocal(Function):
 
 
 def check_sequence_dim(x: Tensor, dim: int) -> None:
-    """Raises ValueError unless dimension `dim` of x [..., features] is one that a sequence can have."""
+    """Raise ValueError unless dimension `dim` of x [..., features] can be that of a sequence."""
     if x.ndim < 2 or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
         raise ValueError(
             f"sequence_dim {dim}: the input has shape {tuple(x.shape)}: expected one of its dimensions but the last,"
-            " along which sequence_parallel spreads the tokens"
+            " along which sequence_parallel shards the tokens"
         )
 
 
 def sequence_first(x: Tensor, dim: int) -> Tensor:
-    """x with dimension `dim` moved to the front; x itself where it is there."""
+    """Return x with dimension `dim` moved to the front, or x itself if it is there."""
     return x if dim % x.ndim == 0 else x.movedim(dim, 0)
 
 
 def sequence_back(x: Tensor, dim: int) -> Tensor:
-    """Undoes `sequence_first`."""
+    """Return x with its first dimension moved to `dim`: the inverse of `sequence_first`."""
     return x if dim % x.ndim == 0 else x.movedim(0, dim)
 
 
 def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor | None]:
-    """`local` of a layer's weight and bias. Raises ValueError where one of them is on another mesh than the layer."""
+    """Return `local` of a layer's weight and bias. Raise ValueError if one of them is not on the layer's mesh."""
     bias = layer.bias
     for name, parameter in (("weight", layer.weight), ("bias", bias)):
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else device_mesh
@@ -133,15 +133,15 @@ def local_linear(layer: nn.Linear, device_mesh: DeviceMesh | None) -> tuple[Tens
 
 
 def splits(size: int, most: int) -> str:
-    """The numbers of ranks up to `most` among which `size` features can be split, in words."""
+    """Return, as text, the numbers of ranks up to `most` that divide `size` features."""
     return ", ".join(str(tp) for tp in range(1, most + 1) if size % tp == 0)
 
 
 def offer_leaf(parameter: DTensor) -> Tensor:
-    """Makes `local(parameter)` a leaf of its own, on the same memory, whose gradient the caller collects.
+    """Make `local(parameter)` a leaf of its own, on the same memory, and return it; the caller collects its gradient.
 
-    For an engine that keeps gradients in buffers of its own (`tpfuse.zero.gradient_buckets`): the way
-    through DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
+    An engine that keeps gradients in buffers of its own (`tpfuse.zero.gradient_buckets`) needs this: the path through
+    DTensor costs about 0.1 ms for each parameter and pass on a CPU, which is a tenth of a small step.
     """
     leaf = local_tensor(parameter).requires_grad_()
     parameter.local_leaf = Borrowed(leaf, None)  # type: ignore[attr-defined]
@@ -149,14 +149,14 @@ def offer_leaf(parameter: DTensor) -> Tensor:
 
 
 def withdraw_leaf(parameter: DTensor) -> None:
-    """Undoes `offer_leaf`: gradients pass through the DTensor again, whose hooks see them."""
+    """Undo `offer_leaf`: gradients pass through the DTensor again, and its hooks run."""
     parameter.local_leaf = None  # type: ignore[attr-defined]
 
 
 def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
-    """A CPU generator that is in the same state on all ranks of the mesh and moves on at every call.
+    """Return a CPU generator in a state that is the same on all ranks of the mesh, and another one at every call.
 
-    Its seed is drawn from torch's global generator of the mesh's first rank.
+    Its seed is drawn from torch's global generator on the mesh's first rank.
     """
     seed = torch.randint(2**62, (1,), device="cpu")
     group = group_of(device_mesh)
@@ -168,7 +168,7 @@ def shared_generator(device_mesh: DeviceMesh | None) -> torch.Generator:
 
 
 def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
-    """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+    """Initialise the whole layer as nn.Linear does, and keep this rank's shard of it."""
     generator = shared_generator(device_mesh)
     weight = torch.empty(layer.out_features, layer.in_features, device="cpu")
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
@@ -180,12 +180,13 @@ def reset_linear_(layer: nn.Linear, device_mesh: DeviceMesh | None) -> None:
 
 
 def take_(layer: nn.Module, whole: nn.Module) -> None:
-    """Gives `layer`, made on the meta device, this rank's shards of the parameters of `whole`, which have its names.
+    """Set the parameters of `layer`, made on the meta device, to this rank's shards of those of `whole`.
 
-    They are on the device of those of `whole`, and frozen where those are.
+    The parameters have the same names in both modules. They are on the device of those of `whole`, and require
+    gradients if those do.
     """
-    for name, made in list(layer.named_parameters(recurse=False)):
+    for name, empty in list(layer.named_parameters(recurse=False)):
         source = getattr(whole, name)
-        parameter = Parameter(torch.empty_like(made, device=source.device), requires_grad=source.requires_grad)
+        parameter = Parameter(torch.empty_like(empty, device=source.device), requires_grad=source.requires_grad)
         copy_whole_(parameter, source.detach().reshape(parameter.shape))
         layer.register_parameter(name, parameter)

@@ -1,4 +1,4 @@
-"""PositionEmbedding: learned positions on sequence shards."""
+"""PositionEmbedding: learned embeddings of positions, on sequence shards."""
 
 from typing import Any, NoReturn
 
@@ -40,15 +40,15 @@ class PositionEmbedding(OnMesh, nn.Embedding):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises ValueError: the layer has a mesh and takes a table by `load_state_dict`."""
+        """Raise ValueError: the layer has a mesh and takes a table by `load_state_dict`."""
         raise ValueError(f"{cls.__name__}.from_pretrained is not there: make the layer, then call its load_state_dict")
 
     def reset_parameters(self) -> None:
-        """nn.Embedding's initialisation, the same on all ranks."""
+        """Initialise the table as nn.Embedding does, equally on all ranks."""
         whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
         copy_whole_(self.weight, whole.normal_(generator=shared_generator(self.device_mesh)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [...] int64 positions of this rank's tokens -> [..., embedding_dim]."""
+        """Return the embeddings [..., embedding_dim] of `input` [...] int64, the positions of this rank's tokens."""
         weight = local(self.weight)
         return F.embedding(input, replicate(weight, self.group if self.sum_gradients else None))

@@ -15,7 +15,7 @@ from tpfuse.ops.rms_norm import rms_norm
 class RMSNorm(OnMesh, nn.RMSNorm):
     """nn.RMSNorm over the last dimension with its weight replicated over a one-dimensional mesh.
 
-    eps: None for the machine epsilon of the dtype that is computed in, float32 for the half types, as in torch.
+    eps: None for the machine epsilon of the dtype of the computation, float32 for the half types, as in torch.
     elementwise_affine: False for no weight. sequence_parallel and `sum_gradients`: as in `tpfuse.layers.layer_norm`.
 
     Raises ValueError for a normalized_shape of several dimensions.
@@ -36,8 +36,9 @@ class RMSNorm(OnMesh, nn.RMSNorm):
         self.normalized_shape, self.eps = last_dimension(normalized_shape), eps
         self.elementwise_affine, self.device_mesh = elementwise_affine, device_mesh
         self.sum_gradients = sequence_parallel and self.group is not None
-        made = empty_parameter(self.normalized_shape, None, device_mesh, device, dtype) if elementwise_affine else None
-        self.register_parameter("weight", made)
+        shape = self.normalized_shape
+        weight = empty_parameter(shape, None, device_mesh, device, dtype) if elementwise_affine else None
+        self.register_parameter("weight", weight)
         if elementwise_affine and has_values(self.weight):
             self.reset_parameters()
 
@@ -45,7 +46,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
     def from_rms_norm(
         cls, norm: nn.RMSNorm, *, sequence_parallel: bool = False, device_mesh: DeviceMesh | None = None
     ) -> Self:
-        """A layer with the weight of `norm`, equal on all ranks, on its device and dtype."""
+        """Return a layer with the weight of `norm`, equal on all ranks, on its device and dtype."""
         layer = cls(
             norm.normalized_shape, norm.eps, norm.elementwise_affine, sequence_parallel=sequence_parallel,
             device_mesh=device_mesh, device="meta", dtype=None if norm.weight is None else norm.weight.dtype,
@@ -54,7 +55,7 @@ class RMSNorm(OnMesh, nn.RMSNorm):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., C] -> [..., C]."""
+        """Return the RMS norm of input [..., C], in its shape."""
         weight = None if self.weight is None else local(self.weight)
         computed = torch.float64 if input.dtype == torch.float64 else torch.float32
         eps = torch.finfo(computed).eps if self.eps is None else self.eps

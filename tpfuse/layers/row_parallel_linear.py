@@ -1,8 +1,8 @@
-"""RowParallelLinear: an nn.Linear whose input features are spread over the ranks of a mesh.
+"""RowParallelLinear: an nn.Linear whose input features are sharded over the ranks of a mesh.
 
-Y = Σ_r X_r W_rᵀ + b: rank r holds a slice of X's features and the columns of W that meet them; the partial
-products are summed over ranks (Megatron-LM, arXiv:1909.08053), whole or (sequence parallelism,
-arXiv:2205.05198) scattered along the sequence.
+Y = Σ_r X_r W_rᵀ + b: rank r holds a slice of X's features and the columns of W that multiply them; the partial products
+are summed over ranks (Megatron-LM, arXiv:1909.08053). Every rank gets the whole sum or, with sequence parallelism
+(arXiv:2205.05198), its shard along the sequence.
 """
 
 from typing import Self
@@ -32,13 +32,12 @@ from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
 class RowParallelLinear(OnMesh, nn.Linear):
     """Linear layer with the weight [out_features, in_features] sharded along dimension 1, the bias replicated.
 
-    in_features, out_features: of the whole layer. input_is_parallel: the input is this rank's slice of the
-    features; otherwise it is whole and sliced here. sequence_parallel: the output is this rank's shard along
-    `sequence_dim`, whose length the mesh must divide. device_mesh: one-dimensional; None for one rank with
-    plain parameters.
+    in_features, out_features: of the whole layer. input_is_parallel: the input is this rank's slice of the features;
+    otherwise it is whole, and the layer takes this rank's slice. sequence_parallel: the output is this rank's shard
+    along `sequence_dim`, whose length the mesh must divide. device_mesh: one-dimensional; None for one rank with plain
+    parameters.
 
-    Raises ValueError where the mesh does not divide in_features, or sequence_parallel is asked for without
-    input_is_parallel.
+    Raises ValueError if the mesh does not divide in_features, and for sequence_parallel without input_is_parallel.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RowParallelLinear(OnMesh, nn.Linear):
         sequence_dim: int = -2,
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
-        """A layer with this rank's columns of `linear`, which every rank holds whole, on its device and dtype."""
+        """Return a layer with this rank's columns of `linear`, whole on every rank, on its device and dtype."""
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, input_is_parallel=input_is_parallel,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, device_mesh=device_mesh,
@@ -94,13 +93,13 @@ class RowParallelLinear(OnMesh, nn.Linear):
         return layer
 
     def reset_parameters(self) -> None:
-        """nn.Linear's initialisation of the whole layer, of which each rank keeps its shard."""
+        """Initialise the whole layer as nn.Linear does, and keep this rank's shard of it."""
         reset_linear_(self, self.device_mesh)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x: [..., this rank's input features] -> [..., out_features], whole or a shard of the sequence.
+        """Return [..., out_features], whole or a shard of the sequence, of x [..., this rank's input features].
 
-        residual: of the output's shape, added to it (in the product's last pass where that is a Triton kernel).
+        residual: of the output's shape, added to it (in the last pass of the product, if that is a Triton kernel).
         """
         if self.sequence_parallel:
             check_sequence_dim(x, self.sequence_dim)
@@ -118,13 +117,13 @@ class RowParallelLinear(OnMesh, nn.Linear):
 
     @property
     def operator(self) -> str:
-        """What forward computes with, of `tpfuse.ops`."""
+        """Return the name of the operator of `tpfuse.ops` that forward calls."""
         if self.group is None:
             return "gemm"
         return "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """Return the text that print(layer) shows between the brackets."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
             f" sequence_parallel={self.sequence_parallel}, tp={rank_and_size(self.group)[1]}"

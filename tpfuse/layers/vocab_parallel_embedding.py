@@ -1,4 +1,4 @@
-"""VocabParallelEmbedding: an nn.Embedding whose rows are spread over the ranks of a mesh."""
+"""VocabParallelEmbedding: an nn.Embedding whose rows are sharded over the ranks of a mesh."""
 
 from typing import Any, NoReturn, Self
 
@@ -29,11 +29,10 @@ from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
 class VocabParallelEmbedding(OnMesh, nn.Embedding):
     """Table [num_embeddings, embedding_dim] sharded along dimension 0, and the output projection tied to it.
 
-    The mesh need not divide num_embeddings: the last ranks hold fewer rows (see `tpfuse.comm.mesh`), and no
-    row exists that is not in the vocabulary. padding_idx: as in nn.Embedding, a row that is initialised to zero and
-    gets no gradient from `forward`; negative numbers count from the end. sequence_parallel: the output is this rank's
-    shard along its dimension `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a
-    shard.
+    The mesh need not divide num_embeddings: the last ranks hold fewer rows (see `tpfuse.comm.mesh`), and the table has
+    no padding rows. padding_idx: as in nn.Embedding, a row that is initialised to zero and gets no gradient from
+    `forward`; negative numbers count from the end. sequence_parallel: the output is this rank's shard along its
+    dimension `sequence_dim`, whose length the mesh must divide, and `project` and `loss` take such a shard.
 
     Raises ValueError for a padding_idx outside the table.
     """
@@ -74,9 +73,9 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         sequence_dim: int = -2,
         device_mesh: DeviceMesh | None = None,
     ) -> Self:
-        """A layer with this rank's rows of `embedding`, which every rank holds whole, on its device and dtype.
+        """Return a layer with this rank's rows of `embedding`, which is whole on every rank, on its device and dtype.
 
-        Raises ValueError for what the layer cannot do: max_norm, scale_grad_by_freq and sparse gradients.
+        Raise ValueError for an embedding with max_norm, scale_grad_by_freq or sparse gradients: the layer has none.
         """
         for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if getattr(embedding, name) != off:
@@ -91,14 +90,14 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises ValueError: `from_embedding` takes the mesh too."""
+        """Raise ValueError: `from_embedding` takes the mesh too."""
         raise ValueError(
             f"{cls.__name__}.from_pretrained is not there: call {cls.__name__}.from_embedding("
             "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
         )
 
     def reset_parameters(self) -> None:
-        """nn.Embedding's initialisation of the whole table, of which each rank keeps its shard."""
+        """Initialise the whole table as nn.Embedding does, and keep this rank's shard of it."""
         whole = torch.empty(self.num_embeddings, self.embedding_dim, device="cpu")
         whole.normal_(generator=shared_generator(self.device_mesh))
         if self.padding_idx is not None:
@@ -106,7 +105,10 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         copy_whole_(self.weight, whole)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [...] int64, equal on all ranks -> [..., embedding_dim], whole or (sequence_parallel) a shard."""
+        """Return the embeddings [..., embedding_dim] of `input` [...] int64, which is equal on all ranks.
+
+        The result is whole, or with sequence_parallel this rank's shard.
+        """
         table = local(self.weight), self.num_embeddings, self.group
         if not self.sequence_parallel:
             return embedding(input, *table, scatter=False, padding_idx=self.padding_idx)
@@ -117,9 +119,9 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         return sequence_back(embedding(ids, *table, scatter=scatter, padding_idx=self.padding_idx), dim)
 
     def project(self, x: Tensor, *, gather_output: bool = False) -> Tensor:
-        """Logits x wᵀ of all tokens: x [..., embedding_dim], whole or a shard -> [..., this rank's rows].
+        """Return the logits x wᵀ of all tokens, [..., this rank's rows], for x [..., embedding_dim], whole or a shard.
 
-        gather_output: [..., num_embeddings] on every rank instead.
+        gather_output: return [..., num_embeddings] on every rank instead.
         """
         weight, group = local(self.weight), self.group
         if self.sequence_parallel:
@@ -135,10 +137,10 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         return gather_last(padded, group)[..., : self.num_embeddings]
 
     def loss(self, x: Tensor, target: Tensor, weight: float) -> Tensor:
-        """weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks; no rank ever holds all its logits.
+        """Return weight Σ cross_entropy(x wᵀ, target), float32 [], equal on all ranks.
 
-        x: [..., embedding_dim], whole or a shard, as for `project`; target: [...] int64, all tokens', -1 where there is
-        no loss.
+        No rank holds all its logits at once. x: [..., embedding_dim], whole or a shard, as for `project`; target: [...]
+        int64, those of all tokens, -1 for no loss.
         """
         group = self.group
         if self.sequence_parallel:
@@ -152,6 +154,6 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
         return linear_cross_entropy(x, table, target, self.num_embeddings, group, weights=weights)[0]
 
     def extra_repr(self) -> str:
-        """What print(layer) shows between the brackets."""
+        """Return the text that print(layer) shows between the brackets."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, tp={rank_and_size(self.group)[1]}"

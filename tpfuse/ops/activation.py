@@ -47,7 +47,7 @@ def activation(x: Tensor, name: str | None) -> Tensor:
     """Apply activation `name` to [..., N], any float dtype; the gated ones take [..., gate | up], 2N wide.
 
     "gelu" is the exact (erf) form, "gelu_tanh" GPT-2's; "relu2" is the square of relu (arXiv:2109.08668); "swiglu" and
-    "geglu" are silu(gate) * up and gelu(gate) * up (arXiv:2002.05202). Raises ValueError for an unknown name.
+    "geglu" are silu(gate) * up and gelu(gate) * up (arXiv:2002.05202). Raise ValueError for an unknown name.
     """
     check_activation(name)
     return x if name is None else ACTIVATIONS[name](x)

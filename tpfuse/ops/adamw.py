@@ -35,7 +35,7 @@ def adamw_(
     masters, exp_avgs, exp_avg_sqs: [n] each, float32 (float64 on torch's path); gradients: [n] of that dtype or a half
     one; parameters: [n] of a half type, copied from the master, or None if the master is the parameter. The gradients
     are multiplied by scale and clip. step and scale are tensors of one element, float32 (step also int64), on the
-    device; lr and clip may be such tensors, so that a CUDA graph sees their new values. Raises ValueError if the lists
+    device; lr and clip may be such tensors, so that a CUDA graph sees their new values. Raise ValueError if the lists
     differ in length or the tensors in shape, dtype or device.
     """
     lists = {"gradients": gradients, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "parameters": parameters}

@@ -96,7 +96,7 @@ def attention(
     head_rows: [B, H] ([S, H] with documents) int64, the number of each (sequence, head) in the whole batch;
     dropout_width: the number of positions in the whole sequence, default Tk.
 
-    Under torch.autocast, attention is computed in autocast's dtype. Raises ValueError that names the argument, what was
+    Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError that names the argument, what was
     received and what is accepted.
     """
     q, k, v = autocast_heads(q, k, v)

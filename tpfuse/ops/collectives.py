@@ -117,7 +117,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum the partial sums [world * n, ...] of all ranks and return this rank's [n, ...] of the result.
 
-    Raises ValueError if the world does not divide the rows.
+    Raise ValueError if the world does not divide the rows.
     """
     return _apply(x, "reduce_scatter", group)
 
@@ -130,7 +130,7 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """Send row r of x [world, ...] to rank r, and return [world, ...] whose row r came from rank r.
 
-    Raises ValueError if x does not have a row for each rank.
+    Raise ValueError if x does not have a row for each rank.
     """
     return _apply(x, "all_to_all", group)
 
@@ -148,7 +148,7 @@ def gather_last(x: Tensor, group: Group) -> Tensor:
 def split_last(x: Tensor, group: Group) -> Tensor:
     """Return this rank's [..., n] of x [..., world * n], which is equal on all ranks.
 
-    Raises ValueError if the world does not divide the last dimension.
+    Raise ValueError if the world does not divide the last dimension.
     """
     if group is None:
         return x

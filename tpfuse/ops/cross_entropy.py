@@ -42,7 +42,7 @@ def cross_entropy(logits: Tensor, target: Tensor, vocabulary: int, group: dist.P
     """Return the loss of each position, in nats: [M], equal on all ranks, in the dtype of the computation.
 
     logits: [M, this rank's slice of the vocabulary], float32, float64 or a half type, which is computed in float32;
-    target: [M] int64 global token numbers, -1 for no loss. Raises ValueError if the logits are not this rank's slice,
+    target: [M] int64 global token numbers, -1 for no loss. Raise ValueError if the logits are not this rank's slice,
     for a target of another shape or dtype and, on CPUs, for a target outside the vocabulary. On CUDA that check would
     stop the stream: there the loss is NaN, or a device assertion fails with the torch path.
     """

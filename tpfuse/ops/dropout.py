@@ -55,7 +55,7 @@ def dropout(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
     """Return x with each element zeroed with probability p, and the others multiplied by 1 / (1 - p).
 
     x: [..., C], any float dtype; rows: [...] int64, the number each row of x has in the unsharded tensor of
-    the whole batch; key: [] int64, one of `dropout_keys`. Raises ValueError for p outside [0, 1).
+    the whole batch; key: [] int64, one of `dropout_keys`. Raise ValueError for p outside [0, 1).
     """
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout p = {p}: expected 0 <= p < 1")

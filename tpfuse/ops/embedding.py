@@ -24,7 +24,7 @@ def embedding(
 
     ids: [...] int64, equal on all ranks; weight: [rows of this rank, C]. The result is [..., C], equal on all ranks, or
     with `scatter` this rank's shard of it along dimension 0. padding_idx: a row of the table, counted from 0, that gets
-    no gradient. Raises ValueError on CPUs for an id outside the table; on CUDA that check would stop the stream.
+    no gradient. Raise ValueError on CPUs for an id outside the table; on CUDA that check would stop the stream.
     """
     check_group("embedding", group)
     check_local("embedding", ids=ids, weight=weight)

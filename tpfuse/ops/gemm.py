@@ -37,7 +37,7 @@ def gemm(
     x: [..., K]; weight: [N, K]; bias: [N]; of one float dtype, on one device, any strides. residual: like the result,
     [..., N], or [..., N / 2] for a gated activation, whose weight and bias are [gate | up]. The result has x's dtype;
     under torch.autocast it has autocast's dtype; with a residual of another dtype, the dtype of torch's addition.
-    Raises ValueError for shapes, dtypes or devices that do not match and for an unknown activation.
+    Raise ValueError for shapes, dtypes or devices that do not match and for an unknown activation.
     """
     check_linear("gemm", x, weight, bias, activation)
     shape = _result_shape(x, weight, activation)

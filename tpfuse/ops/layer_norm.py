@@ -31,7 +31,7 @@ def layer_norm(
     """Return the layer norm of x, in x's shape and dtype. x: [..., C]; weight, bias: [C], None for 1 and 0.
 
     sum_gradients_over: the group over which the rows are sharded, so that weight and bias receive the gradient of all
-    rows; None if this rank has all rows or the caller sums the gradients. Raises ValueError for other shapes, integers,
+    rows; None if this rank has all rows or the caller sums the gradients. Raise ValueError for other shapes, integers,
     or tensors on several devices.
     """
     check_norm("layer_norm", x, weight, bias)

@@ -56,7 +56,7 @@ def linear_cross_entropy(
     rank's own and complete. Gradients are computed in forward, if x or weight require them: to keep float16 from
     underflow, scale `weights`, not the upstream gradient, which comes later.
 
-    Raises ValueError for shapes, dtypes or devices that do not match and, as `cross_entropy` does, for a target outside
+    Raise ValueError for shapes, dtypes or devices that do not match and, as `cross_entropy` does, for a target outside
     the vocabulary.
     """
     x_, weight_ = autocast(x, weight)

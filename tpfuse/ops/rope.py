@@ -30,7 +30,7 @@ def rope(
     q: [B, T, H, D], k: [B, T, H_k, D], any strides (pass a tensor [B, H, T, D] as its transpose(1, 2)), D even. cos,
     sin: [n_positions, R] float32 tables, 2 R <= D, without gradients; positions: [B, T] or [T] int64. interleaved:
     the elements of a pair are neighbours (GPT-J), otherwise R apart (Llama, GPT-NeoX). inverse: rotate by the negative
-    angles. Raises ValueError for other shapes, dtypes and devices and, on CPUs, for positions outside the tables; on
+    angles. Raise ValueError for other shapes, dtypes and devices and, on CPUs, for positions outside the tables; on
     CUDA that check would stop the stream, and the results are NaN.
     """
     q, k = (x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous() for x in (q, k))

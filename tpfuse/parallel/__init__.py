@@ -1,1 +1,1 @@
-"""What is done to a whole model: context parallelism, recomputation, initial weights, whole parameters."""
+"""Transformations of a whole model: context parallelism, recomputation, initial weights, whole parameters."""

@@ -1,14 +1,14 @@
-"""Which part of every sequence a rank of a context-parallel group holds, and how parts become whole again.
+"""The shards of every sequence on the ranks of a context-parallel group, and the way back to whole sequences.
 
-Each rank holds its tokens from the embedding to the loss; attention alone needs those of the others
-(`tpfuse.ops.ring_attention.ring_attention`). All ranks are given whole sequences and take their part: ids, targets
+Each rank holds its tokens from the embedding to the loss; only attention needs the tokens of other ranks
+(`tpfuse.ops.ring_attention.ring_attention`). All ranks are given whole sequences and take their shards of ids, targets
 (which were shifted while the sequence was whole) and positions by one rule,
-`tpfuse.ops.ring_attention.layout.SequenceLayout`. So a token keeps its label, its place in the position table and its
-row of the dropout masks wherever it is held. Sequences that the ranks do not divide are padded; padding has no loss and
-is not seen.
+`tpfuse.ops.ring_attention.layout.SequenceLayout`. So a token has the same label, the same position in the table of
+positions and the same row of the dropout masks on every rank that may hold it. Sequences that the ranks do not divide
+are padded; padding has no loss, and no token sees it.
 
-Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and the sum over the
-group is that of the whole sequences.
+Parameters are the same on all ranks of the group; a rank's gradients are those of its own tokens, and their sum over
+the group is the gradient of the whole sequences.
 """
 
 from dataclasses import dataclass
@@ -30,28 +30,28 @@ from tpfuse.ops.ring_attention.ring_attention import Schedule as Schedule
 
 
 def heads_to_exchange(ranks: int, heads: int) -> int:
-    """How many of a context group's ranks exchange heads where the ring has the rest.
+    """Return how many of a context group's ranks exchange heads under schedule ulysses_ring.
 
-    The largest divisor of `ranks` below it that divides `heads`. Raises ValueError where that is 1.
+    It is the largest divisor of `ranks`, other than `ranks` itself, that divides `heads`. Raise ValueError if it is 1.
     """
-    found = max(_divisors(ranks, heads), default=1)
-    if found == 1:
+    ulysses = max(_divisors(ranks, heads), default=1)
+    if ulysses == 1:
         raise ValueError(
             f"schedule ulysses_ring: cp {ranks} has no divisor between 1 and itself that divides {heads} heads;"
             " ring and all_gather need none"
         )
-    return found
+    return ulysses
 
 
 def _divisors(ranks: int, heads: int) -> list[int]:
-    """Numbers of ranks that can exchange heads beside a ring."""
+    """Return the numbers of ranks that can exchange heads, with a ring of the rest."""
     return [n for n in range(2, ranks) if ranks % n == 0 and heads % n == 0]
 
 
 def check_context(length: int, heads: int, ranks: int, schedule: str, balance: str, ulysses: int) -> None:
-    """Raises ValueError where sequences of `length` tokens and `heads` local heads cannot be spread so.
+    """Raise ValueError if sequences of `length` tokens and `heads` local heads cannot be sharded like this.
 
-    ulysses: how many of the ranks exchange heads under ulysses_ring, 1 for the other schedules.
+    ulysses: the number of ranks that exchange heads under ulysses_ring, 1 for the other schedules.
     """
     for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
         if value not in known:
@@ -72,10 +72,10 @@ def check_context(length: int, heads: int, ranks: int, schedule: str, balance: s
 
 
 class ContextParallel:
-    """The ranks that share sequences.
+    """The ranks over which sequences are sharded.
 
-    mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which is then what "auto"
-    means. schedule, balance: of `ring_attention`.
+    mesh: None for one rank; one-dimensional; or (ring, ulysses) for schedule "ulysses_ring", which "auto" then stands
+    for. schedule, balance: as in `ring_attention`. Raises ValueError for a mesh of more dimensions.
     """
 
     def __init__(self, mesh: DeviceMesh | None, schedule: Schedule = "auto", balance: Balance = "zigzag") -> None:
@@ -92,28 +92,29 @@ class ContextParallel:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Of the mesh's dimensions; none for one rank.
+        """Return the groups of the mesh's dimensions; there are none for one rank.
 
-        They are looked up on every use, so that a model with its context can be copied and pickled.
+        The mesh is asked on every use, so that a model with its context can be copied and pickled.
         """
         mesh = self._mesh
         return () if mesh is None else tuple(mesh.get_group(axis) for axis in range(mesh.ndim))
 
     @property
     def group(self) -> dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """As `ring_attention` takes it."""
+        """Return the group, or pair of groups, that `ring_attention` takes."""
         groups = self.groups
         return (groups[0], groups[1]) if len(groups) == 2 else groups[0]
 
     def check(self, length: int, heads: int) -> None:
-        """`check_context` for this group."""
+        """Raise ValueError as `check_context` does for this group."""
         if self.groups:
             check_context(length, heads, self.size, self.schedule, self.balance, self.ulysses)
 
     def plan(self, length: int, heads: int, head_size: int, like: Tensor) -> tuple[str, str] | None:
-        """(implementation, reason) of attention over sequences of `length` tokens; None for one rank.
+        """Return (implementation, reason) of attention over sequences of `length` tokens; None for one rank.
 
-        like: of the dtype and device. Collective, as `tpfuse.comm.choice.choose_implementation` is.
+        like: a tensor of the dtype and device. The call is collective, as
+        `tpfuse.comm.choice.choose_implementation` is.
         """
         if not self.groups:
             return None
@@ -129,9 +130,9 @@ class ContextParallel:
         return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
 
     def spread(self, ids_BT: Tensor) -> "ShardedBatch":
-        """How the ranks share these sequences.
+        """Return the sharding of these sequences over the ranks.
 
-        Raises ValueError for sequences that have fewer tokens than there are ranks.
+        Raise ValueError if the sequences have fewer tokens than there are ranks.
         """
         batch, length = ids_BT.shape
         if not self.groups:
@@ -146,10 +147,11 @@ ONE_RANK = ContextParallel(None)
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """A batch of sequences on the ranks of a context.
+    """A batch of sequences, sharded over the ranks of a context.
 
-    length: of a whole sequence; local_length: this rank's tokens of each, padding among them; positions: [local_length]
-    int64, where they are in the sequence (padding: at its end). layout: None for one rank.
+    length: the tokens of a whole sequence; local_length: this rank's tokens of each sequence, with the padding;
+    positions: [local_length] int64, their positions in the sequence (for padding: the last one). layout: None for one
+    rank.
     """
 
     context: ContextParallel
@@ -161,30 +163,31 @@ class ShardedBatch:
 
     @property
     def tokens(self) -> int:
-        """Of this rank."""
+        """Return the number of this rank's tokens, with the padding."""
         return self.batch * self.local_length
 
     def shard(self, x_BT: Tensor, padding: int = 0) -> Tensor:
-        """This rank's [B, local_length] of x [B, length], equal on all ranks."""
+        """Return this rank's [B, local_length] of x [B, length], which is equal on all ranks."""
         return x_BT if self.layout is None else self.layout.shard(x_BT, self.context.rank, 1, padding)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, local_length, ...] on each rank -> [B, length, ...] on all, in order and without padding.
+        """Gather [B, local_length, ...] of each rank to [B, length, ...] on all, in order and without padding.
 
-        As all ranks compute the same of it, each keeps its own part of the gradient.
+        All ranks compute the same from the result, so each keeps its own part of the gradient.
         """
         if self.layout is None:
             return x
         x = x.movedim(1, -1)
         for group in reversed(self.context.groups):
             x = gather_last(x, group)
-        parts = x.view(*x.shape[:-1], self.context.size, self.local_length)
-        return self.layout.whole(parts.movedim(-2, 0).movedim(-1, 2), 1)
+        shards = x.view(*x.shape[:-1], self.context.size, self.local_length)
+        return self.layout.whole(shards.movedim(-2, 0).movedim(-1, 2), 1)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **dropout: Any) -> Tensor:
-        """Causal attention of this rank's queries to all keys before them; on one rank k may have earlier ones too.
+        """Return causal attention of this rank's queries to the keys of all ranks.
 
-        q, k, v: [B, H, T, D]; dropout: as in `attention`.
+        q, k, v: [B, H, T, D]; on one rank k and v may also have keys before the first query. dropout: as in
+        `attention`.
         """
         if self.layout is None:
             alone: Tensor = attention(q, k, v, **dropout)

@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on the layout: each parameter is drawn whole from (seed, name), then sliced."""
+"""Initial weights that do not depend on the layout: each parameter is drawn whole from (seed, name), then sharded."""
 
 import hashlib
 from typing import Protocol
@@ -10,14 +10,14 @@ from tpfuse.comm.layout import copy_whole_
 
 
 class Initializable(Protocol):
-    """A model that says how its parameters are distributed at the start."""
+    """A model that knows the distribution of its initial parameters."""
 
     def initial_distribution(self, name: str) -> tuple[float, float]:
-        """Mean and standard deviation of the parameter."""
+        """Return mean and standard deviation of the parameter."""
 
 
 def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> torch.Tensor:
-    """The initial value of parameter `name`, whole: float32 on CPU, normal, a function of (seed, name) alone."""
+    """Return the whole initial value of parameter `name`: float32 on CPU, normal, a function of (seed, name) alone."""
     if std == 0.0:
         return torch.full(shape, mean, dtype=torch.float32, device="cpu")
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
@@ -27,9 +27,9 @@ def draw(seed: int, name: str, shape: torch.Size, mean: float, std: float) -> to
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fills every parameter of `model`, which must be `Initializable`; no communication.
+    """Fill every parameter of `model`, which must be `Initializable`, without communication.
 
-    Every rank draws each parameter whole on the CPU (the largest sets the memory needed) and keeps its part.
+    Every rank draws each whole parameter on the CPU, which needs the memory of the largest one, and keeps its shard.
     """
     for name, parameter in model.named_parameters():
         mean, std = model.initial_distribution(name)  # type: ignore[operator]

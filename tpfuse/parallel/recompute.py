@@ -1,21 +1,22 @@
-"""Activation checkpointing: what a backward pass needs is computed again instead of being kept.
+"""Activation checkpointing: tensors that a backward pass needs are computed again instead of being kept.
 
-| recompute | kept of a block                            | computed again                                              |
-|-----------|--------------------------------------------|-------------------------------------------------------------|
-| none      | all that its operators save                | nothing                                                     |
-| selective | all but what attention and activation made | attention, from q, k, v; the activation, from its input     |
-| full      | its input                                  | the block, communication included                           |
+| recompute | kept of a transformer block                 | computed again                                          |
+|-----------|---------------------------------------------|---------------------------------------------------------|
+| none      | everything that its operators save          | nothing                                                 |
+| selective | all but results of attention and activation | attention, from q, k, v; the activation, from its input |
+| full      | its input                                   | the block, with its communication                       |
 
-`selective` (arXiv:2205.05198, section 5, for attention) drops what costs much memory and little arithmetic: no product
-with a weight is done twice. A linear layer behind attention, or behind an activation, saves its input for the weight's
-gradient, and would keep alive what is to be dropped; `recomputed` takes that input from the same recomputation.
+`selective` (arXiv:2205.05198, section 5, for attention) drops tensors that take much memory and little arithmetic: no
+product with a weight is computed twice. A linear layer after attention, or after an activation, saves its input for the
+weight's gradient, and so would keep the tensor that should be dropped; `recomputed` takes that input from the same
+recomputation.
 
-All of it is torch.utils.checkpoint without reentrance. Random states are not restored: our dropout is a function of
+The module uses torch.utils.checkpoint without reentrance. Random states are not restored: our dropout is a function of
 (seed, step, site) and has none. Ranks run the same backward pass in the same order, and so communicate again in the
 same order too. Gradients are the same to the bit.
 
-Under torch.compile `recomputed` does nothing: what is kept of pointwise operators and of its own graph is the
-compiler's choice, and hooks on saved tensors are not for its graphs.
+Under torch.compile `recomputed` does nothing: the compiler chooses what its graph keeps of pointwise operators, and
+hooks on saved tensors do not work in its graphs.
 """
 
 from collections.abc import Callable
@@ -35,24 +36,24 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 def check_recompute(name: str) -> None:
-    """Raises ValueError, listing the names there are, for one that is not among them."""
+    """Raise ValueError, which lists the known names, for an unknown name."""
     if name not in RECOMPUTE:
         raise ValueError(f"recompute {name!r}: expected one of {', '.join(RECOMPUTE)}")
 
 
 def recomputed_whole(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """function(*inputs), of which the inputs alone are kept where there will be a backward pass."""
+    """Return function(*inputs); only the inputs are kept for a backward pass."""
     if not torch.is_grad_enabled():
         return function(*inputs)
     return _checkpoint(function, *inputs)
 
 
 def recomputed(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], use: Callable[[Tensor], Tensor]) -> Tensor:
-    """use(function(*inputs)), where neither what `function` saves nor its result is kept, but the inputs are.
+    """Return use(function(*inputs)); the inputs are kept, but neither the tensors that `function` saves nor its result.
 
-    function: of parameters and constants besides, may communicate; runs once more in the backward pass, when `use`
-    first asks for its input. use: what it saves of the result's storage is not kept; what it saves of a copy (in
-    another dtype, under autocast) is.
+    function: may also use parameters and constants, and may communicate; it runs once more in the backward pass, when
+    `use` first needs its input. use: tensors that it saves are not kept if they share the result's storage; a copy (in
+    another dtype, under autocast) is kept.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return use(function(*inputs))
@@ -67,16 +68,16 @@ def recomputed(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], use:
         regained.views += 1
         return partial(regained.view, x.shape, x.stride(), int(x.storage_offset()))
 
-    with saved_tensors_hooks(pack, lambda kept: kept if isinstance(kept, Tensor) else kept()):
+    with saved_tensors_hooks(pack, lambda packed: packed if isinstance(packed, Tensor) else packed()):
         return use(result)
 
 
 class _Regained:
-    """The result once more, from the recomputation that the node of `_Hold` asks for; let go when all have had it."""
+    """The recomputed result. The node of `_Hold` starts the recomputation; the last view to be taken releases it."""
 
     def __init__(self, node: Node) -> None:
         self._node, self._held, self._given = node, torch.empty(0), 0
-        self.views = 0  # that will be asked for in a backward pass
+        self.views = 0  # the number that a backward pass will take
 
     def view(self, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
         if not self._given:
@@ -89,7 +90,7 @@ class _Regained:
 
 
 class _Hold(Function):
-    """The identity, which saves its input where checkpoint's hooks make that a promise to compute it again."""
+    """The identity, which saves its input: checkpoint's hooks do not keep it but compute it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

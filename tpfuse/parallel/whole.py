@@ -1,4 +1,4 @@
-"""Whole tensors in and out of sharded parameters: what loading and exporting a model needs of the layout."""
+"""Copies between whole tensors and sharded parameters, for loading and exporting a model."""
 
 from collections.abc import Callable
 
@@ -14,25 +14,25 @@ from tpfuse.comm.mesh import group_of
 
 @torch.no_grad()
 def gather_whole(parameter: Tensor) -> Tensor:
-    """The whole of a parameter, on its device, on every rank. A collective of the ranks of its mesh."""
+    """Return the whole parameter, on its device, on every rank. The call is a collective of the ranks of its mesh."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 @torch.no_grad()
 def load_whole_(parameter: Tensor, whole: Tensor) -> None:
-    """Copies this rank's part out of `whole` (the parameter's global shape, any dtype and device).
+    """Copy this rank's shard out of `whole` (the parameter's global shape, any dtype and device).
 
-    No communication. Raises ValueError where the shapes differ.
+    No ranks communicate. Raise ValueError if the shapes differ.
     """
     copy_whole_(parameter, whole)
 
 
 @torch.no_grad()
 def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
-    """Fills this rank's part with what `read` returns for its [start, stop) in each global dimension.
+    """Fill this rank's shard with the tensor that `read` returns for its [start, stop) in each global dimension.
 
-    No communication; `read` is not asked where this rank's part is empty. Raises ValueError where it returns
-    another shape.
+    No ranks communicate; `read` is not called if this rank's shard is empty. Raise ValueError if it returns another
+    shape.
     """
     local, slices = local_tensor(parameter), local_slices(parameter)
     if not local.numel():
@@ -44,7 +44,7 @@ def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
 
 
 def anywhere(flag: bool, device_mesh: DeviceMesh | None) -> bool:
-    """Whether the flag is true on any rank of a one-dimensional mesh. A collective of its ranks."""
+    """Return whether the flag is true on any rank of a one-dimensional mesh. The call is a collective of its ranks."""
     group = group_of(device_mesh)
     if group is None or device_mesh is None:
         return flag

@@ -85,7 +85,7 @@ def all_gather_linear(
     applied (which must not be a gated one). In backward x's gradient is this rank's shard of the sum over ranks; the
     gradients of weights and biases are this rank's own.
 
-    Raises ValueError for shapes, dtypes, devices or names of activations that do not fit, and if ranks have unequal
+    Raise ValueError for shapes, dtypes, devices or names of activations that do not fit, and if ranks have unequal
     numbers of rows.
     """
     single = isinstance(weight, Tensor)

@@ -78,7 +78,7 @@ class Product:
     """A product for which a group makes a decision.
 
     operator: its name; direction: "forward" or "backward"; x: the shape of this rank's first operand, which in backward
-    of a reduce-scatter is the gradient; weights: the shapes of this rank's shards; details: whatever else its time
+    of a reduce-scatter is the gradient; weights: the shapes of this rank's shards; details: everything else its time
     depends on.
     """
 

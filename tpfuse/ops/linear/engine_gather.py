@@ -16,7 +16,7 @@ _VIEWS = 64  # the most views that are kept: the shapes of a training step occur
 
 
 class EngineGather:
-    """One rank's end of the gathers of up to `nbytes` of each rank.
+    """The gathers of up to `nbytes` of each rank: one rank's end.
 
     The product that multiplies the chunks takes `endpoint` and `ready`, int32 [world].
     """

@@ -17,7 +17,7 @@ _VIEWS = 64  # the most views that are kept: the shapes of a training step occur
 
 
 class EngineScatter:
-    """One rank's end of the reduce-scatters of products of up to `nbytes`."""
+    """The reduce-scatters of products of up to `nbytes`: one rank's end."""
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         """Open the channel. The call is collective."""

@@ -39,7 +39,7 @@ ENGINE_BYTES = 2**20  # on GPUs copy engines copy shards of this size or more: n
 
 
 class _Channel:
-    """One rank's end of a channel for slots of `nbytes`, and int32 words of its own in which kernels count."""
+    """A channel for slots of `nbytes`: one rank's end, with int32 words of its own in which kernels count."""
 
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         """Open the channel. The call is collective."""

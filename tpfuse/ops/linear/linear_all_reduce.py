@@ -54,7 +54,7 @@ def linear_all_reduce(
     """Return all_reduce(x Wᵀ) + bias + residual [..., N], equal on all ranks.
 
     x: [..., K], this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N] and residual:
-    [..., N], equal on all ranks. The residual is added in the last pass if it has x's dtype. Raises ValueError for
+    [..., N], equal on all ranks. The residual is added in the last pass if it has x's dtype. Raise ValueError for
     shapes, dtypes or devices that do not fit, and if ranks have unequal numbers of rows.
     """
     operator = "linear_all_reduce"

@@ -55,7 +55,7 @@ def linear_reduce_scatter(
     """Return reduce_scatter(x Wᵀ) + bias + residual [n, ..., N], scattered along dimension 0.
 
     x: [world * n, ..., K] with this rank's slice of the features; weight: [N, K], this rank's columns; bias: [N], equal
-    on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass if it has x's dtype. Raises
+    on all ranks; residual: [n, ..., N], this rank's shard, added in the last pass if it has x's dtype. Raise
     ValueError for shapes, dtypes or devices that do not fit, if the world does not divide the rows, and if ranks have
     unequal numbers of rows.
     """

@@ -105,7 +105,7 @@ def ring_attention(
     dropout_width (default: length): as in `attention`; the mask is that of the whole sequence on one rank. For a query
     that sees no key, out is 0 and lse -inf. lse has no gradient.
 
-    Under torch.autocast, attention is computed in autocast's dtype. Raises ValueError before ranks communicate if
+    Under torch.autocast, attention is computed in autocast's dtype. Raise ValueError before ranks communicate if
     arguments do not fit together, or do not fit the schedule, and says which ones do; ValueError when ranks meet if
     their n differ; PeerTimeout if a rank does not come.
     """
@@ -238,7 +238,7 @@ def choose_schedule(
 
 @dataclass(frozen=True)
 class _Method:
-    """How attention is computed. implementation: None for the one that `tpfuse.comm.choice` chooses."""
+    """The way to compute attention. implementation: None for the one that `tpfuse.comm.choice` chooses."""
 
     schedule: Schedule
     implementation: Implementation | None = None

@@ -1,7 +1,7 @@
 """Visible ranges of positions: one form for causal masks, windows, documents and padding.
 
 In all of them a query sees an interval of keys, and a key is seen by an interval of queries; neither end decreases from
-a token to the next. So two numbers per token describe the mask completely, whichever rank holds the token, and the
+a token to the next. So two numbers per token describe the mask completely, on any rank that holds the token, and the
 numbers of the first and the last token of a tile tell which keys the whole tile sees.
 """
 
