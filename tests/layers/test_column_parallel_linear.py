@@ -19,11 +19,11 @@ from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
-HEIGHT = 60  # of one part: 2, 3 and 4 divide it
+HEIGHT = 60  # the height of one part, which 2, 3 and 4 divide
 
 
 def _slice(dim: int, size: int) -> tuple[Any, ...]:
-    """The index of this rank's piece along `dim` of three dimensions."""
+    """Return the index of this rank's slice along `dim` of three dimensions."""
     piece = size // dist.get_world_size()
     index: list[Any] = [slice(None)] * 3
     index[dim] = slice(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
@@ -31,7 +31,7 @@ def _slice(dim: int, size: int) -> tuple[Any, ...]:
 
 
 def _own_features(out: Tensor, parts: int, gated: bool) -> Tensor:
-    """What this rank has of a whole output: its slice of each part, concatenated."""
+    """Return this rank's output, given the whole one: its slices of all parts, concatenated."""
     packed = out.unflatten(-1, (1 if gated else parts, -1))
     return packed[(..., *_slice(-1, packed.shape[-1])[-1:])].flatten(-2)
 
@@ -101,7 +101,7 @@ def _every_option(dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_against_reference(world: int, dtype: torch.dtype) -> None:
+def test_results_and_gradients_match_the_reference(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_every_option, dtype)
 
 
@@ -168,7 +168,7 @@ def _from_linear(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("world", "dtype"), [(2, torch.float32), (3, torch.float64), *exhaustive((1, torch.float64), (4, torch.float32))]
 )
-def test_from_linear(world: int, dtype: torch.dtype) -> None:
+def test_layers_made_from_linear_layers_compute_the_same(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_from_linear, dtype)
 
 
@@ -185,10 +185,10 @@ def _errors() -> None:
         layer(torch.ones(3, 4))
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     pool(2).run(_errors)
     for dim, shape in ((-1, (4, 3, 8)), (2, (4, 3, 8)), (3, (4, 3, 8)), (-4, (4, 3, 8)), (-2, (8,))):
-        layer = ColumnParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank as on several
+        layer = ColumnParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank, as on several
         with pytest.raises(ValueError, match=f"sequence_dim {dim}: the input has shape"):
             layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="'tanh' is not known"):

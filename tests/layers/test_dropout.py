@@ -1,3 +1,5 @@
+"""Dropout as a module: its masks, and evaluation."""
+
 import torch
 
 from tpfuse.layers.dropout import Dropout, DropoutState
@@ -9,7 +11,7 @@ def _state(seed: int = 1, step: int = 2) -> DropoutState:
     return DropoutState(dropout_keys(torch.empty(0), seed, step, 7), torch.arange(21), torch.arange(4).view(2, 2))
 
 
-def test_mask_of_its_site_step_and_seed() -> None:
+def test_the_mask_is_that_of_the_site_the_step_and_the_seed() -> None:
     x = normal(1, 21, 63)
     out = Dropout(0.3, site=5)(x, _state())
     assert torch.equal(out, dropout(x, 0.3, torch.arange(21), torch.tensor(dropout_key(1, 2, 5))))

@@ -1,4 +1,4 @@
-"""What tpfuse.explain says of a model."""
+"""tpfuse.explain reports the implementation of each layer of a model, and the reason."""
 
 import contextlib
 import io
@@ -48,7 +48,9 @@ def _plans(name: Implementation, dtype: torch.dtype) -> list[LayerPlan]:
         ("collective", torch.float32, ("collective", "chosen")),
     ],
 )
-def test_every_layer_with_its_reason(name: Implementation, dtype: torch.dtype, expected: tuple[str, str]) -> None:
+def test_every_layer_is_reported_with_its_reason(
+    name: Implementation, dtype: torch.dtype, expected: tuple[str, str]
+) -> None:
     (up, down, head, out), other = pool(2).run(_plans, name, dtype)
     assert [up, down, head, out] == other
     assert up == LayerPlan("up", "ColumnParallelLinear", (3, 4, 8), (3, 2, 8), "all_gather_linear", *expected)
@@ -58,7 +60,7 @@ def test_every_layer_with_its_reason(name: Implementation, dtype: torch.dtype, e
 
 
 def _measured_plans(file: str) -> list[LayerPlan]:
-    """With one layer of two measured, forward and backward."""
+    """Return the plans of two layers, one of them measured in forward and backward."""
     mesh = tensor_mesh()
     up, down = ColumnParallelLinear(8, 12, sequence_parallel=True, device_mesh=mesh), RowParallelLinear(12, 8)
     with measuring(20, file=Path(file)):
@@ -74,7 +76,7 @@ def test_times_of_all_candidates_are_shown(tmp_path: Path) -> None:
     assert found and up.implementation == found[1] != found[2] and found[3] != found[4]
 
 
-def test_one_rank_has_nobody_to_talk_to(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_of_one_rank_are_local(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(ColumnParallelLinear(8, 12), RowParallelLinear(12, 8))
     found = tpfuse.explain(model)
     assert [(plan.operator, plan.implementation, plan.reason) for plan in found] == [("gemm", "local", "one rank")] * 2
@@ -84,19 +86,19 @@ def test_one_rank_has_nobody_to_talk_to(capsys: pytest.CaptureFixture[str]) -> N
     assert second.index("RowParallelLinear") == head.index("kind")
 
 
-def _spread_plans(name: Implementation) -> list[LayerPlan]:
+def _context_plans(name: Implementation) -> list[LayerPlan]:
     config = GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     with implementation(name):
         return plans(GPT(config, context_mesh=mesh_of(1, 1, 2)["cp"], context_balance="contiguous"))
 
 
-def test_attention_over_context_ranks_says_how() -> None:
+def test_attention_over_context_ranks_reports_its_schedule() -> None:
     reason = "ulysses, contiguous: the heads can be divided, and it moves the least; chosen"
     attention = LayerPlan("transformer.h.0.attn", "Attention", (), (), "ring_attention", "direct", reason)
-    found = pool(2).run(_spread_plans, "direct")[1]
+    found = pool(2).run(_context_plans, "direct")[1]
     assert found[0] == attention
     assert [plan.implementation for plan in found[1:]] == ["local"] * 4
-    assert "the heads can be divided" in pool(2).run(_spread_plans, "collective")[0][0].reason
+    assert "the heads can be divided" in pool(2).run(_context_plans, "collective")[0][0].reason
 
 
 def _printed() -> str:
@@ -105,7 +107,7 @@ def _printed() -> str:
     return out.getvalue()
 
 
-def test_the_first_rank_prints() -> None:
+def test_only_the_first_rank_prints() -> None:
     first, second = pool(2).run(_printed)
     assert first.count("\n") == 5 and "CPU ranks of one host" in first
     assert second == ""

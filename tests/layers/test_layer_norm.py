@@ -54,11 +54,11 @@ def _every_case() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_against_reference(world: int) -> None:
+def test_results_and_gradients_match_the_reference(world: int) -> None:
     pool(world).run(_every_case)
 
 
-def _left_to_others() -> None:
+def _without_the_sum() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = LayerNorm(100, sequence_parallel=True, device_mesh=tensor_mesh())
     layer.sum_gradients = False
@@ -68,12 +68,12 @@ def _left_to_others() -> None:
     torch.testing.assert_close(layer.bias.grad.to_local(), grad[rank].sum(0))
 
 
-def test_the_sum_over_ranks_can_be_left_to_others() -> None:
-    pool(2).run(_left_to_others)
+def test_the_sum_over_ranks_can_be_turned_off() -> None:
+    pool(2).run(_without_the_sum)
 
 
 def _from_torch(sequence_parallel: bool) -> None:
-    """Layers that are made from torch's compute what they do, forward and backward."""
+    """Check that layers made from torch's layers compute the same, forward and backward."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mesh = tensor_mesh() if world > 1 else None
     plains: list[nn.LayerNorm | nn.RMSNorm] = [
@@ -111,7 +111,7 @@ def _from_torch(sequence_parallel: bool) -> None:
                 torch.testing.assert_close(local_tensor(found.grad), parameter.grad, rtol=error, atol=error)
 
 
-def test_layers_are_made_from_those_of_torch() -> None:
+def test_layers_made_from_torchs_layers_compute_the_same() -> None:
     _from_torch(False)
     for sequence_parallel in (False, True):
         pool(2).run(_from_torch, sequence_parallel)
@@ -123,7 +123,7 @@ def test_norms_of_several_dimensions_are_refused(layer: type[LayerNorm] | type[R
         layer((2, 3))
 
 
-def test_norms_without_weights_by_triton() -> None:
+def test_kernels_compute_norms_without_weights() -> None:
     x = normal(1, 5, 10)
     for layer in (LayerNorm(10, elementwise_affine=False), RMSNorm(10, 1e-3, elementwise_affine=False)):
         results = []

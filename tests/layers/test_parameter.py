@@ -13,7 +13,7 @@ def _draws() -> list[float]:
     return [torch.rand(1, generator=shared_generator(tensor_mesh())).item() for _ in range(3)]
 
 
-def test_ranks_share_a_generator_that_moves_on() -> None:
+def test_ranks_share_a_generator_with_another_state_at_each_call() -> None:
     torch.manual_seed(0)
     alone = [torch.rand(1, generator=shared_generator(None)).item() for _ in range(3)]
     assert len(set(alone)) == 3

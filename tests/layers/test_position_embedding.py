@@ -1,4 +1,4 @@
-"""PositionEmbedding: whole or sequence-parallel, the same initial weights everywhere."""
+"""PositionEmbedding: whole or sequence-parallel, with the same initial weights on every rank."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _check(sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_forward_and_gradient(world: int, sequence_parallel: bool) -> None:
+def test_result_and_gradient_are_those_of_torch(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_check, sequence_parallel)
 
 
@@ -42,13 +42,13 @@ def _reset() -> torch.Tensor:
     return weight.to_local().detach()
 
 
-def test_initial_weights_are_the_same_everywhere() -> None:
+def test_initial_weights_are_the_same_on_every_rank() -> None:
     torch.manual_seed(5)
     weight = PositionEmbedding(63, 9).weight
     for world in (2, 3):
         assert all(torch.equal(local, weight) for local in pool(world).run(_reset))
 
 
-def test_what_is_inherited_and_does_not_fit_says_so() -> None:
+def test_the_inherited_from_pretrained_is_refused() -> None:
     with pytest.raises(ValueError, match=r"PositionEmbedding\.from_pretrained is not there: .* load_state_dict"):
         PositionEmbedding.from_pretrained(torch.zeros(9, 5))

@@ -19,11 +19,11 @@ from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
-WIDTH = 60  # of the input: 2, 3 and 4 divide it
+WIDTH = 60  # the width of the input, which 2, 3 and 4 divide
 
 
 def _slice(dim: int, size: int) -> tuple[Any, ...]:
-    """The index of this rank's piece along `dim` of three dimensions."""
+    """Return the index of this rank's slice along `dim` of three dimensions."""
     piece = size // dist.get_world_size()
     index: list[Any] = [slice(None)] * 3
     index[dim] = slice(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
@@ -84,7 +84,7 @@ def _every_option(dtype: torch.dtype) -> None:
         ),
     ],
 )
-def test_against_reference(world: int, dtype: torch.dtype) -> None:
+def test_results_and_gradients_match_the_reference(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_every_option, dtype)
 
 
@@ -140,7 +140,7 @@ def _from_linear(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("world", "dtype"), [(2, torch.float32), (3, torch.float64), *exhaustive((1, torch.float64), (4, torch.float32))]
 )
-def test_from_linear(world: int, dtype: torch.dtype) -> None:
+def test_layers_made_from_linear_layers_compute_the_same(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_from_linear, dtype)
 
 
@@ -154,14 +154,14 @@ def _advice() -> None:
         RowParallelLinear(15, 4, device_mesh=tensor_mesh())
 
 
-def test_which_tp_would_do() -> None:
+def test_the_error_lists_the_sizes_of_tp_that_fit() -> None:
     pool(2).run(_advice)
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     pool(2).run(_errors)
     for dim, shape in ((-1, (4, 3, 8)), (2, (4, 3, 8)), (3, (4, 3, 8)), (-4, (4, 3, 8)), (-2, (8,))):
-        layer = RowParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank as on several
+        layer = RowParallelLinear(8, 4, sequence_parallel=True, sequence_dim=dim)  # on one rank, as on several
         with pytest.raises(ValueError, match=f"sequence_dim {dim}: the input has shape"):
             layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="sequence_parallel needs input_is_parallel"):
@@ -169,7 +169,7 @@ def test_bad_input_is_refused() -> None:
 
 
 def _autocast_pair() -> None:
-    """A sequence-parallel pair under autocast: bfloat16 products, float32 gradients for float32 parameters."""
+    """Check a sequence-parallel pair under autocast: bfloat16 products, float32 gradients of float32 parameters."""
     column = ColumnParallelLinear(WIDTH, WIDTH, sequence_parallel=True, device_mesh=tensor_mesh())
     row = RowParallelLinear(WIDTH, 63, sequence_parallel=True, device_mesh=tensor_mesh())
     x = normal(1, 5, WIDTH, dtype=torch.float32).requires_grad_()
@@ -185,5 +185,5 @@ def _autocast_pair() -> None:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_autocast(world: int) -> None:
+def test_autocast_computes_in_bfloat16_and_returns_float32_gradients(world: int) -> None:
     pool(world).run(_autocast_pair)

@@ -21,12 +21,12 @@ from tpfuse.testing.tiers import exhaustive
 
 
 def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool) -> None:
-    """Embeds tokens, squares them and projects them: both uses of the weight in one gradient."""
+    """Embed tokens, square and project them: the gradient of the weight contains both of its uses."""
     rank, world = dist.get_rank(), dist.get_world_size()
     layer = VocabParallelEmbedding(
         table, 63, sequence_parallel=sequence_parallel, device_mesh=tensor_mesh(), dtype=dtype
     )
-    # So many that plain torch's largest error among them is a yardstick, also with a table of two rows.
+    # So many that plain torch's largest error among them is a useful bound, also with a table of two rows.
     tokens = 40 * world
     ids = torch.randint(table, (tokens,), generator=torch.Generator().manual_seed(1))
     grad = normal(2, tokens, table, dtype=dtype)
@@ -59,7 +59,7 @@ def _every_use(dtype: torch.dtype, tables: tuple[int, ...]) -> None:
         ),
     ],
 )
-def test_embedding_and_projection(world: int, dtype: torch.dtype) -> None:
+def test_embedding_and_projection_match_the_reference(world: int, dtype: torch.dtype) -> None:
     pool(world).run(_every_use, dtype, (2, 63, 100))
 
 
@@ -107,7 +107,7 @@ def test_parameters_are_dtensors_and_do_not_depend_on_the_world(worlds: tuple[in
 
 
 def _batches() -> None:
-    """Logits and loss of [2, tokens] are those of one rank, by either place of the sequence."""
+    """Check that logits and loss of [2, tokens] are those of one rank, for both dimensions of the sequence."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for dim in (-2, 0):
         layer = VocabParallelEmbedding(
@@ -126,14 +126,18 @@ def _batches() -> None:
         torch.testing.assert_close(layer.loss(x, ids, 1 / 7), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_sequence_of_a_batch_is_spread() -> None:
+def test_the_sequence_of_a_batch_is_sharded() -> None:
     pool(2).run(_batches)
 
 
 def _padding() -> None:
     mesh, world = tensor_mesh(), dist.get_world_size()
     ids = torch.arange(30 * world) % 9
-    for padding_idx in (0, 4, -1):  # on the first rank and, where there are two, on either side of their border
+    for padding_idx in (
+        0,
+        4,
+        -1,
+    ):  # on the first rank and, with two ranks, the rows next to the boundary of their shards
         for sequence_parallel in (False, True):
             layer = VocabParallelEmbedding(
                 9, 5, padding_idx, sequence_parallel=sequence_parallel, device_mesh=mesh, dtype=torch.float64
@@ -142,7 +146,7 @@ def _padding() -> None:
             assert layer.padding_idx == plain.padding_idx and f"padding_idx={plain.padding_idx}" in repr(layer)
             plain.weight.data.copy_(layer.weight.full_tensor())
             assert (plain.weight == 0).all(1).nonzero().tolist() == [[plain.padding_idx]]
-            plain(ids).exp().sum().backward()  # whose gradient at the row of zeros is 1
+            plain(ids).exp().sum().backward()  # the gradient of exp at the row of zeros is 1
             layer(ids).exp().sum().backward()
             assert plain.weight.grad is not None and isinstance(layer.weight.grad, DTensor)
             torch.testing.assert_close(layer.weight.grad.full_tensor(), plain.weight.grad, rtol=1e-14, atol=1e-14)
@@ -166,12 +170,12 @@ def _from_embedding() -> None:
         assert not layer.sequence_parallel and layer.weight.dtype == torch.bfloat16
 
 
-def test_layers_are_made_from_embeddings() -> None:
+def test_layers_made_from_embeddings_compute_the_same() -> None:
     _from_embedding()
     pool(2).run(_from_embedding)
 
 
-def test_embeddings_that_cannot_be_taken_are_refused() -> None:
+def test_embeddings_with_unsupported_options_are_refused() -> None:
     for name, value in (("max_norm", 1.0), ("scale_grad_by_freq", True), ("sparse", True)):
         with pytest.raises(ValueError, match=rf"embedding has {name}={value}: expected (None|False)"):
             VocabParallelEmbedding.from_embedding(nn.Embedding(9, 5, **{name: value}))
@@ -197,5 +201,5 @@ def _errors() -> None:
                 call()
 
 
-def test_bad_input_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     pool(2).run(_errors)

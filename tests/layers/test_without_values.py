@@ -1,6 +1,6 @@
-"""Tensors that are shapes alone, on the meta device or under FakeTensorMode: results have the shapes, nobody is asked.
+"""Tensors without values, on the meta device or under FakeTensorMode: results have the right shapes, without a message.
 
-One rank of two calls everything: what communicated would wait for the other one.
+Only one rank of two calls the operators and layers: if one communicated, it would wait for the other rank.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from tpfuse.testing.ranks import pool
 
 @contextlib.contextmanager
 def _made(how: str) -> Iterator[torch.device]:
-    """Gives the device on which tensors without values are made, while they are."""
+    """Yield the device on which tensors are created without values within the block."""
     if how == "meta":
         yield torch.device("meta")
     else:
@@ -128,7 +128,7 @@ def _layers(device: torch.device, mesh: Any) -> None:
     _is(PositionEmbedding(9, 6, sequence_parallel=True, **where)(ids), 2, 4 * world, 6)
     _is(ColumnParallelLinear.from_linear(nn.Linear(6, 8, device=device), device_mesh=mesh)(x), 2, 4, 8 // world)
     if mesh is None and device.type != "meta":
-        return  # nn.Module.to_empty, which makes the GPT's parameters, does not take plain ones of FakeTensorMode
+        return  # nn.Module.to_empty, which creates the GPT's parameters, fails for plain parameters of FakeTensorMode
     model = GPT(GPTConfig(61, 8, 32, 1, 4), device_mesh=mesh, device=device)
     _is(model(ids), 2, 4 * world, 61)
     loss = model(ids, ids, loss_weight=0.1)
@@ -152,12 +152,12 @@ def _on_one_of_two(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["meta", "fake"])
-def test_ranks_of_a_group_wait_for_nobody(how: str) -> None:
+def test_ranks_of_a_group_do_not_communicate(how: str) -> None:
     pool(2).run(_on_one_of_two, how)
 
 
 @pytest.mark.parametrize("how", ["meta", "fake"])
-def test_one_rank(how: str) -> None:
+def test_one_rank_returns_the_shapes(how: str) -> None:
     with _made(how) as device:
         _operators(device, None)
         _layers(device, None)

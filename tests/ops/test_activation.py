@@ -1,3 +1,5 @@
+"""Activations: values, gradients and unknown names."""
+
 import math
 
 import pytest
@@ -17,7 +19,7 @@ def _formula(name: str, x: float) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_formulas(name: str) -> None:
+def test_values_follow_the_formulas(name: str) -> None:
     x, up = normal(1, 63, dtype=torch.float64), normal(2, 63, dtype=torch.float64)
     inner = {"swiglu": "silu", "geglu": "gelu"}.get(name, name)
     expected = torch.tensor([_formula(inner, value) for value in x.tolist()], dtype=torch.float64)
@@ -27,7 +29,7 @@ def test_formulas(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [None, *sorted(ACTIVATIONS)])
-def test_gradients(name: str | None, dtype: torch.dtype) -> None:
+def test_gradients_follow_autograd(name: str | None, dtype: torch.dtype) -> None:
     x = normal(3, 5, 100, dtype=dtype)
     grad = normal(4, 5, 50 if name in GATED else 100, dtype=dtype)
     expected = Expected(lambda x: reference.activation(x, name), {"x": x}, grad)

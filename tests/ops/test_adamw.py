@@ -1,3 +1,5 @@
+"""adamw_ by torch and by the kernel: results, scalars on the device and refusals."""
+
 from typing import Any
 
 import pytest
@@ -13,14 +15,14 @@ SIZES = (100, 1, 63)
 
 
 def _shards(dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    """Masters, gradients, moments and parameters of shards of SIZES."""
+    """Return masters, gradients, moments and parameters of shards of SIZES."""
     lists = [[normal(10 * i + j, n) for j, n in enumerate(SIZES)] for i in range(5)]
     lists[3] = [x.square() for x in lists[3]]
     return [*lists[:4], [x.to(dtype) for x in lists[4]]]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_equals_torchs_optimizer(name: Kernels) -> None:
+def test_updates_are_those_of_torchs_optimizer(name: Kernels) -> None:
     masters, _, exp_avgs, exp_avg_sqs, parameters = _shards(torch.bfloat16)
     for moment in (*exp_avgs, *exp_avg_sqs):
         moment.zero_()
@@ -50,7 +52,7 @@ def test_scalars_on_the_device_and_half_gradients(name: Kernels, clip: float | T
         adamw_(*expected, step=torch.tensor(3.0), **RATES)
         factors = {"scale": torch.tensor([0.5]), "clip": clip}
         adamw_(*actual, step=torch.tensor([3]), **RATES | {"lr": torch.tensor(1e-2)}, **factors)
-    assert torch.equal(actual[1][0], _shards()[1][0].bfloat16() * 2)  # gradients are read alone
+    assert torch.equal(actual[1][0], _shards()[1][0].bfloat16() * 2)  # gradients are only read
     for a, b in zip(actual, expected, strict=True):
         for x, y in zip(a, b, strict=True):
             assert x is actual[1] or a is actual[1] or torch.allclose(x, y, rtol=1e-6, atol=1e-7)
@@ -68,7 +70,7 @@ def test_float32_parameters_are_their_own_masters(name: Kernels) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_what_backward_has_saved_is_known_to_be_overwritten(name: Kernels) -> None:
+def test_autograd_knows_that_saved_tensors_were_overwritten(name: Kernels) -> None:
     shards = _shards()
     weight = shards[0][0].requires_grad_()
     product = (weight * weight).sum()
@@ -78,7 +80,7 @@ def test_what_backward_has_saved_is_known_to_be_overwritten(name: Kernels) -> No
         product.backward()
 
 
-def test_operator_is_registered_right_and_compiles() -> None:
+def test_the_operator_is_registered_correctly_and_compiles() -> None:
     master, gradient, exp_avg, exp_avg_sq, parameter = (tensors[0] for tensors in _shards())
     rates = [torch.tensor(1e-2), *list(RATES.values())[1:], torch.tensor(2.0), None, torch.tensor(0.5)]
     torch.library.opcheck(_update, (master, gradient, exp_avg, exp_avg_sq, parameter, *rates))
@@ -95,7 +97,7 @@ def test_operator_is_registered_right_and_compiles() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_bad_input(name: Kernels) -> None:
+def test_bad_arguments_are_refused(name: Kernels) -> None:
     def call(index: int, tensors: list[Any], **options: Any) -> None:
         shards = _shards()
         shards[index] = tensors

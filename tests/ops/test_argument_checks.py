@@ -1,4 +1,4 @@
-"""Arguments that no operator can take: one line names the operator, the argument, what came and what is accepted."""
+"""Arguments that no operator can take: one line names operator, argument, received value and accepted values."""
 
 from collections.abc import Callable
 

@@ -29,13 +29,13 @@ def _inputs(dtype: torch.dtype, tq: int = 40, tk: int = 70, batch: int = 2, head
 
 
 def _both(result: tuple[Tensor, Tensor]) -> Tensor:
-    """[..., D + 1]: out and the log-sum-exp in one tensor, so that one yardstick measures both and all gradients."""
+    """Return [..., D + 1]: out and the log-sum-exp in one tensor, so that one check covers both and all gradients."""
     out, lse = result
     return torch.cat([out, lse.masked_fill(lse == -torch.inf, 0).to(out.dtype).unsqueeze(-1)], dim=-1)
 
 
 def _mask(options: Options, tq: int, tk: int) -> Tensor | None:
-    """What the reference multiplies probabilities with."""
+    """Return the factors by which the reference multiplies probabilities, or None."""
     if not options.get("dropout_p"):
         return None
     q_pos = torch.arange(tq) + options.get("q_offset", tk - tq)
@@ -95,7 +95,7 @@ MORE_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "options"), [*ROWS, *exhaustive(*MORE_ROWS)])
-def test_against_reference(name: Kernels, dtype: torch.dtype, options: Options) -> None:
+def test_results_and_gradients_match_the_reference(name: Kernels, dtype: torch.dtype, options: Options) -> None:
     _check(name, _inputs(dtype), options)
 
 
@@ -113,7 +113,7 @@ def test_against_reference(name: Kernels, dtype: torch.dtype, options: Options) 
     ],
 )
 def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options, dtype: torch.dtype) -> None:
-    """scaled_dot_product_attention where it can do it."""
+    """It is scaled_dot_product_attention if that can express the call."""
     inputs = _inputs(dtype, tq, tk)
     grad = normal(4, *inputs["q"].shape, dtype=dtype)
     expected = Expected(lambda **x: _reference(**x, options=options)[0], inputs, grad)
@@ -127,7 +127,7 @@ def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Attention chooses on the CPU as it does on a GPU, and deterministic algorithms are not asked for."""
+    """Make attention choose on the CPU as on a GPU, without deterministic algorithms."""
     monkeypatch.setattr(module, "use_triton", lambda x: x.dtype != torch.float64 and chosen_kernels() != "torch")
     torch.use_deterministic_algorithms(False)
     yield
@@ -135,14 +135,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _training(**changes: Any) -> tuple[dict[str, Tensor], Options]:
-    """Causal heads that need gradients, as a model's projection leaves them, with changed options or inputs."""
+    """Return causal heads that require gradients, as a model's projection returns them, with changed arguments."""
     inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in _inputs(torch.half, 20, 20).items()}
     inputs |= {name: changes.pop(name) for name in "qkv" if name in changes}
     return {name: x.requires_grad_() for name, x in inputs.items()}, changes
 
 
 def _computed_by(monkeypatch: pytest.MonkeyPatch, inputs: dict[str, Tensor], options: Options) -> str:
-    """What a call comes to: "sdpa", "triton", or "definition"."""
+    """Return what computes a call: "sdpa", "triton", or "definition"."""
     called = []
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -180,12 +180,14 @@ def test_auto_trains_by_scaled_dot_product_attention(monkeypatch: pytest.MonkeyP
         {"v": normal(3, 2, 2, 16, 20).half().transpose(2, 3)},
     ],
 )
-def test_auto_computes_what_torch_has_not(monkeypatch: pytest.MonkeyPatch, changes: Options) -> None:
+def test_auto_uses_triton_for_calls_that_torch_cannot_express(
+    monkeypatch: pytest.MonkeyPatch, changes: Options
+) -> None:
     assert _computed_by(monkeypatch, *_training(**changes)) == "triton"
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_auto_computes_what_torch_does_not_do_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_uses_triton_where_torch_is_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, options = _training()
     with torch.no_grad():  # lengths change from call to call
         assert _computed_by(monkeypatch, inputs, options) == "triton"
@@ -227,7 +229,7 @@ DOCUMENTS: Options = {
         name=["triton", "torch"],
     )
 )
-def test_documents(options: Options, dtype: torch.dtype, name: Kernels) -> None:
+def test_documents_do_not_see_each_other(options: Options, dtype: torch.dtype, name: Kernels) -> None:
     inputs = _inputs(dtype, batch=1)
     rows = torch.arange(12).view(3, 4)
     dropout = {"head_rows": rows, "dropout_width": 70} if "key" in options else {}
@@ -297,7 +299,7 @@ def test_compiled_without_a_graph_break(name: Kernels) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_one_of_two_results_may_go_unused(name: Kernels) -> None:
+def test_one_of_two_results_may_be_unused(name: Kernels) -> None:
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, batch=1).values()]
     with kernels(name):
         out, lse = attention(*leaves, return_lse=True)
@@ -308,8 +310,8 @@ def test_one_of_two_results_may_go_unused(name: Kernels) -> None:
         torch.testing.assert_close(a if b is None else a + b, whole)
 
 
-def test_both_paths_drop_the_same() -> None:
-    """Where v is the identity out shows which probabilities are left."""
+def test_both_paths_drop_the_same_probabilities() -> None:
+    """The test takes the identity as v, so that out contains the probabilities that are kept."""
     q, k = normal(1, 2, 4, 16, 16), normal(2, 2, 2, 16, 16)
     v = torch.eye(16).expand(2, 2, 16, 16)
     found = []
@@ -319,7 +321,7 @@ def test_both_paths_drop_the_same() -> None:
     assert torch.equal(*found)
 
 
-def test_heads_and_sequences_are_dropped_alike_wherever_they_are() -> None:
+def test_dropout_does_not_depend_on_the_layout_of_heads_and_sequences() -> None:
     q, k, v = _inputs(torch.float64, 63, 63).values()
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     whole = attention(q, k, v, dropout_p=0.5, head_rows=HEAD_ROWS, key=KEY)
@@ -331,7 +333,7 @@ def test_heads_and_sequences_are_dropped_alike_wherever_they_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_what_is_seen(name: Kernels) -> None:
+def test_every_query_sees_the_right_keys(name: Kernels) -> None:
     q, k, v = _inputs(torch.float32, 63, 63).values()
     with kernels(name):
         before = attention(q, k, v)
@@ -342,7 +344,7 @@ def test_what_is_seen(name: Kernels) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_autocast(name: Kernels) -> None:
+def test_autocast_computes_in_its_dtype(name: Kernels) -> None:
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, 20, 20).values()]
     with kernels(name), torch.autocast("cpu", torch.bfloat16):
         out, lse = attention(*leaves, return_lse=True)
@@ -353,7 +355,7 @@ def test_autocast(name: Kernels) -> None:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0), (2, 0, 0)])
-def test_empty(name: Kernels, shape: tuple[int, int, int]) -> None:
+def test_empty_inputs(name: Kernels, shape: tuple[int, int, int]) -> None:
     batch, tq, tk = shape
     leaves = [x.requires_grad_() for x in _inputs(torch.float32, tq, tk, batch).values()]
     with kernels(name):
@@ -406,7 +408,7 @@ def test_bad_input_is_refused(name: Kernels, change: Options, message: str) -> N
         attention(**(good | change))
 
 
-def test_head_sizes_that_the_kernels_do_not_take() -> None:
+def test_kernels_refuse_other_head_sizes() -> None:
     for size in (8, 20, 264):
         x = torch.zeros(1, 1, 2, size)
         attention(x, x, x)

@@ -1,4 +1,4 @@
-"""Differentiable collectives: whole numbers arrive where they belong, and so do their gradients."""
+"""Differentiable collectives: integers reach the right ranks, and so do their gradients."""
 
 import pytest
 import torch
@@ -73,5 +73,5 @@ def _errors() -> None:
         collectives.split_last(torch.ones(2, 3), group)
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_rows_that_the_ranks_do_not_divide_are_refused() -> None:
     pool(2).run(_errors)

@@ -56,7 +56,7 @@ FEW: list[Case] = [(torch.float32, 257, 1.0), (torch.bfloat16, 2, 1.0), (torch.f
 MANY: list[Case] = [
     *itertools.product((torch.float32, torch.float16, torch.bfloat16), (2, 257), (1.0,)),
     *((torch.float32, 100, scale) for scale in (1e-4, 1e4, 1e30)),
-    (torch.float64, 63, 1.0),  # is torch's
+    (torch.float64, 63, 1.0),  # torch computes it
 ]
 
 
@@ -67,14 +67,14 @@ def _every_case(kind: str, cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_against_reference(world: int) -> None:
+def test_losses_and_gradients_match_the_reference(world: int) -> None:
     pool(world).run(_every_case, "torch", OF_TORCH)
 
 
 @pytest.mark.parametrize(
     ("world", "cases"), [(2, FEW), (3, FEW[:1]), *exhaustive((1, MANY), (2, MANY), (3, MANY), (4, FEW))]
 )
-def test_kernels_against_reference(world: int, cases: list[Case]) -> None:
+def test_kernels_match_the_reference(world: int, cases: list[Case]) -> None:
     pool(world).run(_every_case, "triton", cases)
 
 
@@ -91,12 +91,12 @@ def _nothing_to_learn(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_all_ignored(world: int, kind: str) -> None:
+def test_no_loss_if_all_targets_are_ignored(world: int, kind: str) -> None:
     pool(world).run(_nothing_to_learn, kind)
 
 
 def _masked(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half of the vocabulary is -inf, all that the last of three ranks holds; the last row has a NaN."""
+    """Return loss and gradient with half of the vocabulary at -inf, all of the third of three ranks', and a NaN."""
     rank, world = dist.get_rank(), dist.get_world_size()
     start, stop = shard_range(12, rank, world)
     whole = normal(5, 6, 12)
@@ -152,7 +152,7 @@ def _used_twice(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_the_logits_are_the_callers(world: int, kind: str) -> None:
+def test_the_logits_are_not_overwritten(world: int, kind: str) -> None:
     pool(world).run(_used_twice, kind)
 
 
@@ -231,5 +231,5 @@ def _errors(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "triton"])
 @pytest.mark.parametrize("world", [3, *exhaustive(1)])
-def test_bad_input_is_refused(world: int, kind: str) -> None:
+def test_bad_arguments_are_refused(world: int, kind: str) -> None:
     pool(world).run(_errors, kind)

@@ -1,4 +1,4 @@
-"""Ranks that call one operation with different shapes, dtypes or options: both sides are shown, and ranks can go on."""
+"""Ranks that call an operation with different shapes, dtypes or options: errors show both sides, ranks can go on."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ def _collective(function: Callable[[Tensor, Group], Tensor], one: Tensor, other:
 
 
 def _product(function: Product, one: tuple[int, int, int], other: tuple[int, int, int], half: bool = False) -> Program:
-    """one, other: rows, columns of x and outputs. half: bfloat16 instead, as autocast on one rank would have it."""
+    """Return a program. one, other: rows, columns and outputs. half: the other in bfloat16, as under autocast."""
 
     def run(odd: bool, group: Group) -> Tensor:
         (rows, k, n), dtype = (other if odd else one), torch.bfloat16 if odd and half else torch.float32
@@ -52,7 +52,7 @@ def _attention(change: Callable[[Tensor], Tensor], **options: object) -> Program
 
 
 def _frozen(odd: bool, group: Group) -> None:
-    """One rank wants no gradient of x: it would send nothing to the others' sums."""
+    """Run backward where one rank needs no gradient of x: it would send no terms to the others' sums."""
     x = torch.ones(2, 4, requires_grad=not odd)
     all_gather_linear(x, torch.ones(4, 4, requires_grad=True), None, group).sum().backward()
 
@@ -88,7 +88,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[str, str]]:
-    """Rank `odd` calls each program otherwise than the others; returns what each says. All ranks go on after each."""
+    """Let rank `odd` call each program differently and return the errors. All ranks continue after each program."""
     group, said = dist.group.WORLD, []
     assert group is not None
     set_settings(fingerprint=fingerprint)
@@ -96,7 +96,7 @@ def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[s
         with implementation(name):
             for title, run in PROGRAMS.items():
                 if name == "fused" and "dtype" in title and "attention" in title:
-                    continue  # float64 is for `direct` alone
+                    continue  # only `direct` computes float64
                 try:
                     run(dist.get_rank() == odd, group)
                     said.append((title, "nothing"))
@@ -112,7 +112,9 @@ def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[s
 @pytest.mark.parametrize(
     ("name", "fingerprint", "world"), [("direct", False, 2), ("direct", True, 2), ("fused", False, 2)]
 )
-def test_both_sides_are_shown_on_all_ranks_which_can_go_on(name: Implementation, fingerprint: bool, world: int) -> None:
+def test_errors_on_all_ranks_show_both_sides_and_ranks_continue(
+    name: Implementation, fingerprint: bool, world: int
+) -> None:
     for said in pool(world).run(_disagree, name, fingerprint, world - 1):
         for title, text in said:
             sides = [part[2:].rstrip(", ") for part in text.split("rank ")[1:]]

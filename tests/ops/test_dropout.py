@@ -1,3 +1,5 @@
+"""dropout: the hash, masks of slices, keys, and both paths."""
+
 import math
 
 import pytest
@@ -12,7 +14,7 @@ KEY = torch.tensor(dropout_key(1, 2, 3))
 
 
 def _splitmix64(counter: int, key: int) -> int:
-    """The published algorithm in unsigned arithmetic."""
+    """Return the hash by the published algorithm, in unsigned arithmetic."""
     z = (counter * 0x9E3779B97F4A7C15 + key) % 2**64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -39,7 +41,7 @@ def test_a_slice_has_the_mask_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.99])
-def test_share_of_what_is_dropped(p: float) -> None:
+def test_the_fraction_of_dropped_elements_is_p(p: float) -> None:
     mask = keep_mask(torch.arange(1000), 1000, p, KEY)
     deviation = math.sqrt(p * (1 - p))
     assert abs((~mask).double().mean() - p) < 5 * deviation / 1000
@@ -58,7 +60,7 @@ def test_sites_steps_seeds_and_neighbours_are_independent() -> None:
     assert (correlation - torch.eye(len(masks), dtype=torch.float64)).abs().max() < 5 / math.sqrt(signs.shape[1])
 
 
-def test_keys_differ_and_stay() -> None:
+def test_keys_differ_and_do_not_change_with_releases() -> None:
     keys = {dropout_key(seed, step, site) for seed in range(12) for step in range(12) for site in range(12)}
     assert len(keys) == 12**3 and all(-(2**63) <= key < 2**63 for key in keys)
     assert dropout_key(0, 0, 0) == -6762612006551763605  # runs must not change with a release
@@ -82,7 +84,7 @@ def test_triton_has_the_same_mask_and_gradient(dtype: torch.dtype, p: float) -> 
     check_error("x", own.grad, plain.grad, truth, torch.finfo(dtype).eps * truth.abs().max().item())
 
 
-def test_the_operator_is_registered() -> None:
+def test_the_operator_is_registered_correctly() -> None:
     x, rows = normal(1, 5, 16).requires_grad_(), torch.arange(5)
     torch.library.opcheck(torch.ops.tpfuse.dropout, (x, 0.3, rows, KEY))
 

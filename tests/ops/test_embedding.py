@@ -1,4 +1,4 @@
-"""The embedding of a table that is sharded by rows: whole numbers, equal to those of torch."""
+"""The embedding of a table that is sharded by rows: integers, equal to those of torch."""
 
 import itertools
 
@@ -39,7 +39,7 @@ def _every_table() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_exact(world: int) -> None:
+def test_rows_and_gradients_are_exact(world: int) -> None:
     pool(world).run(_every_table)
 
 

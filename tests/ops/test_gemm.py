@@ -1,3 +1,5 @@
+"""gemm by torch and by the kernels: results, gradients, dtypes and refusals."""
+
 from typing import Any
 
 import pytest
@@ -34,7 +36,7 @@ def _inputs(activation: str | None, dtype: torch.dtype, names: str = "x weight b
 
 
 def _check_all(inputs: dict[str, Tensor], activation: str | None, choice: Any) -> None:
-    """Output and every gradient of gemm against the yardstick."""
+    """Compare output and every gradient of gemm with the reference."""
     shape = _result(inputs, activation).shape
     grad = normal(9, *shape, dtype=inputs["x"].dtype)
     expected = Expected(lambda **tensors: _result(tensors, activation), inputs, grad)
@@ -113,7 +115,7 @@ def test_views_and_a_single_row() -> None:
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])
 @pytest.mark.parametrize("shape", [(0, 6), (2, 0, 6), (4, 0)])
-def test_empty(shape: tuple[int, ...], choice: Any) -> None:
+def test_empty_inputs(shape: tuple[int, ...], choice: Any) -> None:
     inputs = {"x": torch.zeros(shape), "weight": torch.ones(5, shape[-1]), "bias": integers(1, 5)}
     for x in inputs.values():
         x.requires_grad_()
@@ -134,7 +136,7 @@ def test_empty(shape: tuple[int, ...], choice: Any) -> None:
 def test_gradcheck_of_the_torch_path(activation: str | None) -> None:
     inputs = {name: x.requires_grad_() for name, x in _inputs(activation, torch.float64).items()}
     small = (inputs["x"][0, :3], inputs["weight"][:6], inputs["bias"][:6])
-    with kernels("triton"):  # float64 is torch's
+    with kernels("triton"):  # torch computes float64
         assert torch.autograd.gradcheck(lambda x, w, b: gemm(x, w, b, activation=activation), small)
 
 
@@ -166,7 +168,7 @@ def test_compiles_as_one_graph(choice: Any) -> None:
         torch.testing.assert_close(a, e)
 
 
-def test_no_preactivation_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_preactivation_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     real = torch.ops.tpfuse.gemm_forward.default
 
@@ -187,7 +189,7 @@ def test_no_preactivation_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("choice", ["torch", "triton"])
-def test_autocast(choice: Any) -> None:
+def test_autocast_computes_in_its_dtype(choice: Any) -> None:
     inputs = _inputs("gelu", torch.float32)
     for x in inputs.values():
         x.requires_grad_()
@@ -195,7 +197,7 @@ def test_autocast(choice: Any) -> None:
         plain = gemm(inputs["x"], inputs["weight"], inputs["bias"], activation="gelu")
         out = gemm(**inputs, activation="gelu")
     assert plain.dtype == torch.bfloat16
-    assert out.dtype == torch.float32  # the residual's
+    assert out.dtype == torch.float32  # as the residual
     out.sum().backward()
     assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in inputs.values())
     torch.testing.assert_close(out, _result(inputs, "gelu"), rtol=2e-2, atol=5e-2)
@@ -224,7 +226,7 @@ def test_products_by_themselves(activation: str | None) -> None:
             torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_products_without_anything_behind_them_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_products_that_nothing_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
 
     def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -238,7 +240,7 @@ def test_products_without_anything_behind_them_are_torchs(monkeypatch: pytest.Mo
         x.requires_grad_()
     with kernels("triton"):
         gemm(inputs["x"], inputs["weight"], inputs["bias"]).sum().backward()
-        gemm(inputs["x"], inputs["weight"], residual=inputs["residual"].double())  # is added behind the product
+        gemm(inputs["x"], inputs["weight"], residual=inputs["residual"].double())  # is added after the product
         assert launched == []
         gemm(**inputs).sum().backward()
         assert launched == ["gemm_forward_kernel"]
@@ -261,7 +263,7 @@ def test_products_without_anything_behind_them_are_torchs(monkeypatch: pytest.Mo
         ({"activation": "gelo"}, r"'gelo' is not known: expected None or one of gelu"),
     ],
 )
-def test_bad_input_is_named(changes: dict[str, Any], message: str, choice: Any) -> None:
+def test_bad_arguments_are_named(changes: dict[str, Any], message: str, choice: Any) -> None:
     good: dict[str, Any] = {"x": torch.zeros(2, 3), "weight": torch.zeros(6, 3)}
     with kernels(choice), pytest.raises(ValueError, match=message):
         gemm(**good | changes)

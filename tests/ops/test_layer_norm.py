@@ -1,4 +1,4 @@
-"""layer_norm, also added to a residual and on shards of the tokens, by torch and by the kernels."""
+"""layer_norm, also of a sum with a residual and on shards of the tokens, by torch and by the kernels."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive, pairwise
 
 
-def test_formula() -> None:
+def test_the_result_follows_the_formula() -> None:
     x, weight, bias = (
         normal(seed, *shape, dtype=torch.float64) for seed, shape in ((1, (7, 63)), (2, (63,)), (3, (63,)))
     )
@@ -61,7 +61,7 @@ def _every_case_on_shards() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_on_shards(world: int) -> None:
+def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
     pool(world).run(_every_case_on_shards)
 
 
@@ -90,7 +90,7 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
         dtype=[torch.float32, torch.bfloat16, torch.float16],
     )
 )
-def test_kernels(shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_kernels_match_the_reference(shape: tuple[int, int], names: tuple[str, ...], dtype: torch.dtype) -> None:
     rows, columns = shape
     inputs = _inputs(rows, columns, dtype, *names)
     grad = normal(9, rows * (2 if "residual" in names else 1), columns, dtype=dtype)
@@ -114,7 +114,7 @@ def _kernels_on_shards() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_only_the_sum_is_used(name: str) -> None:
+def test_only_the_sum_may_be_used(name: str) -> None:
     inputs = {key: x.requires_grad_() for key, x in _inputs(5, 8, torch.float32, "x", "residual", "weight").items()}
     with kernels(name):
         add_layer_norm(inputs["x"], inputs["residual"], inputs["weight"], None, 1e-5)[1].sum().backward()
@@ -157,7 +157,7 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize(
     ("centered", "extra"), [(True, True), (False, False), *exhaustive((True, False), (False, True))]
 )
-def test_operators_are_registered_right(centered: bool, extra: bool) -> None:
+def test_operators_are_registered_correctly(centered: bool, extra: bool) -> None:
     x, residual, weight = (normal(seed, *shape) for seed, shape in ((1, (5, 16)), (2, (5, 16)), (3, (16,))))
     leaves = [y.requires_grad_() for y in (x, residual, weight)]
     added, bias = (leaves[1], normal(4, 16).requires_grad_()) if extra else (None, None)
@@ -197,6 +197,6 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize(("call", "message"), ERRORS)
-def test_bad_input(name: str, call: Callable[[], Any], message: str) -> None:
+def test_bad_arguments_are_refused(name: str, call: Callable[[], Any], message: str) -> None:
     with kernels(name), pytest.raises(ValueError, match=message):
         call()

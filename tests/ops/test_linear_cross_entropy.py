@@ -44,7 +44,7 @@ def _inputs(rows: int, width: int, vocabulary: int, dtype: torch.dtype, scale: f
 
 
 def _run(inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> dict[str, Tensor]:
-    """The sum under "out", the losses, and every gradient."""
+    """Return the sum as "out", the losses, and every gradient."""
     leaves = {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
     weights = leaves.pop("weights", None)
     vocabulary = len(inputs["weight"])
@@ -85,7 +85,9 @@ def _compare(inputs: dict[str, Tensor], upstream: float = 0.7, **options: Any) -
         dtype=DTYPES,
     )
 )
-def test_against_reference(shape: tuple[int, int, int, int | None], kind: str, dtype: torch.dtype) -> None:
+def test_results_and_gradients_match_the_reference(
+    shape: tuple[int, int, int, int | None], kind: str, dtype: torch.dtype
+) -> None:
     rows, width, vocabulary, chunk = shape
     with kernels(kind):
         _compare(_inputs(rows, width, vocabulary, dtype), chunk_tokens=chunk)
@@ -141,7 +143,7 @@ def test_gradients_in_float64() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_second_backward_is_the_first(kind: str) -> None:
+def test_a_second_backward_returns_the_same(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
     with kernels(kind):
@@ -153,7 +155,7 @@ def test_a_second_backward_is_the_first(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wanted", [(), ("x",), ("weight",), ("weights",)])
-def test_only_the_gradients_that_are_wanted(wanted: tuple[str, ...], kind: str) -> None:
+def test_only_needed_gradients_are_returned(wanted: tuple[str, ...], kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     with kernels(kind):
         whole = _run(inputs, torch.tensor(2.0), chunk_tokens=8)
@@ -176,7 +178,7 @@ def _meta_inputs(rows: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("needs_weight", [False, True])
 @pytest.mark.parametrize("needs_x", [False, True])
-def test_no_work_for_gradients_that_are_not_wanted(needs_x: bool, needs_weight: bool) -> None:
+def test_gradients_that_are_not_needed_cost_no_product(needs_x: bool, needs_weight: bool) -> None:
     x, weight, target = _meta_inputs(4096, 768, 50257)
     with recording("sm_90") as record:
         module.chunks(x, weight, target, None, 50257, None, 1024, needs_x, needs_weight, triton=True)
@@ -191,7 +193,7 @@ def test_no_work_for_gradients_that_are_not_wanted(needs_x: bool, needs_weight: 
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes of storage, made within the block, that were alive after any operation. It never reads them."""
+    """Measures the most bytes of storage from within the block that were alive after any operation; reads no values."""
 
     def __init__(self, forget: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -216,7 +218,7 @@ def _plain(x: Tensor, weight: Tensor, target: Tensor) -> None:
 
 
 def _chunked(x: Tensor, weight: Tensor, target: Tensor, chunk: int, triton: bool) -> None:
-    """What the autograd Function does, on any device."""
+    """Compute what the autograd Function computes, on any device."""
     _, each, *gradients = module.chunks(x, weight, target, None, len(weight), None, chunk, True, True, triton)
     made = module._scaled((True, True, False, False), torch.ones((), device=x.device), each, *gradients)
     del gradients, made
@@ -232,7 +234,7 @@ def _peak(function: Callable[..., None], *arguments: Any) -> int:
 def test_a_quarter_of_the_plain_memory(triton: bool, chunk: int) -> None:
     inputs = _meta_inputs(32768, 768, 50257)
     plain, fused = _peak(_plain, *inputs), _peak(_chunked, *inputs, chunk, triton)
-    assert plain > 3 * 4 * 32768 * 50257  # the logits in bfloat16 and twice in float32: the tracker sees what there is
+    assert plain > 3 * 4 * 32768 * 50257  # the logits in bfloat16 and twice in float32: the tracker finds them
     bound = plain / 4 if not triton else plain / 20
     print(f"plain {plain / 2**30:.2f} GiB, chunks of {chunk}, triton {triton}: {fused / 2**30:.2f} GiB")
     assert fused <= bound
@@ -254,7 +256,7 @@ def test_a_quarter_of_the_plain_memory_of_real_tensors(kind: str) -> None:
 
 
 def _in_ranks(kind: str, dtype: torch.dtype, vocabulary: int, sequence_parallel: bool) -> None:
-    """x is sharded by tokens and gathered, or equal on all ranks; the collective's backward sums its gradient."""
+    """Compare with one rank. x is sharded by tokens and gathered, or equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     group = group_of(tensor_mesh())
     inputs = _inputs(12 * 5, 24, vocabulary, dtype)
@@ -305,7 +307,7 @@ def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_ignored(kind: str) -> None:
+def test_no_loss_if_all_targets_are_ignored(kind: str) -> None:
     inputs = _inputs(20, 16, 40, torch.float32)
     inputs["target"] = torch.full((20,), -1)
     with kernels(kind):
@@ -329,7 +331,7 @@ def test_nan_stays_in_its_row_of_x_and_reaches_every_weight(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_deterministic(kind: str) -> None:
+def test_two_runs_agree_to_the_bit(kind: str) -> None:
     inputs = _inputs(24, 16, 70, torch.bfloat16)
     with kernels(kind):
         first, *others = [_run(inputs, torch.tensor(1.0), chunk_tokens=10) for _ in range(4)]
@@ -337,7 +339,7 @@ def test_deterministic(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_of_any_stride_stay_as_they_are(kind: str) -> None:
+def test_inputs_of_any_stride_are_not_changed(kind: str) -> None:
     inputs = _inputs(30, 16, 40, torch.float32)
     for name, x in {"x": inputs["x"].t().contiguous().t(), "weight": normal(2, 40, 32)[:, ::2]}.items():
         with kernels(kind):
@@ -358,7 +360,7 @@ def test_no_tokens(chunk: int | None, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast(kind: str) -> None:
+def test_autocast_computes_in_its_dtype(kind: str) -> None:
     inputs = _inputs(30, 16, 40, torch.float32)
     x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
     with kernels(kind), torch.autocast("cpu", torch.bfloat16):
@@ -401,7 +403,7 @@ def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bad_input_is_refused(kind: str) -> None:
+def test_bad_arguments_are_refused(kind: str) -> None:
     x, weight, target = torch.zeros(3, 4), torch.zeros(10, 4), torch.zeros(3, dtype=torch.int64)
     call = partial(linear_cross_entropy, vocabulary=10)
     with kernels(kind):

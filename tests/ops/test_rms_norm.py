@@ -1,4 +1,4 @@
-"""rms_norm; shapes, strides and errors that it shares with layer_norm are tested there."""
+"""rms_norm: results and gradients; test_layer_norm.py tests shapes, strides and errors, which both share."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def _inputs(rows: int, columns: int, dtype: torch.dtype, with_residual: bool) ->
     return inputs | ({"residual": normal(3, rows, columns, dtype=dtype)} if with_residual else {})
 
 
-def test_formula() -> None:
+def test_the_result_follows_the_formula() -> None:
     x, weight = normal(1, 7, 63, dtype=torch.float64), normal(2, 63, dtype=torch.float64)
     expected = x / (x.square().mean(1, keepdim=True) + 1e-2).sqrt() * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-2), expected, rtol=1e-13, atol=1e-13)
@@ -46,7 +46,9 @@ def test_formula() -> None:
         name=["triton", "torch"],
     )
 )
-def test_against_reference(shape: tuple[int, int], with_residual: bool, dtype: torch.dtype, name: str) -> None:
+def test_results_and_gradients_match_the_reference(
+    shape: tuple[int, int], with_residual: bool, dtype: torch.dtype, name: str
+) -> None:
     rows, columns = shape
     inputs = _inputs(rows, columns, dtype, with_residual)
     grad = normal(9, rows * (1 + with_residual), columns, dtype=dtype)
@@ -75,7 +77,7 @@ def _on_shards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_on_shards(name: str) -> None:
+def test_gradients_on_shards_are_those_of_all_rows(name: str) -> None:
     pool(2).run(_on_shards, name)
 
 
@@ -105,7 +107,7 @@ def test_compiled_as_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_bad_input(name: str) -> None:
+def test_bad_arguments_are_refused(name: str) -> None:
     rows, row = torch.zeros(2, 8), torch.zeros(8)
     with kernels(name):
         with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(7,\): expected \(8,\)"):

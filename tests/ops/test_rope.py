@@ -1,3 +1,5 @@
+"""rope by torch and by the kernel: results, gradients, strides and refusals."""
+
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ def _plain(q: Tensor, k: Tensor, positions: Tensor, half: int, **options: Any) -
     return torch.cat([reference.rope(x, *_tables(half), positions, **options) for x in (q, k)], dim=2)
 
 
-def test_formula() -> None:
+def test_the_result_follows_the_formula() -> None:
     q, (cos, sin) = normal(1, 2, 21, 3, 16, dtype=torch.float64), _tables(8)
     rotation = torch.complex(cos, sin)[POSITIONS[:, :21]].unsqueeze(2)
     out, _ = rope(q, q, cos, sin, POSITIONS[:, :21])
@@ -35,7 +37,7 @@ def test_formula() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_only_distances_count(name: str) -> None:
+def test_scores_depend_on_distances_alone(name: str) -> None:
     half, step = 16, torch.arange(40)
     angles = step.unsqueeze(1) * 10000 ** (-torch.arange(half) / half)
     q, k = normal(1, 1, 1, 1, 32).expand(1, 30, 1, 32), normal(2, 1, 1, 1, 32).expand(1, 30, 1, 32)
@@ -56,7 +58,7 @@ def test_only_distances_count(name: str) -> None:
         dtype=[torch.float32, torch.bfloat16, torch.float16],
     )
 )
-def test_against_reference(
+def test_results_and_gradients_match_the_reference(
     shape: tuple[int, tuple[int, int], int, int], options: dict[str, bool], name: str, dtype: torch.dtype
 ) -> None:
     time, heads, size, half = shape
@@ -74,7 +76,7 @@ def test_against_reference(
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_inverse_undoes(name: str) -> None:
+def test_inverse_undoes_the_rotation(name: str) -> None:
     q, k, tables = normal(1, 2, 21, 3, 32), normal(2, 2, 21, 1, 32), _tables(12)
     with kernels(name):
         back = rope(*rope(q, k, *tables, POSITIONS[0, :21]), *tables, POSITIONS[0, :21], inverse=True)
@@ -109,7 +111,7 @@ def test_gradcheck_and_its_own_derivative() -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_operator_is_registered_right(interleaved: bool) -> None:
+def test_the_operator_is_registered_correctly(interleaved: bool) -> None:
     q, k = normal(1, 1, 5, 2, 16).requires_grad_(), normal(2, 1, 2, 5, 16).transpose(1, 2).requires_grad_()
     torch.library.opcheck(_forward, (q, k, *_tables(4), POSITIONS[0, :5], interleaved, False))
 
@@ -129,7 +131,7 @@ def test_compiled_as_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_bad_input(name: str) -> None:
+def test_bad_arguments_are_refused(name: str) -> None:
     x, (cos, sin), positions = torch.zeros(2, 5, 3, 16), _tables(8), POSITIONS[0, :5]
     with kernels(name):
         with pytest.raises(ValueError, match=r"rope: q is torch\.int64: expected floats"):

@@ -1,4 +1,4 @@
-"""A gradient penalty behind a sum or a loss: operators without a second derivative say so."""
+"""A gradient penalty after a sum or a loss: operators without a second derivative raise an error."""
 
 from collections.abc import Callable
 

@@ -17,7 +17,7 @@ CONFIG = GPTConfig(vocab_size=31, n_positions=21, n_embd=32, n_layer=1, n_head=2
 
 
 def _trained(cp: int, name: Implementation, schedule: Schedule) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and all gradients, summed over the context ranks."""
+    """Return the loss and all gradients, summed over the context ranks."""
     model = GPT(CONFIG, context_mesh=mesh_of(1, 1, cp)["cp"] if cp > 1 else None, context_schedule=schedule)
     initialize(model, 0)
     ids, targets = torch.randint(31, (2, 2, 21), generator=torch.Generator().manual_seed(1))
@@ -32,7 +32,7 @@ def _trained(cp: int, name: Implementation, schedule: Schedule) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("schedule", exhaustive("ring", "all_gather"))
-def test_a_model_on_the_kernels_of_ring_attention(schedule: Schedule) -> None:
+def test_a_model_trains_on_the_kernels_of_ring_attention(schedule: Schedule) -> None:
     loss, gradients = pool(1).run(_trained, 1, "auto", "auto")[0]
     for other_loss, other in pool(2).run(_trained, 2, "fused", schedule):
         torch.testing.assert_close(other_loss, loss, rtol=1e-6, atol=0)

@@ -1,3 +1,5 @@
+"""Initial weights: the same bits in every layout, and their distributions."""
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def _weights(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         *exhaustive((1, torch.bfloat16), (2, torch.float32), (2, torch.float64), (4, torch.float64)),
     ],
 )
-def test_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
+def test_weights_have_the_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
     alone = GPT(CONFIG, dtype=dtype)
     initialize(alone, 3)
     for weights in pool(world).run(_weights, dtype):
@@ -34,7 +36,7 @@ def test_same_bits_in_every_layout(world: int, dtype: torch.dtype) -> None:
             assert torch.equal(weights[name], parameter), name
 
 
-def test_distributions() -> None:
+def test_weights_have_the_right_distributions() -> None:
     model = GPT(CONFIG)
     initialize(model, 3)
     for name, parameter in model.named_parameters():
@@ -45,7 +47,7 @@ def test_distributions() -> None:
             assert abs(parameter.std() / std - 1) < 0.1 and abs(parameter.mean()) < 0.1 * std, name
 
 
-def test_weights_follow_seed_and_name() -> None:
+def test_weights_depend_on_seed_and_name() -> None:
     shape = torch.Size([63, 9])
     draws = [draw(seed, name, shape, 0.0, 1.0) for seed in (1, 2) for name in ("a", "b")]
     assert torch.equal(draws[0], draw(1, "a", shape, 0.0, 1.0))

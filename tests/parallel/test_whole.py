@@ -1,3 +1,5 @@
+"""Whole tensors are loaded into sharded parameters and gathered from them."""
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ def _round_trip() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_round_trip(world: int) -> None:
+def test_loading_and_gathering_return_the_same(world: int) -> None:
     pool(world).run(_round_trip)
 
 
@@ -48,6 +50,6 @@ def _anywhere() -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1)])
-def test_anywhere(world: int) -> None:
+def test_anywhere_is_true_if_one_rank_is(world: int) -> None:
     assert pool(world).run(_anywhere) == [(True, False)] * world
     assert anywhere(True, None) and not anywhere(False, None)

@@ -1,6 +1,6 @@
-"""What all_gather_linear alone can do: several weights behind one gather, and ranks without rows of the weight.
+"""Features that only all_gather_linear has: several weights for one gather, and ranks without rows of the weight.
 
-test_parallel_products.py compares its results and gradients, as those of the other products, with plain torch.
+test_parallel_products.py compares the results and gradients of all products with plain torch.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 
 
 class _Counted:
-    """How often the ranks' rows were gathered and scattered by whole collectives."""
+    """The numbers of whole collectives that gathered and scattered the ranks' rows."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -38,7 +38,7 @@ class _Counted:
 
 
 def _several(name: Implementation, activation: str | None) -> None:
-    """Three weights, one without a bias, one that is not trained; and the same one by one."""
+    """Compare a call for three weights, one without a bias and one that is not trained, with a call for each."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x = integers(1, world, 4, 2, 5)[rank]
     weights = [integers(2 + i, world, height, 5)[rank] for i, height in enumerate((3, 7, 2))]
@@ -77,11 +77,11 @@ def _several(name: Implementation, activation: str | None) -> None:
         *exhaustive(("fused", None, 3)),
     ],
 )
-def test_several_weights_are_fed_by_one_gather(name: Implementation, activation: str | None, world: int) -> None:
+def test_several_weights_share_one_gather(name: Implementation, activation: str | None, world: int) -> None:
     pool(world).run(_several, name, activation)
 
 
-def test_several_weights_without_a_group() -> None:
+def test_several_weights_on_one_rank() -> None:
     x, weight = normal(1, 4, 2, 6), normal(2, 8, 6)
     first, second = all_gather_linear(x, [weight, -weight], None, None, activation="relu")
     assert torch.equal(first, gemm(x, weight, activation="relu"))
@@ -100,5 +100,5 @@ def _empty_shard(name: Implementation) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_ranks_without_rows_of_the_weight(name: Implementation) -> None:
+def test_ranks_without_rows_of_the_weight_take_part(name: Implementation) -> None:
     pool(3).run(_empty_shard, name)

@@ -1,7 +1,7 @@
-"""What all tensor-parallel products have in common beside their numbers, which test_parallel_products.py compares.
+"""Properties that all tensor-parallel products share, other than their numbers (see test_parallel_products.py).
 
-Which implementation computes them, that ranks may come in any order, that runs and ranks agree to the bit, and what is
-said where ranks have unequal numbers of rows.
+The tests cover the choice of the implementation, ranks that arrive in any order, agreement of runs and ranks to the
+bit, and the error for ranks with unequal numbers of rows.
 """
 
 import itertools
@@ -43,7 +43,7 @@ K, N = 5, 3
 
 
 def _served(dtype: torch.dtype) -> list[tuple[type, bool]]:
-    """By what, under each switch, and whether it is the same when it is asked for again."""
+    """Return the implementation under each switch, and whether a second call returns the same object."""
     x, group, found = torch.ones(2, K, dtype=dtype), dist.new_group(), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,13 +60,13 @@ METHODS = ("all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatte
 
 
 def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
-    """One of two implementations is slowed down.
+    """Slow one of two implementations down.
 
-    Returns what is decided in a `measuring` block, what computes after it, whether results and gradients are those of
-    the other implementation alone, and how many cases there are.
+    Return the decisions of a `measuring` block, the implementations that compute after it, whether results and
+    gradients are those of the other implementation, and the number of cases.
     """
     group = dist.new_group()
-    rows = len(slow)  # cases of their own: decisions hold for the job, which has both parameters of the test
+    rows = len(slow)  # other cases for each parameter of the test: decisions last as long as the job, which runs both
     shapes = ((rows, K), (N, K), (K, N))
     x, weight, back = (normal(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes))
     calls: list[str] = []
@@ -102,17 +102,17 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
 
 
 @pytest.mark.parametrize(("slow", "taken"), [("direct", "collective"), ("collective", "direct")])
-def test_what_is_measured_to_be_faster_computes_forward_and_backward(tmp_path: Path, slow: str, taken: str) -> None:
+def test_the_faster_implementation_computes_forward_and_backward(tmp_path: Path, slow: str, taken: str) -> None:
     kind = CollectiveLinear if taken == "collective" else DirectLinear
     found = pool(2).run(_measured, slow, str(tmp_path / "decisions.json"))
     assert found == [([taken], [kind.__name__], True, 5)] * 2
 
 
 def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
-    """What is decided where one candidate is timed to be the fastest, and whether the results are right.
+    """Return the decisions if one candidate is timed as the fastest, and whether the results are right.
 
-    Between them, for the call after the measurement: how many gathers copy engines made, and how many launches asked
-    for other tiles.
+    Between them, return for the call after the measurement the number of gathers by copy engines and the number of
+    launches with other tiles.
     """
     group, sent, tiles = dist.new_group(), [], []
     x, weight = integers(1, len(wanted), K), integers(2, N, K)
@@ -143,13 +143,13 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
     "wanted",
     ["fused with copiers, other tiles", "fused with copy engines", *exhaustive("fused with copiers")],
 )
-def test_fused_products_are_computed_in_the_way_that_was_measured(tmp_path: Path, wanted: str) -> None:
+def test_fused_products_use_the_variant_that_was_fastest(tmp_path: Path, wanted: str) -> None:
     found = pool(2).run(_fused_ways, wanted, str(tmp_path / "decisions.json"))
     assert found == [([wanted], int("engines" in wanted), int("tiles" in wanted), True)] * 2
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1)])
-def test_who_computes(world: int) -> None:
+def test_the_implementation_follows_the_switch(world: int) -> None:
     expected = [DirectLinear, DirectLinear, CollectiveLinear, FusedLinear, FusedLinear]
     assert pool(world).run(_served, F32) == [[(kind, True) for kind in expected]] * world
     expected[3:] = [DirectLinear, DirectLinear]
@@ -157,7 +157,7 @@ def test_who_computes(world: int) -> None:
 
 
 def _warned() -> list[str]:
-    """Two groups, of which ranks 0 and 2 are the first."""
+    """Return the warnings of two groups, whose first ranks are 0 and 2."""
     group = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() // 2]
     x = torch.ones(2, K, dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
@@ -171,7 +171,7 @@ def _warned() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_what_cannot_be_is_said_once_by_one_rank() -> None:
+def test_a_fallback_is_reported_once_by_one_rank() -> None:
     said = ["tensor-parallel products are direct: there are no kernels for float64"]
     assert pool(3).run(_warned) == [said, [], said]
 
@@ -184,12 +184,12 @@ PRODUCTS = (
 
 
 def _case(rows: int, *middle: int, dtype: torch.dtype = F32) -> Case:
-    """Whole numbers, which differ where the numbers of rows do."""
+    """Return a case of integers, other ones for each number of rows."""
     return Case(dtype, (rows, *middle), k=K, n=N, whole_numbers=True, seed=rows)
 
 
 def _late(name: Implementation, iterations: int) -> int:
-    """Ranks that come in any order, over and over the same memory."""
+    """Run products on ranks that arrive in any order, repeatedly in the same memory."""
     group, late = dist.group.WORLD, random.Random(dist.get_rank())
     calls = list(itertools.product((1, 3, 8), PRODUCTS))
     with implementation(name):
@@ -211,12 +211,12 @@ def _late(name: Implementation, iterations: int) -> int:
         *exhaustive(("direct", 4, 200), ("fused", 2, 120)),
     ],
 )
-def test_iterations_of_ranks_that_are_late(name: Implementation, world: int, iterations: int) -> None:
+def test_ranks_may_be_late_in_any_iteration(name: Implementation, world: int, iterations: int) -> None:
     assert pool(world).run(_late, name, iterations) == [iterations] * world
 
 
 def _in_rounds() -> None:
-    """Pieces of one row in the backward of an all-gather, and of two or three rows elsewhere."""
+    """Run products in rounds of one row in the backward of an all-gather, and of two or three rows elsewhere."""
     group = dist.group.WORLD
     small = DirectLinear(connect(group, torch.device("cpu")), (1 + group.size()) * K * 8)
     with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +237,7 @@ def test_shards_that_take_several_rounds(world: int) -> None:
 
 
 def _by_copy_engines() -> None:
-    """Shards of 8 rows come by copy engines, those of 1 row by the products, through one channel."""
+    """Gather shards of 8 rows by copy engines and shards of 1 row by the products."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     products = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=2 * K * 4)
     with pytest.MonkeyPatch.context() as patch, implementation("fused"):
@@ -258,12 +258,12 @@ def _several_by_copy_engines(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
-def test_shards_that_copy_engines_bring(world: int) -> None:
+def test_copy_engines_gather_large_shards(world: int) -> None:
     pool(world).run(_by_copy_engines)
 
 
 def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
-    """known: the numbers of rows that ranks have agreed on before; the last rank has one more than the others."""
+    """Return the errors if the last rank has one row more; known: the numbers of rows that ranks agreed on before."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     said = []
     with implementation(name):
@@ -288,7 +288,7 @@ def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
         *exhaustive(("direct", ()), ("direct", (3, 4)), ("collective", ()), ("fused", (3, 4))),
     ],
 )
-def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
+def test_unequal_numbers_of_rows_are_refused(name: Implementation, known: tuple[int, ...]) -> None:
     world = 2 if name == "fused" else 3
     for rank, said in enumerate(pool(world).run(_uneven, name, known)):
         for product, text in zip(PRODUCTS, said, strict=True):
@@ -305,7 +305,7 @@ def test_unequal_rows(name: Implementation, known: tuple[int, ...]) -> None:
 
 
 def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Tensor]]:
-    """Real numbers, whose sums depend on their order."""
+    """Return the results of two runs with real numbers, whose sums depend on their order."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     late, runs = random.Random(rank), []
     for _ in range(2):
@@ -335,14 +335,14 @@ def _twice(name: Implementation, dtype: torch.dtype, rows: int) -> list[list[Ten
     ],
 )
 def test_runs_and_ranks_agree_to_the_bit(name: Implementation, world: int, dtype: torch.dtype) -> None:
-    """The sum over all ranks, and the gradient of a bias, which every rank has whole."""
+    """This holds for the sum over all ranks, and for the gradient of a bias, which is complete on every rank."""
     first, *others = pool(world).run(_twice, name, dtype, 9)
     for other in others:
         assert all(torch.equal(*pair) for pair in zip(first, other, strict=True))
 
 
 def _sums(name: Implementation, dtype: torch.dtype) -> None:
-    """One feature: every product has one term, and only the order of the sum over ranks is left."""
+    """Check products of one feature: they have one term, so only the order of the sum over ranks matters."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     x, weight = normal(1, world, 5 * world, 1, dtype=dtype), normal(2, world, 7, 1, dtype=dtype)
     bias, residual = normal(3, 7, dtype=dtype), normal(4, 5 * world, 7, dtype=dtype)
@@ -360,7 +360,9 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
     assert name == "collective" or torch.equal(whole, expected), "Gloo's all-reduce has an order of its own"
     assert torch.equal(leaf.grad, total.to(dtype)[own])
 
-    grad = integers(5, 5 * world, 7, low=-100, high=100)  # whose sums float32 has, but not every bfloat16
+    grad = integers(
+        5, 5 * world, 7, low=-100, high=100
+    )  # their sums are exact in float32, but not all of them in bfloat16
     for wanted in (True, False):
         bias, last = bias.detach().requires_grad_(), weight[rank].detach().requires_grad_(wanted)
         with implementation(name):
@@ -383,7 +385,7 @@ def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, wor
 
 
 def _never_waits(name: Implementation) -> None:
-    """Each rank in a group of its own."""
+    """Run the products on each rank in a group of its own."""
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     set_settings(timeout=0.5)
     try:
@@ -396,5 +398,5 @@ def _never_waits(name: Implementation) -> None:
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_group_of_one(name: Implementation) -> None:
+def test_a_group_of_one_rank_never_waits(name: Implementation) -> None:
     pool(2).run(_never_waits, name)

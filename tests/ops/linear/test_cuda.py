@@ -1,6 +1,6 @@
-"""The tensor-parallel products of ranks on GPUs, one for each rank or one for all; compiled, not interpreted.
+"""Tensor-parallel products of ranks on GPUs, one for each rank or one for all, with compiled kernels.
 
-What the ranks do here is also done by CPU ranks, so that this file is known to be right where there is no GPU.
+CPU ranks run the same functions, so that this file is tested without a GPU too.
 """
 
 import itertools
@@ -60,14 +60,14 @@ def _all_products(device: str, names: tuple[Implementation, ...], small: bool) -
 
 
 def _iterations(device: str, count: int, large: int) -> None:
-    """Whole numbers over the same buffers, ranks late at random, shards loaded by programs and by copy engines."""
+    """Multiply integers repeatedly in the same buffers, with random delays, gathered by programs and copy engines."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     late = random.Random(rank)
     weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
     with implementation("fused"):
         products = parallel_linear(weight, group)
         assert isinstance(products, FusedLinear)
-        products._engine_bytes = 4 * 32 * large  # of `large` rows on
+        products._engine_bytes = 4 * 32 * large  # shards of `large` rows or more
         for step in range(count):
             if late.random() < 0.1:
                 time.sleep(late.random() * 2e-3)
@@ -80,7 +80,7 @@ def _iterations(device: str, count: int, large: int) -> None:
 
 
 def _graph(device: str) -> None:
-    """A captured pair, replayed: epochs go on counting."""
+    """Capture a pair of products in a graph and replay it: epochs continue to count."""
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     weight, down = integers(1, 48, 32).to(device), integers(2, 32, 48).to(device)
     x = torch.zeros(40, 32, device=device)
@@ -90,7 +90,7 @@ def _graph(device: str) -> None:
             out = all_gather_linear(x, weight, None, group)
             return linear_reduce_scatter(all_gather_linear(out[:40, :32], weight, None, group), down, None, group)
 
-        pair()  # buffers are made before
+        pair()  # buffers are allocated before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -108,23 +108,23 @@ def _graph(device: str) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_against_reference(ranks: RankPool) -> None:
+def test_products_match_the_reference(ranks: RankPool) -> None:
     ranks.run(_all_products, "cuda", ("fused", "collective"), False)
 
 
 @pytest.mark.gpu
 @GPU
-def test_200_iterations(ranks: RankPool) -> None:
+def test_200_iterations_are_exact(ranks: RankPool) -> None:
     ranks.run(_iterations, "cuda", 200, 100)
 
 
 @pytest.mark.gpu
 @GPU
-def test_graphs(ranks: RankPool) -> None:
+def test_products_run_in_cuda_graphs(ranks: RankPool) -> None:
     ranks.run(_graph, "cuda")
 
 
 @pytest.mark.exhaustive
-def test_what_the_gpus_are_asked() -> None:
+def test_cpu_ranks_pass_the_same_checks() -> None:
     pool(2).run(_all_products, "cpu", ("fused", "collective"), True)
     pool(2).run(_iterations, "cpu", 20, 4)

@@ -1,4 +1,4 @@
-"""Products on shared memory, rank by rank in one process: what orders every access, under many schedules."""
+"""Products on shared memory, rank by rank in one process: signals order every access, under many schedules."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ class TestDirectLinear(ProtocolSuite):
         Fault("one half", replace(channel.Channel.next_slots, "self.next_epoch % 2", by="0")),
         Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
-            "a shard that is staged behind its signal",
+            "a shard that is staged after its signal",
             replace(LINEAR._gathered, "slots[own].copy_(rows[part])", by="pass"),
             replace(
                 LINEAR._gathered,
@@ -71,7 +71,7 @@ class TestDirectLinear(ProtocolSuite):
             ),
         ),
         Fault(
-            "partial sums that are stored behind their signal",
+            "partial sums that are stored after their signal",
             replace(LINEAR.reduce_scatter, PARTIAL, by="pass"),
             replace(
                 LINEAR.reduce_scatter,
@@ -80,7 +80,7 @@ class TestDirectLinear(ProtocolSuite):
             ),
         ),
         Fault(
-            "a product that is stored behind its signal",
+            "a product that is stored after its signal",
             replace(LINEAR.all_reduce, PRODUCT, by="pass"),
             replace(
                 LINEAR.all_reduce,
@@ -99,7 +99,7 @@ class TestDirectLinear(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Each product, of several pieces and of none; then of one row."""
+        """Run each product with several rounds, and with no rows; then with one row."""
         module = current(direct_linear)
         module.ONE_SHOT_BYTES = module.SLOT_BYTES = 4 * N  # one row
         rank, world = memory.rank, memory.world

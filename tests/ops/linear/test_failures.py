@@ -1,4 +1,4 @@
-"""Ranks that stay away from a tensor-parallel product, or are killed in the middle of it: a named error, in time."""
+"""Ranks that stay away from a tensor-parallel product, or are killed in it, are named in an error, in time."""
 
 import signal
 from pathlib import Path
@@ -24,7 +24,7 @@ from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
 
 TIMEOUT = 0.4  # seconds on an idle machine
-# What communicates.
+# The steps that communicate.
 STEPS = ("all_gather", "all_gather backward", "reduce_scatter", "reduce_scatter backward", "all_reduce")
 
 
@@ -41,7 +41,7 @@ def _forward(step: str, group: dist.ProcessGroup) -> Tensor:
 
 
 def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
-    """The step; out: what its forward has returned."""
+    """Run the step; out: the result of its forward pass."""
     if step.endswith("backward"):
         out.sum().backward(retain_graph=True)
     else:
@@ -50,12 +50,12 @@ def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
 
 
 def _by_copy_engines(group: dist.ProcessGroup) -> None:
-    """From now on, and not by the products themselves."""
+    """Make copy engines, not the products themselves, gather from now on."""
     _made.setdefault(group, {})[FusedLinear] = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=0)
 
 
 def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation) -> None:
-    """From now on; the ranks come at once to what is no part of the test, but on a busy machine at once may be late."""
+    """Set the timeout of the tested steps; on a busy machine, ranks may meet later than that before the test."""
     set_settings(timeout=seconds)
     if name != "collective":
         memory = connect(group, torch.device("cpu"))
@@ -64,13 +64,13 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation)
 
 
 def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tuple[str, ...], timeout: float) -> None:
-    """In each step rank 1 does not come, then comes late; and all do it again."""
+    """Run each step without rank 1, then with rank 1 coming late, then with all ranks."""
     world = rank.join()
     collective._PATIENCE = timeout
     if engines:
         _by_copy_engines(world)
     for step in steps:
-        # Gloo's groups are of no use after an error.
+        # Gloo's groups cannot be used after an error.
         group = dist.new_group() if name == "collective" else world
         with implementation(name):
             _set_timeout(patient(10.0), group, name)
@@ -122,7 +122,7 @@ def test_a_rank_that_never_comes_is_named(
         assert [running.result(rank)[1] for rank in range(3)] == [None] * 3
 
 
-def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
+def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
     collective._PATIENCE = patient(0.4)
     set_settings(timeout=patient(LIMIT))
@@ -146,7 +146,7 @@ def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
     ],
 )
 def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _until_somebody_dies, name, step) as running:
+    with ranks(3, tmp_path, _until_a_rank_dies, name, step) as running:
         running.wait_for_all()
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
@@ -154,7 +154,7 @@ def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str,
             assert isinstance(error, PeerTimeout), error
             assert error.rank == survivor
             assert when - killed < patient(5.0)
-            if name == "collective":  # Gloo's error may come by way of a rank that has met it before
+            if name == "collective":  # Gloo's error may come from another rank that has met it before
                 assert error.peer in (1, None)
             else:
                 assert error.peer == 1 and f"its process ({running.processes[1].pid}) has ended" in str(error)

@@ -1,4 +1,4 @@
-"""Shards and partial sums that copy engines move: the numbers of those that programs move, to the bit."""
+"""Copy engines and programs move shards and partial sums with the same results, to the bit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def _memory() -> SymmetricMemory:
 
 
 def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Tensor]:
-    """Outputs and gradients of both kinds of layers, for weights of one gather and of several."""
+    """Return outputs and gradients of both kinds of layers, for one weight and for several."""
     rank, world = products.memory.rank, products.memory.world
     x, y = normal(1 + rank, rows, 2, 24, dtype=dtype), normal(20 + rank, world * rows, 2, 40, dtype=dtype)
     gate, down = normal(3, 36, 24, dtype=dtype), normal(4, 24, 40, dtype=dtype)
@@ -54,7 +54,7 @@ def _everything(products: FusedLinear, dtype: torch.dtype, rows: int) -> list[Te
 
 
 def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
-    """Returns how often engines gathered and scattered."""
+    """Compare programs with copy engines; return how often engines gathered and scattered."""
     programs = FusedLinear(_memory())
     engines, sent = programs.variant(engines=True, other_tiles=False), {"gathers": 0, "scatters": 0}
 
@@ -77,17 +77,17 @@ def _both_ways(dtype: torch.dtype, sizes: tuple[int, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world", exhaustive(1, 2, 3))
-def test_copy_engines_bring_the_same_numbers(world: int) -> None:
+def test_copy_engines_give_the_same_results(world: int) -> None:
     sent = {"gathers": 12, "scatters": 8} if world > 1 else {"gathers": 0, "scatters": 0}
     assert pool(world).run(_both_ways, torch.float32, (1, 50)) == [sent] * world
 
 
-def test_copy_engines_bring_half_types() -> None:
+def test_copy_engines_copy_half_types() -> None:
     assert pool(2).run(_both_ways, torch.bfloat16, (7,)) == [{"gathers": 6, "scatters": 4}] * 2
 
 
 def _taking_turns() -> None:
-    """Shards around the limit: by programs and by engines in any order."""
+    """Gather shards around the limit, by programs and by engines in any order."""
     products = FusedLinear(_memory(), engine_bytes=4 * 24 * 5)
     rank, world = products.memory.rank, products.memory.world
     weight = integers(1, 10, 24)
@@ -102,8 +102,8 @@ def test_engines_and_programs_take_turns(world: int) -> None:
     pool(world).run(_taking_turns)
 
 
-def test_no_alarm_under_the_explorer() -> None:
-    """The copies too are accesses that signals must order."""
+def test_the_explorer_finds_no_error() -> None:
+    """Signals must order the accesses of copies too."""
 
     def program(memory: SimulatedMemory) -> None:
         products = FusedLinear(memory, engine_bytes=4 * 8 * 3)
@@ -123,7 +123,10 @@ def test_no_alarm_under_the_explorer() -> None:
 
 
 def _more_than_a_slot(most: int) -> int:
-    """Rows that are not a multiple of the ranks too, for all_reduce. Returns how many launches there were."""
+    """Check products with more rows than a slot holds and return the number of launches.
+
+    For all_reduce, the ranks do not divide the rows.
+    """
     products, launched = FusedLinear(_memory()), []
     rank, world = products.memory.rank, products.memory.world
     weight, bias = integers(1, 5, 8), integers(2, 5)
@@ -141,13 +144,13 @@ def _more_than_a_slot(most: int) -> int:
     return len(launched)
 
 
-def test_products_that_slots_cannot_hold_are_cut_in_rows() -> None:
-    assert pool(2).run(_more_than_a_slot, 2 * 5 * 4 * 5) == [3 + 2 + 2] * 2  # 5 rows of each owner at once
+def test_products_that_slots_cannot_hold_take_several_rounds() -> None:
+    assert pool(2).run(_more_than_a_slot, 2 * 5 * 4 * 5) == [3 + 2 + 2] * 2  # 5 rows of each owner per round
     assert pool(2).run(_more_than_a_slot, 2**30) == [3] * 2
 
 
 class Stream:
-    """In a GPU's place: what waits for it, and for what it waits, in order."""
+    """A stream in place of a GPU's, which records in order which streams wait for it and for which it waits."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self._said = name, said
@@ -158,13 +161,13 @@ class Stream:
 
 @contextlib.contextmanager
 def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
-    """The products are as on a GPU: engines have a stream; `said` gets what driver calls there are."""
+    """Run the products as on a GPU within the block, with a stream for engines; `said` receives the driver calls."""
     engine, current = Stream("engines", said), Stream("current", said)
 
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
         before = len(said)
         launch(kernel, *arguments, **options)
-        said[before:] = [kernel.fn.__name__]  # and not what the interpreter copies
+        said[before:] = [kernel.fn.__name__]  # without the copies of the interpreter
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,7 +200,7 @@ def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
 
 
 def _driver_calls(step: str) -> list[str]:
-    """Of one operator whose shards engines bring, behind others that have made its buffers."""
+    """Return the driver calls of one operator with engines, after others that allocated its buffers."""
     products, said = FusedLinear(_memory(), engine_bytes=1), []
     world = products.memory.world
     x, weight, grad = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(4 * world, 6)
@@ -228,9 +231,10 @@ PRODUCT, SCATTER = "all_gather_gemm_forward_kernel", "gemm_reduce_scatter_forwar
 
 @pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
 def test_driver_calls_of_a_gather(world: int) -> None:
-    """For n ranks 2 n - 1 between the two edges of the streams, at tp 8: 15. Without a product that waits n + 2: 10.
+    """There are 2 n - 1 calls between the two waits of the streams for n ranks, 15 at tp 8.
 
-    One guard holds all that reads what is gathered.
+    Without a product that waits there are n + 2, 10 at tp 8. One guard contains everything that reads the gathered
+    rows.
     """
     told = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
     kept = [BEFORE, "open_copies_kernel"] + ["copy"] * world + ["close_copies_kernel"]
@@ -241,13 +245,13 @@ def test_driver_calls_of_a_gather(world: int) -> None:
 
 @pytest.mark.parametrize("world", [3, *exhaustive(2, 4)])
 def test_driver_calls_of_a_scatter(world: int) -> None:
-    """For n ranks 3 n between the two edges of the streams, at tp 8: 24."""
+    """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
     sent = ["await_part_kernel", "copy", "word"] * (world - 1)
     said = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
     assert pool(world).run(_driver_calls, "scatter") == [said] * world
 
 
-def test_copies_are_waited_for_where_the_product_beside_them_fails() -> None:
+def test_copies_are_waited_for_if_the_overlapped_product_fails() -> None:
     for said in pool(2).run(_driver_calls, "backward that fails"):
         assert said[:2] == ["guard", BEFORE] and said[-1] == AFTER and SCATTER not in said
 

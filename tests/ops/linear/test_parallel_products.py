@@ -1,7 +1,7 @@
 """Every tensor-parallel product by every implementation: one suite, made from descriptions of the three products.
 
-`tpfuse.testing.parallel_products` has the checks, test_backend.py what concerns the order of ranks, and
-test_all_gather_linear.py what that product alone can do.
+`tpfuse.testing.parallel_products` has the checks, test_backend.py the tests of the order of ranks, and
+test_all_gather_linear.py those of the features that only that product has.
 """
 
 import re
@@ -65,7 +65,7 @@ MANY = {
         Case(BF16, (3, 2, 2), bias=False, residual=False),
     ],
     "linear_all_reduce": [
-        Case(F32, (131,), bias=False, residual=False),  # longer than what every rank sums by itself
+        Case(F32, (131,), bias=False, residual=False),  # longer than the sums that every rank computes by itself
         Case(F32, (5,), n=9, residual=False),
         Case(BF16, (21,), bias=False),
         Case(F32, (1,), n=9),
@@ -74,7 +74,7 @@ MANY = {
         Case(BF16, (3, 2, 2), n=9, bias=False, residual=False),
     ],
 }
-# Those are torch's, which takes no time; the kernels of the fused products have no float64.
+# Torch computes those, which takes no time; the kernels of the fused products have no float64.
 OF_TORCH = {
     "all_gather_linear": [Case(F64, (21,), k=63, n=50), Case(F64, (5, 2), bias=False, activation="geglu")],
     "linear_reduce_scatter": [Case(F64, (21,)), Case(F64, (5, 2), bias=False, residual=False)],
@@ -96,7 +96,7 @@ def _check(product: str, name: Implementation, cases: list[Case]) -> list[Tensor
 
 
 def _cases(product: str, name: Implementation, world: int, many: bool) -> list[Case]:
-    """Torch does all cases in no time; interpreted kernels take a second for some."""
+    """Return all cases for torch, which takes no time, and few for interpreted kernels, which take a second each."""
     if name != "fused":
         return FEW[product] + WHOLE_NUMBERS + MANY[product] + OF_TORCH[product]
     if many:
@@ -132,7 +132,7 @@ def _check_what(product: str, name: Implementation, what: str) -> None:
 )
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_autograd(product: str, name: Implementation, what: str) -> None:
+def test_gradients_obey_the_rules_of_autograd(product: str, name: Implementation, what: str) -> None:
     pool(3 if name == "direct" else 2).run(_check_what, product, name, what)
 
 
@@ -146,7 +146,7 @@ def test_one_rank_without_a_group_has_a_product_of_its_own(product: str) -> None
 
 X, W, B = torch.ones(4, 3), torch.ones(6, 3), torch.ones(6)
 ALL, ROWS, RESIDUAL = tuple(PRODUCTS), tuple(PRODUCTS)[:2], tuple(PRODUCTS)[1:]
-# The products that refuse it, what differs from good inputs, and what is said.
+# (the products that refuse it, the arguments that differ from good ones, the message)
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ALL, {"x": X.int()}, "x is torch.int32: expected a float dtype"),
     (ALL, {"x": torch.tensor(1.0)}, "x has shape (): expected [..., K]"),
@@ -195,7 +195,7 @@ def test_an_unknown_activation_is_refused() -> None:
         all_gather_linear(X, W, B, None, activation="tanh")
 
 
-# What the suite must see: each calls the right product with something wrong before or after it.
+# Faults that the suite must find: each calls the right product with an error before or after it.
 FAULTS: dict[str, Callable[[Callable[..., Tensor], Tensors], Tensor]] = {
     "rows in another order": lambda right, inputs: right(**inputs).roll(1, 0),
     "an input that was rounded": lambda right, inputs: right(**inputs | {"x": inputs["x"].bfloat16().float()}),
@@ -220,5 +220,5 @@ def _unseen(product: str) -> list[str]:
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_the_suite_sees_what_is_wrong(product: str) -> None:
+def test_the_suite_finds_planted_faults(product: str) -> None:
     assert pool(2).run(_unseen, product) == [[], []]

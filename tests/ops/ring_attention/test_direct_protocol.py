@@ -1,4 +1,4 @@
-"""Ring attention on shared memory, rank by rank in one process: what orders every access, under many schedules."""
+"""Ring attention on shared memory, rank by rank in one process: signals order every access, under many schedules."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def _call(rank: int, world: int, n: int, ring: bool = True) -> RingCall:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """[world, 1, H, n, D] -> [1, H, world * n, D]."""
+    """Return x [world, 1, H, n, D] as [1, H, world * n, D]."""
     return x.movedim(0, 2).flatten(2, 3)
 
 
 def _check(ring: direct_ring.DirectRing, rank: int, world: int, n: int, in_order: bool) -> None:
-    """Against one rank that has everything."""
+    """Compare with one rank that has all tokens."""
     generator = torch.Generator().manual_seed(n)
     q, k, v, grad = (torch.randn(world, 1, 2, n, D, dtype=torch.float64, generator=generator) for _ in range(4))
     call = _call(rank, world, n, in_order)
@@ -56,11 +56,11 @@ class TestDirectRing(ProtocolSuite):
     seeds = 30
     faults = (
         Fault(
-            "keys that are staged behind their signal",
+            "keys that are staged after their signal",
             replace(FORWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
         ),
         Fault(
-            "keys of backward that are staged behind their signal",
+            "keys of backward that are staged after their signal",
             replace(BACKWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
         ),
         Fault(
@@ -91,7 +91,7 @@ class TestDirectRing(ProtocolSuite):
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Several calls, of one piece and of a piece for each head."""
+        """Run several calls, of one round and of a round for each head."""
         rank, world = memory.rank, memory.world
         ring = current(direct_ring).DirectRing(
             memory, 8 * 2 * world * 2 * D

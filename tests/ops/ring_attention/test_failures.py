@@ -1,4 +1,4 @@
-"""What cannot be is said in one line, by every rank for itself; ranks that are killed in a ring are named."""
+"""Bad arguments are refused in one line, by every rank for itself; ranks that are killed in a ring are named."""
 
 import contextlib
 import signal
@@ -35,7 +35,7 @@ def _draw(q: Shape = (1, 4, 4, 16), k: Shape | None = None, v: Shape | None = No
     return {"q": torch.ones(q), "k": torch.ones(k), "v": torch.ones(v or k)}
 
 
-# (inputs, options, what is said), of 4 ranks; with "pair" as the group, 2 x 2.
+# (inputs, options, message) for 4 ranks, or for 2 x 2 ranks if the group is "pair".
 BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
     (
         _draw((1, 6, 4, 16)),
@@ -121,9 +121,9 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
 
 
 def _refused(name: Implementation) -> list[str]:
-    """What is said to rank 0, which asks alone in a group that has never communicated; then to all, who go on.
+    """Return the errors on rank 0, which calls alone in a group that has never communicated; then on all ranks.
 
-    name "auto": while cases are measured.
+    All ranks continue afterwards. name "auto": while cases are measured.
     """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     world, said = dist.new_group(), []
@@ -147,7 +147,7 @@ def _complaint(inputs: dict[str, Tensor], options: dict[str, Any], group: Any, p
 
 
 def _works(n: int, group: Any, schedule: Any = "auto") -> None:
-    """Equal keys: every query has the mean of the values that it sees, which are 1."""
+    """Check a call with equal keys: every query gets the mean of the values that it sees, which are 1."""
     x = torch.ones(1, 1 if schedule == "ring" else 4, n, 16, requires_grad=True)
     out = ring_attention(x, x, x, group=group, schedule=schedule)
     out.sum().backward()
@@ -161,7 +161,7 @@ def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> 
 
 
 def _uneven(name: Implementation, schedule: str, odd: int) -> str:
-    """Rank `odd` has two tokens more than the others."""
+    """Return the error if rank `odd` has two tokens more than the others."""
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
     group = pair if schedule == "ulysses_ring" else dist.group.WORLD
     with implementation(name):
@@ -184,7 +184,7 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
         *exhaustive(("collective", "ulysses_ring"), ("fused", "ring"), ("fused", "ulysses")),
     ],
 )
-def test_unequal_numbers_of_tokens(name: Implementation, schedule: str) -> None:
+def test_unequal_numbers_of_tokens_are_refused(name: Implementation, schedule: str) -> None:
     for said in pool(4).run(_uneven, name, schedule, 1):
         assert "ring_attention" in said and "\n" not in said and "6" in said and "4" in said
 
@@ -198,7 +198,7 @@ def _forward(step: str, group: dist.ProcessGroup) -> Tensor:
 
 
 def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
-    """The step; out: what its forward has returned."""
+    """Run the step; out: the result of its forward pass."""
     if step.endswith("backward"):
         out.sum().backward(retain_graph=True)
     else:
@@ -213,7 +213,7 @@ def _set_timeout(seconds: float, group: dist.ProcessGroup) -> None:
 
 
 def _one_stays_away(rank: Rank, name: Implementation, timeout: float) -> None:
-    """In each step rank 1 does not come, then comes late; and all do it again."""
+    """Run each step without rank 1, then with rank 1 coming late, then with all ranks."""
     group = rank.join()
     for step in STEPS:
         with implementation(name):
@@ -250,7 +250,7 @@ def test_a_rank_that_never_comes_is_named(name: Implementation, tmp_path: Path) 
         assert [running.result(rank)[1] for rank in range(3)] == [None] * 3
 
 
-def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
+def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
     collective._PATIENCE = patient(0.4)
     set_settings(timeout=patient(10.0 if name == "collective" else LIMIT))
@@ -278,7 +278,7 @@ def _until_somebody_dies(rank: Rank, name: Implementation, step: str) -> None:
     ],
 )
 def test_a_rank_that_is_killed_in_the_ring_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:
-    with ranks(3, tmp_path, _until_somebody_dies, name, step) as running:
+    with ranks(3, tmp_path, _until_a_rank_dies, name, step) as running:
         running.wait_for_all()
         killed = running.send(1, signal.SIGKILL)
         for survivor in (0, 2):
@@ -286,7 +286,7 @@ def test_a_rank_that_is_killed_in_the_ring_is_named_at_once(name: Implementation
             assert isinstance(error, PeerTimeout), error
             assert error.rank == survivor
             assert when - killed < patient(15.0 if name == "collective" else 5.0)
-            if name == "collective":  # where a rank may wait for another one that has stopped before it
+            if name == "collective":  # a rank may wait for another one that has stopped before it
                 assert error.peer in (1, None)
             else:
                 assert error.peer == 1 and f"its process ({running.processes[1].pid}) has ended" in str(error)

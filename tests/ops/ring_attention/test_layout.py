@@ -1,4 +1,4 @@
-"""Every token of a sequence is on one rank, at the position that it says, and comes back from there."""
+"""Every token of a sequence is on one rank, at the position that the layout says, and returns from there."""
 
 import itertools
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ def test_every_position_is_on_one_rank() -> None:
         assert layout.length <= layout.padded_length < layout.length + smallest, layout
 
 
-def test_who_holds_what() -> None:
-    """The table, written out, with padding: 15 tokens on 4 ranks."""
+def test_the_positions_on_every_rank() -> None:
+    """The table is written out, with padding, for 15 tokens on 4 ranks."""
     zigzag = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     contiguous = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     striped = [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
@@ -52,7 +52,7 @@ def test_who_holds_what() -> None:
 
 
 def test_causal_work_is_balanced() -> None:
-    """What the ranks' queries see, in pairs of query and key, of 64 tokens on 4 ranks."""
+    """The measure of work is the number of visible pairs of query and key, for 64 tokens on 4 ranks."""
     pairs = {}
     for balance in BALANCES:
         layout = SequenceLayout(64, 4, balance)
@@ -62,7 +62,7 @@ def test_causal_work_is_balanced() -> None:
     assert pairs["contiguous"] == [136, 392, 648, 904]
 
 
-def test_ranks_that_exchange_heads_hold_what_a_rank_of_their_ring_holds() -> None:
+def test_ranks_that_exchange_heads_hold_the_tokens_of_a_rank_of_their_ring() -> None:
     for layout in _layouts():
         runs, u = layout.runs, layout.ulysses
         assert runs.world == layout.world // u and runs.local_length == layout.local_length * u
@@ -71,7 +71,7 @@ def test_ranks_that_exchange_heads_hold_what_a_rank_of_their_ring_holds() -> Non
             assert torch.equal(together, runs.positions(ring)), layout
 
 
-def test_runs_are_what_a_rank_holds() -> None:
+def test_runs_have_the_positions_of_a_rank() -> None:
     for layout in _layouts():
         runs = layout.runs
         assert runs.count * runs.size == runs.local_length
@@ -92,7 +92,7 @@ def _starts_kernel(
 
 
 @pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 8)])
-def test_kernels_count_alike(world: int) -> None:
+def test_kernels_compute_the_same_positions(world: int) -> None:
     for balance in BALANCES:
         runs = SequenceLayout(100, world, balance).runs
         found = torch.empty(world, 2, dtype=torch.int64)
@@ -122,8 +122,8 @@ def test_whole_is_the_inverse_of_shard(dim: int) -> None:
             assert bool((part.movedim(dim, 0)[~kept] == -9).all()), layout
 
 
-def test_labels_and_what_needs_gradients() -> None:
-    """Integers stay integers; a token's gradient comes back to it, padding's goes nowhere."""
+def test_shards_keep_integers_and_gradients() -> None:
+    """Integers stay integers; a token's gradient returns to it, and that of padding is dropped."""
     layout = SequenceLayout(13, 4)
     labels = _parts(layout, torch.arange(13), 0, -100)
     assert labels.dtype == torch.int64 and int((labels == -100).sum()) == 3
@@ -146,19 +146,19 @@ def test_labels_and_what_needs_gradients() -> None:
         ((8, 4, "zig-zag"), "balance 'zig-zag': expected one of zigzag, contiguous, striped"),
     ],
 )
-def test_layouts_that_cannot_be(arguments: tuple[int, int, Balance, int], complaint: str) -> None:
+def test_impossible_layouts_are_refused(arguments: tuple[int, int, Balance, int], complaint: str) -> None:
     with pytest.raises(ValueError) as caught:
         SequenceLayout(*arguments)
     assert str(caught.value) == complaint
 
 
-def test_a_part_of_something_else() -> None:
+def test_a_tensor_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="x has 7 tokens in dimension 1: expected 8"):
         SequenceLayout(8, 2).shard(torch.zeros(2, 7), 0, 1)
 
 
-def test_the_shortest_sequences() -> None:
-    """As many tokens as ranks: some ranks of a zigzag hold one token of the front, others padding alone."""
+def test_sequences_of_as_many_tokens_as_ranks() -> None:
+    """Some ranks of a zigzag hold one of the first tokens, others only padding."""
     for world, balance in itertools.product((1, 2, 3, 8), BALANCES):
         layout = SequenceLayout(world, world, balance)
         assert torch.equal(layout.whole(_parts(layout, torch.arange(world), 0, -1), 0), torch.arange(world))

@@ -1,6 +1,6 @@
-"""Ring attention and its siblings against full attention in float64 whose mask is written out.
+"""Every schedule of ring attention, compared with full attention in float64 whose mask is written out.
 
-Padding, and tokens behind the last document, hold numbers that would show if anybody saw them.
+Padding, and tokens after the last document, hold numbers that would change the result if a query saw them.
 """
 
 import functools
@@ -38,14 +38,14 @@ from tpfuse.testing.tiers import exhaustive
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 HOST: tuple[Implementation, ...] = ("direct", "collective")
-SIZE = 16  # of a head
+SIZE = 16  # the size of a head
 NAMES = ("out", "lse", "q", "k", "v")
 Whole = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """What attention is asked for; of `heads`, `kv_heads` have keys and values of their own."""
+    """The inputs and options of a call; of `heads`, `kv_heads` have keys and values of their own."""
 
     length: int = 37
     causal: bool = True
@@ -62,7 +62,7 @@ class _Sequence:
 
     @property
     def hidden(self) -> Tensor:
-        """[T, T] bool: whether a query (row) does not see a key (column)."""
+        """Return [T, T] bool: whether a query (row) does not see a key (column)."""
         bounds = torch.tensor(self.documents or (0, self.length))
         position = torch.arange(self.length)
         document = torch.bucketize(position, bounds, right=True)
@@ -72,7 +72,7 @@ class _Sequence:
         return hidden | (distance.abs() >= (self.window or self.length))
 
     def inputs(self, seed: int) -> Whole:
-        """q, k, v, and what the output's gradient is."""
+        """Return q, k, v and the output's gradient."""
         batch = 1 if self.documents else 2
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad": self.heads}
         draw = functools.partial(normal, dtype=self.dtype)
@@ -80,9 +80,9 @@ class _Sequence:
 
 
 def _full(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse): by the definition in float64, by what is behind torch's scaled_dot_product_attention otherwise.
+    """Return (out, lse), by the definition in float64, otherwise by torch's scaled_dot_product_attention.
 
-    A query that sees nothing has no gradient: it sees all here, and what it gets is replaced.
+    A query that sees no key has no gradient: here it sees all keys, and its result is replaced.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     blind = hidden.all(-1, keepdim=True)
@@ -97,7 +97,7 @@ def _full(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class _Truth:
-    """The whole result in float64, and what error each of its parts may have."""
+    """The whole result in float64, and the error that each tensor of it may have."""
 
     inputs: Whole
     whole: Whole
@@ -123,7 +123,7 @@ _truth = functools.cache(_new_truth)
 
 @dataclass(frozen=True)
 class _Way:
-    """How it is computed. ulysses: how many ranks exchange heads for tokens."""
+    """A schedule with a balance. ulysses: the number of ranks that exchange heads for tokens."""
 
     schedule: str
     balance: Balance = "zigzag"
@@ -141,7 +141,7 @@ class _Way:
 
 
 def _ways(world: int) -> Iterator[_Way]:
-    """Every schedule with every balance."""
+    """Yield every schedule with every balance."""
     pairs = {4: (2,), 8: (2, 4)}.get(world, ())
     schedules = [("ring", 1), ("all_gather", 1), ("ulysses", world), *(("ulysses_ring", u) for u in pairs)]
     for (schedule, ulysses), balance in itertools.product(schedules, BALANCES):
@@ -149,13 +149,13 @@ def _ways(world: int) -> Iterator[_Way]:
 
 
 def _shards(way: _Way, sequence: _Sequence, inputs: Whole) -> Whole:
-    """This rank's, with loud padding."""
+    """Return this rank's shards, with large numbers as padding."""
     layout = way.layout(sequence.length)
     return {name: layout.shard(x, dist.get_rank(), 2, value=20.0) for name, x in inputs.items()}
 
 
 def _run(way: _Way, sequence: _Sequence, inputs: Whole, attend: Any = ring_attention, **more: Any) -> Whole:
-    """This rank's out, lse and gradients."""
+    """Return this rank's out, lse and gradients."""
     shards = _shards(way, sequence, inputs)
     grad = shards.pop("grad")
     leaves = {name: x.requires_grad_() for name, x in shards.items()}
@@ -167,7 +167,7 @@ def _run(way: _Way, sequence: _Sequence, inputs: Whole, attend: Any = ring_atten
 
 
 def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: Sequence[str] = NAMES) -> list[str]:
-    """What differs from the truth by more than it may; a line each."""
+    """Return a line for each tensor that differs from the truth by more than it may."""
     layout, rank, said = way.layout(sequence.length), dist.get_rank(), []
     for name in names:
         expected = layout.shard(truth.whole[name], rank, 2, value=-torch.inf if name == "lse" else 0.0)
@@ -179,7 +179,7 @@ def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: S
 
 
 def _heads(way: _Way, grouped: bool, least: int = 4) -> dict[str, int]:
-    """Of as many heads as can be divided; four of q for one of keys where they are grouped."""
+    """Return numbers of heads that the ranks can divide; if grouped, four of q for one of keys."""
     u = way.ulysses
     return {"heads": 4 * u, "kv_heads": u} if grouped else dict.fromkeys(("heads", "kv_heads"), math.lcm(least, u))
 
@@ -196,7 +196,7 @@ MASKS = (
 
 
 def _products(name: Implementation, stride: int) -> list[str]:
-    """Every stride-th of all; a stride that has no divisor with their numbers meets every pair of two kinds."""
+    """Check every stride-th combination; a stride coprime to the numbers of options meets every pair of options."""
     said = []
     products = itertools.product(_ways(dist.get_world_size()), MASKS, (False, True))
     with implementation(name):
@@ -223,7 +223,7 @@ def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, w
 
 
 def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) -> list[str]:
-    """A mask for each way, by turns."""
+    """Check each schedule with one of the masks, in turn."""
     said: list[str] = []
     with implementation(name):
         for i, way in enumerate(_ways(dist.get_world_size())):
@@ -241,12 +241,12 @@ def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) ->
         *exhaustive(("direct", 8, BF16), ("collective", 2, F32), ("collective", 3, BF16), ("collective", 8, F32)),
     ],
 )
-def test_float32_and_bfloat16(name: Implementation, world: int, dtype: torch.dtype) -> None:
+def test_float32_and_bfloat16_match_the_reference(name: Implementation, world: int, dtype: torch.dtype) -> None:
     assert pool(world).run(_in_dtype, name, dtype, range(len(MASKS))) == [[]] * world
 
 
 def _errors(name: Implementation) -> dict[tuple[str, str], float]:
-    """By schedule and name of the result: the sum of the squared errors, and the largest one, on this rank."""
+    """Return this rank's sum of squared errors and largest error, by schedule and name of the result."""
     sequence, found = _Sequence(160, heads=8, kv_heads=8, dtype=BF16), {}
     truth = _truth(sequence, 3)
     with implementation(name):
@@ -266,7 +266,7 @@ def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation,
 
 
 def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
-    """Two forwards before their backwards, as in a model; other data in every call, and ranks that are late."""
+    """Run two forwards before their backwards, as in a model, with other data in every call and late ranks."""
     late, said = random.Random(dist.get_rank()), []
     ways = [way for way in _ways(dist.get_world_size()) if way.balance == "zigzag"]
     with implementation(name):
@@ -300,14 +300,14 @@ def test_calls_with_other_data_by_ranks_that_are_late(name: Implementation, worl
 
 
 def _unsharded(sequence: _Sequence, inputs: Whole, dropout: dict[str, Any]) -> _Truth:
-    """What `attention` says in float64."""
+    """Return the result of `attention` in float64."""
     leaves = {name: x.double().clone().requires_grad_() for name, x in inputs.items() if name != "grad"}
     options = sequence.options | dropout
     options |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), options.pop("cu_seqlens"))
     out, lse = attention(**leaves, **options, return_lse=True)
     out.backward(inputs["grad"].double())
     whole = {"out": out.detach(), "lse": lse.detach()} | {name: x.grad for name, x in leaves.items()}
-    # What is kept counts for more, and so do its errors.
+    # Dropout scales the kept elements, and so their errors.
     return _Truth(inputs, whole, {name: 2 * bound for name, bound in _truth(sequence, 4).bounds.items()})
 
 
@@ -319,7 +319,7 @@ def _dropped(
     widths: Sequence[int | None] = (None, 50),
     schedules: Sequence[str] = ("ring", "all_gather", "ulysses", "ulysses_ring"),
 ) -> list[str]:
-    """head_rows are those of another part of the batch; the widths: that of the sequence, and a larger one."""
+    """Check dropout with head_rows of another part of the batch, and with the sequence's width and a larger one."""
     key, said = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
     for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, widths):
         if way.balance not in balances or way.schedule not in schedules:
@@ -372,8 +372,8 @@ def test_two_runs_agree_to_the_bit(name: Implementation, dtype: torch.dtype, bal
     pool(4).run(_twice, name, dtype, balances)
 
 
-def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
-    """Sums over ranks are taken in rank order by both, and blocks in the same order."""
+def _by_direct_and_collective(dtype: torch.dtype, masks: Sequence[int]) -> None:
+    """Compare both: they sum over ranks in rank order, and take blocks in the same order."""
     for way, i in itertools.product(_ways(dist.get_world_size()), masks):
         sequence, results = replace(MASKS[i], dtype=dtype, **_heads(way, grouped=True)), []
         for name in HOST:
@@ -385,11 +385,11 @@ def _by_both(dtype: torch.dtype, masks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "masks"), [(BF16, (5,)), *exhaustive((F32, (0, 5)))])
 def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype, masks: Sequence[int]) -> None:
-    pool(3).run(_by_both, dtype, masks)
+    pool(3).run(_by_direct_and_collective, dtype, masks)
 
 
-def _seldom(name: Implementation, stride: int) -> list[str]:
-    """Documents that leave whole ranks nothing to see, or all of them; as few tokens as ranks; other scales."""
+def _rare_cases(name: Implementation, stride: int) -> list[str]:
+    """Check documents that leave some or all ranks without visible keys, as few tokens as ranks, and other scales."""
     world, said = dist.get_world_size(), []
     blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
     short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
@@ -399,7 +399,7 @@ def _seldom(name: Implementation, stride: int) -> list[str]:
             sequence = replace(case, **_heads(way, grouped=False))
             truth = _truth(sequence, 6)
             said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
-            scaled = truth.inputs | {"q": truth.inputs["q"] * 2}  # with half of the scale, the same but for dQ
+            scaled = truth.inputs | {"q": truth.inputs["q"] * 2}  # with half of the scale, only dQ differs
             result = _run(way, sequence, scaled, scale=0.5 / SIZE**0.5)
             said += _wrong(way, sequence, result | {"q": 2 * result["q"]}, truth)
     return said
@@ -410,11 +410,11 @@ def _seldom(name: Implementation, stride: int) -> list[str]:
     [("direct", 3, 7), *exhaustive(("direct", 1, 2), ("direct", 4, 5), ("direct", 8, 7), ("collective", 3, 4))],
 )
 def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation, world: int, stride: int) -> None:
-    assert pool(world).run(_seldom, name, stride) == [[]] * world
+    assert pool(world).run(_rare_cases, name, stride) == [[]] * world
 
 
 def _packed(name: Implementation) -> list[str]:
-    """q, k and v are views of [B, n, 3, H, D], as a projection gives them, and so is the output's gradient."""
+    """Check views of [B, n, 3, H, D] as q, k and v, as a projection returns them, and as the output's gradient."""
     sequence, said = MASKS[0], []
     truth = _truth(sequence, 7)
     for way in _ways(dist.get_world_size()):
@@ -432,7 +432,7 @@ def _packed(name: Implementation) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
-def test_inputs_that_are_not_contiguous(name: Implementation) -> None:
+def test_inputs_need_not_be_contiguous(name: Implementation) -> None:
     assert pool(4).run(_packed, name) == [[]] * 4
 
 
@@ -471,7 +471,7 @@ def _second_group() -> dist.ProcessGroup:
 
 
 def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length: int) -> list[str]:
-    """Both of them hold the same ranks; between forward and backward, each serves the other's and other products."""
+    """Run two groups of the same ranks; between one's forward and backward, the other group and products run."""
     said, rank, world = [], dist.get_rank(), dist.get_world_size()
     way, layout = _Way("ring"), SequenceLayout(length, world)
     weight = torch.ones(2, 3, dtype=dtype, requires_grad=True)
@@ -498,12 +498,12 @@ def test_two_groups_at_the_same_time(name: Implementation, rounds: int) -> None:
 
 
 def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str]:
-    """Few and small ones: kernels are interpreted. chosen: which of the ways."""
+    """Check few and small cases, since kernels are interpreted. chosen: the indices of the schedules."""
     said, world = [], dist.get_world_size()
     ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
     ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
     with implementation("fused"), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # nothing else in its place
+        warnings.simplefilter("error", UserWarning)  # no fallback
         for i in chosen:
             way = ways[i]
             mask = MASKS[(3 * i + world) % len(MASKS)]
@@ -522,7 +522,9 @@ def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str
         *exhaustive((4, F32, True, (2, 4)), (4, BF16, False, (0, 5))),
     ],
 )
-def test_fused(world: int, dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> None:
+def test_fused_results_match_the_reference(
+    world: int, dtype: torch.dtype, grouped: bool, chosen: Sequence[int]
+) -> None:
     assert pool(world).run(_fused, dtype, grouped, chosen) == [[]] * world
 
 
@@ -532,8 +534,8 @@ def test_dropout_of_fused_calls(schedule: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_fused_calls_by_turns() -> None:
-    """Other data in every call, ranks that are late, another group, and all of it to the bit twice."""
+def test_fused_calls_one_after_another() -> None:
+    """Check other data in every call, late ranks, another group, and equal bits in two runs."""
     assert pool(2).run(_layers, "fused", 4, F32) == [[]] * 2
     assert pool(2).run(_in_two_groups, "fused", 2, F32, 20) == [[]] * 2
     pool(2).run(_twice, "fused", BF16, ("zigzag",))
@@ -559,19 +561,19 @@ def test_auto_chooses_by_heads_and_size(name: Implementation, expected: list[str
 
 
 class _Apart(_Way):
-    """In a group of its own, whose decisions no other test meets."""
+    """A schedule in a group of its own, whose decisions no other test uses."""
 
     group = functools.cached_property(lambda _: dist.new_group())  # type: ignore[assignment]
 
 
 def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[str], set[str], str]:
-    """All candidates but one are slowed down in the forward pass.
+    """Slow all candidates but one down in the forward pass.
 
-    Returns what is wrong, the candidates that computed after the `measuring` block, what is decided, and what a context
-    says of it.
+    Return the errors, the candidates that computed after the `measuring` block, the decisions, and the plan of a
+    context.
     """
     way, computed = _Apart("auto"), []
-    length = 20 + 2 * len(wanted) + compiled  # cases of their own: decisions hold for the job
+    length = 20 + 2 * len(wanted) + compiled  # other cases in each test: decisions last as long as the job
     sequence = _Sequence(length, heads=2, kv_heads=2, dtype=F32)
     truth, said = _new_truth(sequence, 1), []
     attend, attend_backward = ring_module._attend, ring_module._attend_backward
@@ -610,14 +612,14 @@ def test_the_schedule_that_is_measured_to_be_the_fastest_is_taken(tmp_path: Path
     schedule, kind = wanted.split()
     for said, computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
         assert (said, taken) == ([], {wanted})
-        # the usual implementation goes backward by autograd, outside of a graph
+        # the backward of the usual implementation is autograd's, outside of a graph
         count = 2 if compiled or kind == "collective" else 1
         assert [name.replace("auto", "direct") for name in computed] == [wanted] * count
         assert plan.startswith(f"('{kind}', '{schedule}, zigzag: measured {wanted} "), plan
 
 
 def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], options: Sequence[int]) -> None:
-    """One graph gives what is computed without one, gradients too, to the bit."""
+    """Check that one graph gives the same results and gradients as a call without one, to the bit."""
     sequences = (
         _Sequence(dtype=F32),
         _Sequence(window=5, kv_heads=1, dtype=BF16),
@@ -639,7 +641,7 @@ def _compiled(name: Implementation, ways: Sequence[tuple[str, int, int]], option
     assert len(torch._dynamo.utils.counters["graph_break"]) == 0
 
 
-# (schedule, how many ranks exchange heads beside a ring, whether there is dropout)
+# (schedule, number of ranks that exchange heads in each rank of the ring, whether there is dropout)
 EVERY_WAY = (("auto", 1, 0), ("ring", 1, 0), ("all_gather", 1, 0), ("ulysses", 1, 0), ("ulysses_ring", 2, 0))
 
 
@@ -663,7 +665,7 @@ def test_every_schedule_is_one_graph(
 
 
 def _promised() -> None:
-    """The compiler is told the shapes, dtypes and strides that the results have."""
+    """Check that the compiler gets the shapes, dtypes and strides that the results have."""
     sequence = _Sequence(kv_heads=1, dtype=BF16)
     for schedule in ("ring", "ulysses"):
         way = _Way(schedule)
@@ -678,5 +680,5 @@ def _promised() -> None:
                 torch.library.opcheck(op, (*tensors, None, None, None), options, test_utils="test_faketensor")
 
 
-def test_results_are_what_the_compiler_is_told() -> None:
+def test_results_have_the_strides_that_the_compiler_expects() -> None:
     pool(2).run(_promised)

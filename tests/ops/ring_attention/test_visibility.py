@@ -1,4 +1,4 @@
-"""The visible ranges say the same as a mask that is written out, whatever the positions of the tokens are."""
+"""The visible ranges say the same as a mask that is written out, for any positions of the tokens."""
 
 import itertools
 from collections.abc import Iterator
