@@ -36,9 +36,7 @@ def _one_minus_exp(y):
 def updated(
     master, gradient, exp_avg, exp_avg_sq, lr, step, rate1, log_beta1, beta2, rate2, log_beta2, eps, weight_decay
 ):
-    """Returns (p, m, v) after update t = step, element by element in float32; weight_decay: one number, or one per
-    element.
-    """
+    """Returns (p, m, v) after update t = step, in float32; weight_decay: a number, or one for each element."""
     master -= lr * weight_decay * master
     exp_avg += rate1 * (gradient - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + rate2 * gradient * gradient

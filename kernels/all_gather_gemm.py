@@ -282,7 +282,9 @@ def _plan(
     operator = "all_gather_gemm"
     m, k, n = _check(operator, x, weight, bias, gathered, ready, endpoint, activation)
     if copied and keep_own:
-        raise ValueError(f"{operator}: keep_own: what brings the other chunks brings the own one too where copied")
+        raise ValueError(
+            f"{operator}: keep_own is True: expected False with copied, where copy engines also copy this rank's chunk"
+        )
     width = n // 2 if activation in GATED else n
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
     k_adjacent, aligned = weight_layout(gate, up)
@@ -314,18 +316,14 @@ def _plan(
 
 
 def _copiers(operator: str, row: Configuration, x: Tensor, ready: Tensor, endpoint: Endpoint) -> int:
-    """Returns how many programs copy: at most one per share, flag and word of ready; one where there is nothing to
-    copy.
-    """
+    """Returns how many programs copy, at least one and at most one per share, flag and word of ready."""
     shares = cdiv(x.numel(), row.blocks["BLOCK_COPY"])
     wanted = min(row.blocks["COPIERS"], max(shares, 1), len(ready) // endpoint.world, max(endpoint.programs - 1, 1))
     return endpoint.grid(operator, x.nbytes, wanted)[0]
 
 
 def _programs(operator: str, endpoint: Endpoint, tiles: int, copiers: int) -> int:
-    """Returns the number of all programs, at least one: without a tile too one waits for all ranks and advances the
-    epoch.
-    """
+    """Returns the number of all programs. Without a tile one program waits for all ranks and advances the epoch."""
     if copiers == 0:
         return max(min(tiles, endpoint.programs - 1), 1)
     if tiles and endpoint.programs == copiers:

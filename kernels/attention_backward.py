@@ -387,8 +387,9 @@ def _check(grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tens
 
 
 def _gradient(x: Tensor, dtype: torch.dtype, zero: bool) -> Tensor:
-    """Allocates x's gradient, [B, T, H, D]; zero: no kernel writes the rows after the last document, so they start at
-    0.
+    """Allocates x's gradient, [B, T, H, D].
+
+    zero: start at 0, because no kernel writes the rows after the last document.
     """
     batch, heads, length, size = x.shape
     make = torch.zeros if zero else torch.empty

@@ -23,8 +23,9 @@ PADDING: tl.constexpr = tl.constexpr(128)  # rows after each document: the large
 
 @triton.jit
 def load_tile(rows, first_d, HEAD_SIZE: tl.constexpr, SLICE_D: tl.constexpr):
-    """Loads columns first_d, … of the rows (ptr, first, offs, stop, stride): first + offs of a matrix [stop,
-    HEAD_SIZE].
+    """Loads columns first_d, … of rows first + offs of a matrix [stop, HEAD_SIZE].
+
+    rows: (ptr, first, offs, stop, stride).
     """
     ptr, first, offs, stop, stride = rows
     offs_d = tl.arange(0, SLICE_D)
@@ -102,8 +103,7 @@ def attention_backward_delta(
     sequences: int,
     longest: int,
 ) -> dict[str, Tensor]:
-    """Returns log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as keyword arguments of the kernels that
-    read them.
+    """Returns log2_sum and delta, [B, H, Tq + documents * PADDING] float32, as the arguments of kernels that read them.
 
     grad_out, out: [B, H, Tq, D], `aligned`; lse, grad_lse: [B, H, Tq] float32; sequences: the number of documents, or B
     without them; longest: the length of the longest document of queries, or more. `attention_backward` checks them.

@@ -72,8 +72,7 @@ def attention_merge_kernel(
 def attention_merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, in_place: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) for two disjoint sets of keys from the results of each; 0 and -inf for a query that saw no
-    key.
+    """Returns (out, lse) for two disjoint sets of keys from the results of each; 0 and -inf where a query saw no key.
 
     out_a, out_b: [B, H, T, D] with contiguous rows, of one dtype, or out_a float32 and out_b a half type; lse_a, lse_b:
     [B, H, T] float32. Returns out in out_a's dtype and layout and lse, float32; with in_place they are out_a and lse_a.
@@ -131,4 +130,4 @@ def check_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, in
         if x.numel() and x.stride(3) != 1:
             raise ValueError(f"{name}: {label} has strides {x.stride()}: expected contiguous rows")
     if in_place and not lse_a.is_contiguous():
-        raise ValueError(f"{name}: lse_a has strides {lse_a.stride()}: expected a contiguous one with in_place")
+        raise ValueError(f"{name}: lse_a has strides {lse_a.stride()}: expected a contiguous lse_a with in_place")

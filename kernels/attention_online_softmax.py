@@ -186,8 +186,9 @@ def attend(
     TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
 ):
-    """Calls `attend_range` for keys at positions k_offset, k_offset + 1, …; dropout: (result of `dropout_rows`,
-    threshold).
+    """Calls `attend_range` for the keys at positions k_offset, k_offset + 1, ….
+
+    dropout: (the result of `dropout_rows`, threshold).
     """
     _, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold = dropout

@@ -22,9 +22,7 @@ from tpfuse.kernels.dropout import hashed_rows, threshold
 
 @triton.jit
 def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Returns whether the query at q_pos sees the key at k_pos (they broadcast); k_stop: the position after the last
-    key.
-    """
+    """Returns whether the query at q_pos sees the key at k_pos (they broadcast); keys end before position k_stop."""
     last = k_stop - 1
     if HAS_AHEAD:
         last = tl.minimum(last, q_pos + ahead)
@@ -36,10 +34,10 @@ def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BE
 
 @triton.jit
 def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr):
-    """Returns the indices of the first and the last key that the query at q_pos sees; without HAS_BEHIND the first is
-    0.
+    """Returns the indices of the first and the last key that the query at q_pos sees.
 
-    They agree with `visible` for each key, and are for loops that compare their keys with both.
+    Without HAS_BEHIND the first is 0. The indices agree with `visible` for each key, and are for loops that compare
+    their keys with both.
     """
     last = tl.full(q_pos.shape, 0, tl.int32) + (tk - 1)
     first = tl.full(q_pos.shape, 0, tl.int32)
@@ -54,13 +52,12 @@ def seen_keys(q_pos, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_B
 def key_range(
     q_first, q_last, k_offset, tk, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BEHIND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Returns indices (start, full_start, full_stop, stop) of the keys that queries at q_first to q_last, inclusive,
-    see.
+    """Returns indices (start, full_start, full_stop, stop) of the keys that the queries from q_first to q_last see.
 
-    None of the queries sees keys outside start to stop; all of them see all keys of the blocks of BLOCK keys from
-    full_start to full_stop, so that only the blocks before and after those are masked. start, full_start and full_stop
-    are multiples of BLOCK, except where full_start is stop. For the queries that see a range of keys, exchange the
-    sides: pass key positions, q_offset, tq, behind as ahead and ahead as behind.
+    q_last is included. None of the queries sees keys outside start to stop; all of them see all keys of the blocks of
+    BLOCK keys from full_start to full_stop, so that only the blocks before and after those are masked. start,
+    full_start and full_stop are multiples of BLOCK, except where full_start is stop. For the queries that see a range
+    of keys, exchange the sides: pass key positions, q_offset, tq, behind as ahead and ahead as behind.
     """
     start = tl.full((), 0, tl.int32)
     full_start = tl.full((), 0, tl.int32)
@@ -108,8 +105,7 @@ def bounds(causal: bool, window: int | None) -> tuple[int | None, int | None]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns x [..., D], or a copy, so that every row of D elements is contiguous and starts at a multiple of 16
-    bytes.
+    """Returns x [..., D], or a copy, with contiguous rows of D elements that start at multiples of 16 bytes.
 
     Kernels may then load 16 bytes at once even where the strides are not the multiples of 16 that Triton requires.
     """

@@ -48,9 +48,7 @@ _ALIGNMENT = 16  # words: Triton recognises this multiple, so that 16 bytes are 
 
 
 def part_starts(parts: Sequence[int]) -> list[int]:
-    """Returns the word at which each part of a block begins and at which the next block does; parts: their lengths in
-    words.
-    """
+    """Returns the words at which the parts of a block and then the next block begin; parts: their lengths in words."""
     return list(accumulate((cdiv(words, _ALIGNMENT) * _ALIGNMENT for words in parts), initial=0))
 
 
@@ -73,19 +71,18 @@ class BlockExchange:
         check_ready("block_exchange", self.ready, self.endpoint)
 
     def copiers(self, operator: str, parts: Sequence[int], wanted: int, block: int) -> int:
-        """Returns how many programs copy blocks of these parts, `block` words at a time: at least one, at most
-        `wanted`.
+        """Returns how many programs copy blocks of these parts, `block` words at a time: from one to `wanted`.
 
         Raises ValueError for parts that are not multiples of 16 bytes, and where slots or flags are too few.
         """
         if any(words % 4 for words in parts):
-            raise ValueError(f"{operator}: parts of {tuple(parts)} words: expected multiples of 4, 16 bytes")
+            raise ValueError(f"{operator}: parts of {tuple(parts)} words: expected multiples of 4 (16 bytes)")
         world, end = self.endpoint.world, self.endpoint
         shares = cdiv(max(parts), block)
-        room = len(self.ready) // (len(parts) * world)
-        if room == 0:
+        most_copiers = len(self.ready) // (len(parts) * world)
+        if most_copiers == 0:
             raise ValueError(f"{operator}: ready has {len(self.ready)} words: expected at least {len(parts) * world}")
-        copiers = min(wanted, max(shares, 1), room, max(end.programs - 1, 1))
+        copiers = min(wanted, max(shares, 1), most_copiers, max(end.programs - 1, 1))
         steps = max(world - 1, 1) if self.ring else 1
         return int(end.grid(operator, 4 * world * part_starts(parts)[-1], copiers, len(parts) * steps)[0])
 

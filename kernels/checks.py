@@ -1,6 +1,4 @@
-"""Checks of launchers' arguments: each error is one line that names the argument, what was received and what is
-accepted.
-"""
+"""Checks of launchers' arguments: each error names in one line the argument, what was received and what is accepted."""
 
 import torch
 from torch import Tensor

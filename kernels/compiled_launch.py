@@ -31,9 +31,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _picker(indices: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns a function that picks the values at these indices as a tuple; operator.itemgetter does so for two or more
-    only.
-    """
+    """Returns a function that picks the values at these indices as a tuple, also for fewer than two indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple([values[index] for index in indices])
@@ -48,7 +46,7 @@ class _Form:
 
     def __init__(self, kernel: Any, types: Sequence[type]) -> None:
         tensors, changing, keyed = [], [], []
-        assert not any(issubclass(of, tuple) for of in types), "a tuple of tensors would be compared with others"
+        assert not any(issubclass(of, tuple) for of in types), "tuples of tensors are not supported as arguments"
         for index, (parameter, of) in enumerate(zip(kernel.params, types, strict=True)):
             if issubclass(of, Tensor):
                 tensors.append(index)
@@ -82,10 +80,10 @@ _kernels: dict[int, _Kernel] = {}  # by id: Triton computes the hash of a kernel
 
 
 def _known(kernel: Any) -> _Kernel:
-    found = _kernels.get(id(kernel))
-    if found is None:
-        found = _kernels[id(kernel)] = _Kernel(kernel)
-    return found
+    known = _kernels.get(id(kernel))
+    if known is None:
+        known = _kernels[id(kernel)] = _Kernel(kernel)
+    return known
 
 
 class Started(NamedTuple):
@@ -120,8 +118,7 @@ class Started(NamedTuple):
 def run(
     kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], num_warps: int, num_stages: int
 ) -> Started | None:
-    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: those of all its
-    parameters.
+    """Runs a kernel over a grid without zeros, on the device of its first tensor. arguments: all of its parameters.
 
     Returns a `Started` that may run again; None where Triton does not return one, or returns one compiled for a
     profiler.
@@ -134,14 +131,14 @@ def run(
         form = known.forms[types] = _Form(kernel, types)
     tensors = form.tensors(values)
     key = tensors[0].get_device(), num_warps, num_stages, *form.key(values, tensors)
-    found, looked_at = form.started.get(key), watched(kernel)
-    if found is not None and not looked_at:
-        found.start(grid, values)
-        return found
-    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, whatever the tensors say
+    started, is_watched = form.started.get(key), watched(kernel)
+    if started is not None and not is_watched:
+        started.start(grid, values)
+        return started
+    with torch.cuda.device_of(tensors[0]):  # Triton launches on the current device, on whichever device the tensors are
         triton.set_allocator(_scratch)
         compiled = kernel[grid](**arguments, num_warps=num_warps, num_stages=num_stages)
-    if looked_at or not isinstance(compiled, CompiledKernel):
+    if is_watched or not isinstance(compiled, CompiledKernel):
         return None
     return keep(form.started, key, Started(known, compiled, key[0]))
 
@@ -153,8 +150,9 @@ def watched(kernel: Any) -> bool:
 
 
 def keep(table: dict[tuple[object, ...], _Kept], key: tuple[object, ...], value: _Kept) -> _Kept:
-    """Stores a value in a table that is emptied when it is full, since shapes may be new in each step; returns the
-    value.
+    """Stores a value in a table, which is emptied when it is full: shapes may be new in each step.
+
+    Returns the value.
     """
     if len(table) >= MOST_KEPT:
         table.clear()

@@ -43,8 +43,9 @@ class Configuration:
         return self.operator, self.family, self.bits, tuple(sorted(self.at_most.items()))
 
     def fits(self, bits: int, sizes: Mapping[str, int], *, busy: bool = True) -> bool:
-        """Returns whether the row is for elements of `bits` bits and these sizes; busy: apply its limit of idle time
-        too.
+        """Returns whether the row is for elements of `bits` bits and these sizes.
+
+        busy: its limit of idle time must be kept too.
         """
         if bits != self.bits:
             return False
@@ -57,9 +58,7 @@ class Configuration:
         return tuple(self.blocks.get(name) for name in ("BLOCK_M", "BLOCK_N", "TMA"))
 
     def idle(self, sizes: Mapping[str, int]) -> float:
-        """Returns the percentage of the time of `programs` multiprocessors that tiles of `chunks` times M x N leave
-        unused.
-        """
+        """Returns the percentage of `programs` multiprocessors' time that tiles of `chunks` x M x N leave unused."""
         block_m, block_n = int(self.blocks["BLOCK_M"]), int(self.blocks["BLOCK_N"])
         tiles = sizes.get("chunks", 1) * cdiv(sizes["M"], block_m) * cdiv(sizes["N"], block_n)
         done = sizes.get("chunks", 1) * sizes["M"] * sizes["N"] / (block_m * block_n)

@@ -94,8 +94,8 @@ def cross_entropy_forward_kernel(
     maximum = tl.where(total == 0.0, float("-inf"), maximum)
 
     column = tl.load(target_ptr + offs_m, mask=mask_m, other=_IGNORE) - start
-    own = (column >= 0) & (column < width)
-    target_logit = tl.load(logits_ptr + row + column, mask=own, other=0.0).to(tl.float32)
+    in_shard = (column >= 0) & (column < width)
+    target_logit = tl.load(logits_ptr + row + column, mask=in_shard, other=0.0).to(tl.float32)
     tl.store(statistics_ptr + offs_m, maximum, mask=mask_m)
     tl.store(statistics_ptr + M + offs_m, total, mask=mask_m)
     tl.store(statistics_ptr + 2 * M + offs_m, target_logit, mask=mask_m)
@@ -164,8 +164,7 @@ def cross_entropy_combine_kernel(
 
 
 def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Returns the losses [M] float32, and maximum and total [2, M] float32 of the whole vocabulary for the backward
-    pass.
+    """Returns the losses [M] and, for the backward pass, maximum and total [2, M] of the whole vocabulary, in float32.
 
     statistics: [world, 3, M] float32 of `cross_entropy_forward` on each shard, added in this order; target: [M] int64.
     A target of -1 has loss 0. A target that is not in the vocabulary has loss NaN and makes its row's gradient NaN,
@@ -200,9 +199,7 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
 
 @triton.jit
 def logit_gradient(x, columns, column, maximum, inverse, scale, live):
-    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 in rows that are not
-    live.
-    """
+    """Returns (exp(x - maximum) / total - [columns == column]) scale for logits x [BLOCK_M, _]; 0 where not `live`."""
     gradient = tl.exp(x.to(tl.float32) - maximum[:, None]) * inverse[:, None]
     gradient = tl.where(columns == column[:, None], gradient - 1.0, gradient)
     return tl.where(live[:, None], gradient * scale[:, None], 0.0)

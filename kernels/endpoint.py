@@ -83,11 +83,11 @@ class Endpoint:
         """
         if nbytes > self.slot_bytes:
             raise ValueError(f"{operator}: {nbytes} bytes to stage, a slot holds {self.slot_bytes}: pass it in pieces")
-        room = self.flag_count // (rounds * self.world)
-        if room == 0:
-            flags = f"{rounds * self.world} for one program, the channel has {self.flag_count}"
-            raise ValueError(f"{operator}: more flags than there is room for: {flags}")
-        return (min(self.programs, tiles, room),)
+        programs = self.flag_count // (rounds * self.world)
+        if programs == 0:
+            needed = f"one program needs {rounds * self.world}, the channel has {self.flag_count}"
+            raise ValueError(f"{operator}: too few flags: {needed}")
+        return (min(self.programs, tiles, programs),)
 
     def signals(self) -> dict[str, Any]:
         """Returns the arguments that every kernel takes."""
@@ -105,9 +105,7 @@ class Endpoint:
 
 
 def as_words(x: Tensor, out: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
-    """Returns x, out and the elements n of a row as the widest integers that divide all three, for kernels that move
-    bytes.
-    """
+    """Returns x, out and the row's length n in the widest integers that fit all three, for kernels that move bytes."""
     offsets = [n * x.element_size()]
     for tensor in (x, out):
         offsets += [tensor.data_ptr(), int(tensor.storage_offset()) * tensor.element_size()]
@@ -130,9 +128,7 @@ def check_ready(operator: str, ready: Tensor, endpoint: Endpoint) -> None:
 
 
 def configured(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype whose rows of configurations.toml are used to sum `dtype`; 64-bit types have no rows of their
-    own.
-    """
+    """Returns the dtype whose rows of configurations.toml serve for sums of `dtype`: 64-bit types have no rows."""
     return torch.float32 if dtype.itemsize == 8 else dtype
 
 

@@ -105,8 +105,7 @@ def sum_parts_kernel(
 
 
 def await_part(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> None:
-    """Makes the current stream wait until word [p, owner] is the stamp's epoch for every program p, or the rank is
-    aborted.
+    """Makes the current stream wait until word [p, owner] is the stamp's epoch for every program p, or until an abort.
 
     stored: int32 [endpoint.programs, world]; stamp: int32 [1]. Raises ValueError for other tensors or an unknown owner.
     """

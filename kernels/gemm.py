@@ -133,8 +133,9 @@ def gemm_forward(
 
 
 class _Plan(NamedTuple):
-    """The sizes and launches of a call of `gemm_forward`. rows, width: of the result; columns: of the product, gate and
-    up.
+    """The sizes and launches of a call of `gemm_forward`.
+
+    rows, width: of the result; columns: of the product, gate and up.
     """
 
     rows: int

@@ -56,8 +56,9 @@ from tpfuse.kernels.tiles import dot, grouped_tile
 
 @triton.jit
 def _first_tile(owner, tiles):
-    """Returns this program's first tile of an owner; tiles: the number that each owner has, except that the last have
-    fewer.
+    """Returns this program's first tile of an owner.
+
+    tiles: the number of tiles of each owner except the last ones, which may have fewer.
     """
     programs = tl.num_programs(0)
     return (tl.program_id(0) + programs - owner * tiles % programs) % programs
@@ -201,8 +202,7 @@ def gemm_reduce_scatter_forward(
     residual: Tensor | None = None,
     other_tiles: bool = False,
 ) -> Tensor:
-    """Returns this rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all ranks have called this; in stream
-    order.
+    """Returns this rank's rows of Σ over ranks of x Wᵀ, + bias + residual, once all have called this; in stream order.
 
     x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows. It has
     min(c, M - rank c) rows or none, c = cdiv(M, world). All have one dtype of float32, float16, bfloat16, any strides,
@@ -253,8 +253,9 @@ def _plan(
     other_tiles: bool,
     copied: bool,
 ) -> _Plan:
-    """Checks a call and plans its launch; copied: copy engines copy the tiles, and each of the channel's programs
-    signals.
+    """Checks a call and plans its launch.
+
+    copied: copy engines copy the tiles; then each of the channel's programs signals, with a tile or without.
     """
     operator = "gemm_reduce_scatter"
     if x.ndim != 2:
@@ -291,9 +292,7 @@ def _plan(
 def _configuration(
     operator: str, x: Tensor, n: int, chunk: int, endpoint: Endpoint, aligned: bool, other_tiles: bool
 ) -> tuple[dict[str, Any], int, int]:
-    """Returns (blocks, num_warps, num_stages); tiles are those of aligned tensors, because all ranks need the same
-    tiles.
-    """
+    """Returns (blocks, num_warps, num_stages); tiles are those of aligned tensors, so that all ranks have the same."""
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
     shared = choose(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
     row = shared if aligned else choose(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)

@@ -16,9 +16,7 @@ _PARTS_SPECIALIZE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 
 
 def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
-    """Returns a product's launch options from its row: blocks, num_warps and num_stages. tma: whether operands allow
-    TMA.
-    """
+    """Returns a product's launch options from its row: blocks, num_warps and num_stages; tma: operands allow TMA."""
     blocks = dict(row.blocks)
     blocks["TMA"] = tma and blocks["TMA"]
     blocks["WARP_SPECIALIZE"] = blocks["TMA"] and blocks["WARP_SPECIALIZE"]
@@ -30,9 +28,7 @@ def tile_options(row: Configuration, tma: bool) -> dict[str, Any]:
 
 
 def allows_tma(*matrices: Tensor | None) -> bool:
-    """Returns whether TMA can read the matrices: not empty, rows of adjacent elements, base and rows aligned to 16
-    bytes.
-    """
+    """Returns whether TMA can read the matrices: not empty, rows of adjacent elements, base and rows aligned to 16."""
     return all(_allows_tma(x) for x in matrices if x is not None)
 
 

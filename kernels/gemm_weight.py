@@ -1,5 +1,4 @@
-"""Tiles of Wᵀ for products whose weight may have either layout: rows of adjacent elements, or columns, as in
-`weight.t()`.
+"""Tiles of Wᵀ for products whose weight may have rows of adjacent elements, or columns, as in `weight.t()`.
 
 TMA needs adjacent elements in a tile's last dimension, and pointers are fast along them. A constexpr K_ADJACENT says in
 which of the weight's dimensions elements are adjacent; a tile with the other layout is transposed before the product.
@@ -53,8 +52,9 @@ def load_weight(
 
 
 def weight_layout(weight: Tensor, up: Tensor | None) -> tuple[bool, bool]:
-    """Returns (K_ADJACENT, whether TMA can read) for weight [N, K] and the second half of a gated pair, of the same
-    layout.
+    """Returns (K_ADJACENT, whether TMA can read) for weight [N, K] and `up`, the second half of a gated pair.
+
+    Both halves have the same layout.
     """
     k_adjacent = weight.stride(1) == 1 or weight.stride(0) != 1
     return k_adjacent, allows_tma(*(x if k_adjacent or x is None else x.t() for x in (weight, up)))

@@ -41,10 +41,9 @@ def interpreter_problem(triton_version: str = triton.__version__, numpy_version:
 
 
 def _skip_overflow_checks() -> None:
-    """Turns off the interpreter's checks of integers for overflow: it drops their results unless its option `debug` is
-    on.
+    """Turns off the interpreter's checks of integers for overflow.
 
-    The checks take a third of its time.
+    It drops their results unless its option `debug` is on, and the checks take a third of its time.
     """
     from triton.runtime.interpreter import interpreter_builder
 
@@ -143,9 +142,9 @@ _gpus: dict[torch.device, tuple[str, int]] = {}  # family and multiprocessors of
 
 
 def _gpu(device: torch.device) -> tuple[str, int]:
-    found = _gpus.get(device)
-    if found is not None:
-        return found
+    gpu = _gpus.get(device)
+    if gpu is not None:
+        return gpu
     if device.type == "cuda":
         return _gpus.setdefault(device, _cuda_gpu(device))
     current = _recording.get()
@@ -175,20 +174,20 @@ def planned(plan: Callable[[*_Arguments], _Planned]) -> Callable[[*_Arguments], 
     plan: reads only shape, strides, dtype, device and the address modulo 16 of its tensors; its other arguments must be
     hashable. Its exceptions are not cached. Calls whose launches are interpreted or recorded are planned each time.
     """
-    kept: dict[tuple[object, ...], _Planned] = {}
-    _plans.append(kept)
+    plans: dict[tuple[object, ...], _Planned] = {}
+    _plans.append(plans)
 
     @functools.wraps(plan)
-    def found(*arguments: *_Arguments) -> _Planned:
+    def plan_once(*arguments: *_Arguments) -> _Planned:
         if INTERPRETED or _recording.get() is not None:
             return plan(*arguments)
         key = tuple([_layout(x) if isinstance(x, Tensor) else x for x in arguments])
-        known = kept.get(key)
+        known = plans.get(key)
         if known is None:
-            known = compiled_launch.keep(kept, key, plan(*arguments))
+            known = compiled_launch.keep(plans, key, plan(*arguments))
         return known
 
-    return found
+    return plan_once
 
 
 def _layout(x: Tensor) -> tuple[object, ...]:
@@ -197,8 +196,8 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 def forget_plans() -> None:
     """Makes `planned` call its plans again after the table of configurations has changed."""
-    for kept in _plans:
-        kept.clear()
+    for plans in _plans:
+        plans.clear()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int, **arguments: Any) -> None:

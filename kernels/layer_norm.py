@@ -120,8 +120,9 @@ def norm_forward(
     *,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Does `layer_norm_forward` for centered rows, else rms_norm's forward, whose mean is None. operator: named in
-    errors.
+    """Does `layer_norm_forward` for centered rows, else rms_norm's forward, whose mean is None.
+
+    operator: the name in error messages.
     """
     check_norm(operator, x, weight, bias, residual=residual)
     (m, c), device = x.shape, x.device

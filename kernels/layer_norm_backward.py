@@ -163,7 +163,7 @@ def norm_backward(
     grad_summed: Tensor | None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Does `layer_norm_backward`, or without mean rms_norm's backward. operator: named in errors."""
+    """Does `layer_norm_backward`, or without mean rms_norm's backward. operator: the name in error messages."""
     check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
@@ -241,8 +241,7 @@ def layer_norm_backward(
     grad_summed: Tensor | None = None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (dx, dweight, dbias or None) for the tensor that `layer_norm_forward` normalised (summed, with a
-    residual).
+    """Returns (dx, dweight, dbias or None) for the tensor that `layer_norm_forward` normalised: x, or summed.
 
     grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32. grad_summed is the gradient of
     summed itself; dx, in x's dtype, contains it and is the gradient of both x and residual. dweight and dbias: [C] in

@@ -29,10 +29,10 @@ def ring_arguments(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> dict[str, Any]:
-    """Checks and returns the kernels' arguments of a loop over blocks of keys; see `ring_attention_forward` for all of
-    them.
+    """Checks the arguments of a loop over blocks of keys, and returns those of its kernel.
 
-    Raises ValueError that names the argument, what was received and what is accepted.
+    For the arguments see `ring_attention_forward`. Raises ValueError that names the argument, what was received and
+    what is accepted.
     """
     order = _order(operator, q, runs, rank, exchange, sources)
     block = _block(operator, blocks, sources)
@@ -93,7 +93,7 @@ def _order(
         end = exchange.endpoint
         if sources is not None:
             raise ValueError(
-                f"{operator}: sources {tuple(sources)}: expected None with exchange, which brings all blocks"
+                f"{operator}: sources {tuple(sources)}: expected None with exchange, which copies all blocks"
             )
         if (end.rank, end.world) != (rank, world):
             raise ValueError(f"{operator}: rank {rank} of {world}: the channel's is {end.rank} of {end.world}")

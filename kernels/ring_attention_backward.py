@@ -87,8 +87,7 @@ def ring_attention_backward(
 
 
 def ring_attention_delta(grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (log2_sum, delta), [B, H, n + PADDING] float32, which gradients need of queries
-    (`attention_backward_delta`).
+    """Returns (log2_sum, delta), [B, H, n + PADDING] float32, from `attention_backward_delta`.
 
     grad_out, out: [B, H, n, D], any strides, of one dtype; lse: [B, H, n] float32. Raises ValueError for others.
     """
@@ -122,12 +121,11 @@ def ring_attention_dq(
     counters: Tensor | None = None,
     dropout_key: Tensor | None = None,
 ) -> Tensor:
-    """Returns what the keys of some ranks add to dq of the queries of rank `rank`: [B, H, n, D] float32, of [B, n, H,
-    D].
+    """Returns what the keys of some ranks add to dq of rank `rank`'s queries, in float32.
 
     q, grad_out: [B, H, n, D], any strides (contiguous ones are not copied); log2_sum, delta: from
     `ring_attention_delta`, for the keys of all ranks; the other arguments as in `ring_attention_forward` without
-    exchange.
+    exchange. The result is [B, H, n, D], a view of [B, n, H, D].
     """
     operator = "ring_attention_dq"
     queries = _queries(operator, q, grad_out, log2_sum, delta)
@@ -182,9 +180,7 @@ def _check_sums(operator: str, q: Tensor, **sums: tuple[Tensor, int]) -> None:
 
 
 def _packed(operator: str, *queries: Tensor) -> list[Tensor]:
-    """Returns [Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes; and the four tensors in these
-    words.
-    """
+    """Returns [Q | grad_out | log2_sum | delta] as int32 words, a multiple of 16 bytes, and the four in these words."""
     queries = tuple(_queries(operator, *queries))
     sizes = [x.nbytes // 4 for x in queries]
     words = torch.empty(queries_words(queries[0]), dtype=torch.int32, device=queries[0].device)
@@ -263,8 +259,9 @@ def _launch_dkdv(
     counters: Tensor | None,
     dropout_key: Tensor | None,
 ) -> None:
-    """Computes dk and dv into `gradients` [2, B, Hk, n, D], from the queries of one rank, or of all that are
-    `everywhere`.
+    """Computes dk and dv into `gradients` [2, B, Hk, n, D].
+
+    everywhere: the kernel's arguments for the queries of all ranks in the slot; empty for the queries of one rank.
     """
     q, grad_out, log2_sum, delta = queries
     # fmt: off

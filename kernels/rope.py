@@ -256,7 +256,7 @@ def check_rope(operator: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Ten
             expected = f"[B, T, H, D], D even and at least {2 * cos.shape[1]}"
             raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {expected}")
         if not x.is_floating_point() or x.dtype != q.dtype:
-            raise ValueError(f"{operator}: {name} is {x.dtype}: expected floats, of one dtype")
+            raise ValueError(f"{operator}: {name} is {x.dtype}: expected floats of one dtype")
         check_shape(operator, name, x, (*q.shape[:2], x.shape[2], q.shape[3]))
         check_device(operator, "q", q, name, x)
         if x.stride(3) != 1 and x.numel():

@@ -122,9 +122,7 @@ def shard_sum(
 
 
 def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: int, m: int, endpoint: Endpoint) -> None:
-    """Raises ValueError unless x is a flat buffer that holds [start, start + m) and `addresses` has one address per
-    rank.
-    """
+    """Raises ValueError unless x is flat and contains [start, start + m), and `addresses` has one address per rank."""
     check_shape(operator, name, x, (x.numel(),))
     check_integers(operator, name, x, FLOATS)
     check_contiguous(operator, name, x)
@@ -133,6 +131,6 @@ def check_flat(operator: str, name: str, x: Tensor, addresses: Tensor, start: in
         check_device(operator, "the channel", endpoint.flags, other, tensor)
     check_integers(operator, f"the addresses of {name}", addresses, (endpoint.flags.dtype,))
     if m > _MOST:
-        raise ValueError(f"{operator}: a shard of {m} elements, at most {_MOST} are counted: pass it in pieces")
+        raise ValueError(f"{operator}: a shard of {m} elements: expected at most {_MOST}: pass it in pieces")
     if start < 0 or start + m > len(x):
         raise ValueError(f"{operator}: the shard [{start}, {start + m}) is not inside {name} [{len(x)}]")

@@ -115,15 +115,14 @@ def sharded_adamw_(
     clip: Tensor | None,
     endpoint: Endpoint,
 ) -> None:
-    """Makes update number `step` (from 1) of elements [start, start + m) of all ranks' values, once all have called
-    this.
+    """Updates elements [start, start + m) of all ranks' values, once all ranks have called this.
 
     values: [size] float32, float16 or bfloat16, this rank's parameters; gradients: [size] of one of these too, this
     rank's; their addresses: [world] int64, the address of every rank's buffer, multiples of 16. gradient_addresses
     None: the gradients are [m], the sums over all ranks. master, exp_avg, exp_avg_sq: [m] float32; master is None where
     values are float32 and so their own master. All are contiguous. decay_end: elements of the shard before it are
-    decayed, the others are not. lr, step, clip: one element each; lr and clip float32, step float32 or int64; the sum
-    is multiplied by clip. A sum that is not finite goes into the state unchanged.
+    decayed, the others are not. lr, step, clip: one element each; lr and clip float32, step, the number of this update
+    from 1, float32 or int64; the sum is multiplied by clip. A sum that is not finite goes into the state unchanged.
 
     All ranks pass the same size, dtypes and m, and shards that do not overlap. When the launch is over, in stream
     order, every rank's values are new in all shards, and every rank may write its gradients again. Raises ValueError
@@ -132,15 +131,15 @@ def sharded_adamw_(
     """
     m = exp_avg.numel()
     check_flat("sharded_adamw", "values", values, value_addresses, start, m, endpoint)
-    own, sums = values[start : start + m], gradients
+    shard, sums = values[start : start + m], gradients
     if gradient_addresses is not None:
         check_flat("sharded_adamw", "gradients", gradients, gradient_addresses, start, m, endpoint)
         sums = gradients[start : start + m]
     if master is None and values.dtype != torch.float32:
         raise ValueError(f"sharded_adamw: values are {values.dtype}, master is None: expected a master of float32")
-    state = (exp_avg, exp_avg_sq, None if master is None else own)
+    state = (exp_avg, exp_avg_sq, None if master is None else shard)
     scalars = {"lr": lr, "step": step, "clip": clip}
-    check_shard(own if master is None else master, sums, *state, scalars, operator="sharded_adamw")
+    check_shard(shard if master is None else master, sums, *state, scalars, operator="sharded_adamw")
     row = choose("sharded_adamw", values.device, values.dtype)
     launch(
         sharded_adamw_kernel,

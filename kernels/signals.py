@@ -40,8 +40,9 @@ def wrapped(value: int) -> int:
 
 @triton.jit
 def peer_pointer(addresses_ptr, peer, dtype: tl.constexpr):
-    """Returns a pointer to `peer`'s part of a symmetric buffer; addresses_ptr: [world] int64,
-    `SymmetricBuffer.addresses`.
+    """Returns a pointer to `peer`'s part of a symmetric buffer.
+
+    addresses_ptr: [world] int64, `SymmetricBuffer.addresses`.
     """
     return tl.load(addresses_ptr + peer).to(tl.pointer_type(dtype))
 
@@ -59,11 +60,10 @@ def signal(flag_ptrs, epoch, mask=None):
 
 @triton.jit
 def wait_signal(flag_ptrs, epoch, abort_ptr, mask=None):
-    """Waits until words of this rank's flags are all `epoch` or later (acquire); returns False if the abort word ended
-    it.
+    """Waits until words of this rank's flags are all `epoch` or later (acquire); returns False after an abort.
 
     flag_ptrs: as for `signal`. Everything that the writers had done before is then visible to all threads of the
-    program. The abort word orders nothing.
+    program. The abort word, which ends the wait too, orders nothing.
     """
     late, aborted = 1, 0
     while (late != 0) & (aborted == 0):
@@ -109,11 +109,11 @@ def barrier(flags_ptr, abort_ptr, epoch, rank, WORLD: tl.constexpr, ROUND: tl.co
 
 @triton.jit
 def begin(state_ptr, abort_ptr):
-    """Returns (the epoch of this launch, whether it may run); state_ptr: [epoch of the launch before, programs that
-    ended].
+    """Returns (the epoch of this launch, whether it may run).
 
-    Only the launches of one rank access its state, one after another on one stream. A launch after one that was aborted
-    does nothing: it would write data that peers may still be reading.
+    state_ptr: [epoch of the launch before, programs that ended]. Only the launches of one rank access its state, one
+    after another on one stream. A launch after one that was aborted does nothing: it would write data that peers may
+    still be reading.
     """
     aborted = tl.atomic_add(abort_ptr, 0, sem="relaxed", scope="sys")
     epoch = tl.load(state_ptr) + 1

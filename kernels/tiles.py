@@ -41,8 +41,7 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """Returns (pid_m, pid_n) of the `tile`-th tile in an order that goes through GROUP_M rows of tiles column by
-    column.
+    """Returns (pid_m, pid_n) of the `tile`-th tile, in the order of groups of GROUP_M rows, column by column.
 
     Neighbouring programs then share operands in the L2 cache.
     """

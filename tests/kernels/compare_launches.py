@@ -2,11 +2,12 @@
 
     python tests/kernels/compare_launches.py gemm rope
 
-Nothing is compiled and nothing runs: compiler and driver are stand-ins, which note what a compiled kernel is started
-with. Each launch of the operators (`tpfuse.tools.operators`) is compared as it is, and, once for each kernel and types
-of its arguments, with one argument after the other changed to something that Triton may compile for anew. Launchers
-that plan their calls are compared with themselves, planned anew for each call. Prints, as JSON, how many launches there
-were of which kernels, and what was different. For a Python that does not interpret.
+Nothing is compiled and nothing runs: compiler and driver are stand-ins, which record the arguments with which a
+compiled kernel is started. Each launch of the operators (`tpfuse.tools.operators`) is compared as it is. Once for each
+kernel and types of its arguments, it is also compared with one argument after another changed to a value for which
+Triton may compile again. Launchers that plan their calls are compared with themselves, planned again for each call. The
+program prints, as JSON, the number of launches of each kernel, and all differences. It needs a Python that does not
+interpret kernels.
 """
 
 import itertools
@@ -35,11 +36,11 @@ from tpfuse.tools import operators
 _INTEGERS = (1, 2, 16, 17, 2**31 - 1, 2**31, 2**63)
 _UNALIGNED = {dtype: torch.empty(32, dtype=dtype)[1:] for dtype in (torch.bfloat16, torch.float32, torch.int32)}
 started: list[tuple[Any, ...]] = []
-bound: list[Any] = []  # the kernels that Triton's binder was called for
+bound: list[Any] = []  # the kernels for which Triton's binder was called
 
 
 class Driver:
-    """Of a device that CPU tensors and meta tensors are on."""
+    """A driver of a device that CPU tensors and meta tensors are on."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -52,7 +53,7 @@ class Driver:
 
 
 class Compiled(CompiledKernel):
-    """What the compiler gives, without code."""
+    """The result of the compiler, without code."""
 
     def __init__(self, source: Any, options: dict[str, Any]) -> None:
         self.source, self.options = source, options
@@ -87,7 +88,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _differences(x: Launch) -> Iterator[str]:
-    """Of the second launch of its kind, which no binder sees, from Triton's own."""
+    """Yields the differences between Triton's own launch and the second launch of its kind, which no binder sees."""
     name = x.kernel.__name__
     launches = {
         "Triton's": lambda: x.kernel[x.grid](**x.arguments, num_warps=x.num_warps, num_stages=x.num_stages),
@@ -113,7 +114,7 @@ def _differences(x: Launch) -> Iterator[str]:
 
 
 def _variants(x: Launch) -> Iterator[Launch]:
-    """With one argument changed."""
+    """Yields the launch with one argument changed at a time."""
     for parameter in x.kernel.params:
         value = x.arguments[parameter.name]
         others: list[Any] = []
@@ -135,7 +136,7 @@ def _variants(x: Launch) -> Iterator[Launch]:
 
 
 def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors of this shape: contiguous twice, of other strides, the other way round, and at an odd address."""
+    """Returns tensors of this shape: contiguous twice, with other strides, transposed, and at an odd address."""
     *rows, columns = shape
     found = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
     found += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., :columns]]
@@ -145,7 +146,7 @@ def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def _endpoints(world: int) -> list[Endpoint]:
-    """Of two ranks, and of one that may start fewer programs."""
+    """Returns endpoints of two ranks, and one that may start fewer programs."""
     tables, words = torch.empty(2, world, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
     cases = [(0, 132), (1, 132), (1, 66)]
     return [
@@ -155,7 +156,7 @@ def _endpoints(world: int) -> list[Endpoint]:
 
 
 def _calls() -> Iterator[partial[Any]]:
-    """Of the launchers that plan: one argument after the other laid out in all ways."""
+    """Yields calls of the launchers that plan, with one argument after another in all layouts."""
     m, n, k, world = 64, 128, 256, 4
     for dtype, activation in ((torch.bfloat16, "gelu"), (torch.float32, "gelu"), (torch.bfloat16, "swiglu")):
         width = n // 2 if activation == "swiglu" else n
@@ -187,7 +188,10 @@ def _scattered(**arguments: Any) -> tuple[Tensor]:
 
 
 def _described(call: Any) -> tuple[object, ...]:
-    """What a call starts. Tensors by layout, and by what they are of the call: an argument, a result or neither."""
+    """Describes what a call starts.
+
+    Tensors are described by their layout and by their role in the call: an argument, a result or neither.
+    """
     started.clear()
     tensors = [*call(), *call.keywords.values()]
     argument_indices = {x.data_ptr(): index for index, x in enumerate(tensors) if isinstance(x, Tensor)}
@@ -225,7 +229,7 @@ def main() -> None:
             form = recorded.kernel.__name__, *map(type, recorded.arguments.values())
             more = [] if form in varied else list(_variants(recorded))
             varied.add(form)
-            # Nothing that has been started may change what is started after it: the second round meets full tables.
+            # A launch must not change the launches after it: in the second round the tables are full.
             for x in [recorded, *more, recorded, *more]:
                 wrong += _differences(x)
                 kernels[x.kernel.__name__] = kernels.get(x.kernel.__name__, 0) + 1

@@ -1,4 +1,4 @@
-"""What the tests of communicating kernels share."""
+"""Fixtures that the tests of communicating kernels share."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -18,12 +18,12 @@ MOVES = ("all_gather", "all_to_all")
 
 
 def _found(operator: str) -> Any:
-    """Its launcher, looked up at each call: where mutants are tried it is another module's."""
+    """Returns the operator's launcher, looked up at each call: for mutants it is another module's."""
     return getattr(importlib.import_module(f"tpfuse.kernels.{operator}"), f"{operator}_forward")
 
 
 def _summed(rows: list[Tensor]) -> Tensor:
-    """In rank order, half types in float32, rounded once."""
+    """Returns the sum of the rows in rank order, half types in float32, rounded once."""
     half = rows[0].dtype in (torch.bfloat16, torch.float16)
     total = rows[0].float() if half else rows[0].clone()
     for row in rows[1:]:
@@ -33,7 +33,7 @@ def _summed(rows: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Collective:
-    """run(x [world, n], endpoint): on each rank; plain(every rank's x, rank): what it returns."""
+    """A collective: run(x [world, n], endpoint) on each rank; plain(every rank's x, rank): the expected result."""
 
     name: str
     run: Callable[[Tensor, Endpoint], Tensor]
@@ -82,25 +82,25 @@ COLLECTIVES = {
 
 @pytest.fixture(params=COLLECTIVES)
 def collective(request: pytest.FixtureRequest) -> Collective:
-    """Each of them."""
+    """Yields every collective in turn."""
     return COLLECTIVES[request.param]
 
 
 @pytest.fixture(params=SUMS)
 def sum_collective(request: pytest.FixtureRequest) -> Collective:
-    """Each that sums."""
+    """Yields every collective that sums, in turn."""
     return COLLECTIVES[request.param]
 
 
 @pytest.fixture
 def collectives() -> dict[str, Collective]:
-    """All of them by name."""
+    """Returns all collectives by name."""
     return COLLECTIVES
 
 
 @pytest.fixture
 def two_shot() -> Collective:
-    """The one that uses most of what there is."""
+    """Returns the collective that uses most of the protocol."""
     return COLLECTIVES["two_shot"]
 
 
@@ -122,13 +122,13 @@ def _connect(memory: SymmetricMemory, slot_bytes: int = 32768, flag_count: int =
 
 @pytest.fixture
 def connect() -> Callable[..., Endpoint]:
-    """connect(memory, slot_bytes=, flag_count=, programs=): this rank's end of a new channel."""
+    """Returns connect(memory, slot_bytes=, flag_count=, programs=), which gives this rank's end of a new channel."""
     return _connect
 
 
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
-    """Tiles of 16 elements: small tensors have several programs, and few of them as many as there are."""
+    """Sets tiles of 16 elements: small tensors have several programs, and few of them as many as a channel allows."""
     names = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
     rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
     with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
@@ -137,8 +137,10 @@ def small_tiles() -> Iterator[None]:
 
 @pytest.fixture
 def tiny_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The module's TILES, operator -> block sizes, in the place of the interpreted rows' own: small tensors have
-    several tiles and several programs."""
+    """Replaces the interpreted rows' block sizes by the module's TILES, operator -> block sizes.
+
+    Small tensors then have several tiles and several programs.
+    """
     tiles: dict[str, dict[str, int]] = request.module.TILES
     rows = [row for row in read_table(TABLE) if row.operator in tiles and row.family == "interpreted"]
     with override(*(replace(row, blocks=row.blocks | tiles[row.operator]) for row in rows)):

@@ -1,3 +1,5 @@
+"""Values of activation_backward beside torch's gradients."""
+
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ NAMES = [name for name in ACTIVATIONS if name is not None]
 
 
 def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
-    """What torch's eager backward computes from a stored pre-activation."""
+    """Returns the gradient that torch's eager backward computes from a stored pre-activation."""
     leaf = preactivation.detach().requires_grad_()
     return torch.autograd.grad(reference.activation(leaf, activation), leaf, grad)[0]
 
@@ -27,7 +29,7 @@ def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
 )
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_sizes(m: int, n: int, activation: str) -> None:
-    """P of whole numbers is exact, and so are its sums in whatever order they are added."""
+    """P of whole numbers is exact, and so are its sums in every order of addition."""
     width = 2 * n if activation in GATED else n
     grad, kept = integers(1, m, n), integers(2, m, width)
     if activation == "swiglu":

@@ -1,3 +1,5 @@
+"""Values and gradients of the activations beside torch's."""
+
 import pytest
 import torch
 import triton
@@ -60,7 +62,7 @@ def test_value_and_gradient(name: str | None) -> None:
 def test_extremes(name: str | None) -> None:
     x = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e4, -1e4, 89.0, -89.0, 1e-38, -1e-38, 1e18, -1e18])
     out, grad_x = _run(x, torch.ones_like(x), name)
-    # float64: torch's vectorized float32 gelu makes NaN of inf, its cubes overflow
+    # float64, because torch's vectorized float32 gelu turns inf into NaN, and its cubes overflow
     wide, wide_grad = _torch(x.double(), torch.ones_like(x).double(), name)
     expected, expected_grad = wide.float(), wide_grad.float()
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-36, equal_nan=True)

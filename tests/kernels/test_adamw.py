@@ -1,3 +1,5 @@
+"""Values of the adamw launcher beside the reference."""
+
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def _state(n: int) -> list[Tensor]:
-    """Master and moments of a shard that has been trained."""
+    """Returns master and moments of a shard that has been trained."""
     return [normal(1, n), normal(2, n) * 1e-2, normal(3, n).square() * 1e-4]
 
 
@@ -51,7 +53,7 @@ def test_against_reference(n: int, step: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.9999])
 def test_bias_corrections_keep_their_digits(beta2: float) -> None:
-    """With a constant gradient g both corrected moments are g and g²: every update is lr, whatever the betas."""
+    """With a constant gradient g both corrected moments are g and g²: every update is lr, for all betas."""
     for step in (1, 2, 30, 500):
         share = 1 - beta2 ** (step - 1)
         state = [torch.zeros(8), torch.full((8,), 1 - 0.9 ** (step - 1)) * 0.5, torch.full((8,), share) * 0.25]

@@ -43,13 +43,13 @@ class Channel:
         self.gathered = torch.empty(0)
 
     def gather(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """By copiers."""
+        """Multiplies with copiers."""
         self.gathered = torch.empty(self.memory.world, *x.shape, dtype=x.dtype)
         weight, bias = (*args, None)[:2]
         return all_gather_gemm_forward(x, weight, bias, self.gathered, self.ready, self.end, **options)
 
     def copy(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """By the host, in the place of copy engines."""
+        """Multiplies after the host has copied the chunks instead of copy engines."""
         self.engines.send(x.contiguous(), told=True, keep=False)
         self.gathered, ready = self.engines.chunks(x), self.engines.ready
         end = replace(self.engines.endpoint, programs=self.end.programs)
@@ -58,7 +58,7 @@ class Channel:
 
 
 def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Of whole numbers, rounded once."""
+    """Returns the product of whole numbers, rounded once."""
     out = torch.cat(xs).double() @ weight.double().t()
     return (out if bias is None else out + bias.double()).float().to(weight.dtype)
 
@@ -137,7 +137,7 @@ def test_bitwise_what_gemm_gives_with_the_same_tiles_in_every_run(connect: Conne
 
 
 def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """[rows, columns] of whole numbers with several kinds of strides; what lies around is NaN."""
+    """Returns [rows, columns] of whole numbers with several kinds of strides; the memory around them is NaN."""
     around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
     around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
     wide = torch.full((rows + 8, columns + 8), torch.nan)
@@ -152,7 +152,9 @@ def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of silu, to 0, as it should
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp:RuntimeWarning"
+)  # silu's exp overflows and gives 0, as it should
 @pytest.mark.parametrize(
     "kind",
     [
@@ -179,7 +181,7 @@ def test_strides(connect: Connect, kind: str) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of every launch of the product."""
+    """Returns the list to which the arguments of every launch of the product are added."""
     seen: list[dict[str, Any]] = []
 
     def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -225,7 +227,7 @@ def test_tma_whichever_way_an_aligned_weight_lies(connect: Connect, launches: li
 def test_how_many_copy_and_how_many_multiply(
     connect: Connect, launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
 ) -> None:
-    """No more than there are shares, flags, words or tiles for; beside copies one program is spared."""
+    """At most as many programs copy or multiply as shares, flags, words or tiles allow; beside copies one is spared."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("all_gather_gemm", "interpreted")]
     many = [replace(row, blocks=row.blocks | {"COPIERS": 4, "BLOCK_COPY": 64}) for row in rows]
 
@@ -255,7 +257,7 @@ def test_nan_and_inf_stay_in_their_row(connect: Connect) -> None:
 
 @pytest.fixture
 def alone() -> dict[str, Any]:
-    """Arguments of one rank of three whose channel leads nowhere: aborted, so that what is launched does nothing."""
+    """Returns arguments of one rank of three on an unconnected channel, aborted so that launches do nothing."""
     table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     end = Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
     ready = torch.zeros(3, dtype=torch.int32)
@@ -281,7 +283,7 @@ def alone() -> dict[str, Any]:
         ({"ready": torch.zeros(3)}, r"ready is torch.float32: expected int32"),
         ({"ready": torch.zeros(2, dtype=torch.int32)}, r"ready has shape \(2,\) .*at least \(3,\)"),
         ({"ready": torch.zeros(3, dtype=torch.int32, device="meta")}, "ready is on meta, the channel on cpu"),
-        ({"keep_own": True, "copied": True}, "keep_own: .* where copied"),
+        ({"keep_own": True, "copied": True}, "keep_own is True: expected False with copied"),
         (
             {"x": torch.zeros(40, 3), "gathered": torch.zeros(3, 40, 3)},
             "all_gather_gemm: 480 bytes to stage, a slot holds 256",
@@ -297,7 +299,7 @@ def test_bad_input_is_named(alone: dict[str, Any], changes: dict[str, Any], mess
 def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="all_gather_gemm: a channel of 1 program: expected at least 2"):
         all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], programs=1)})
-    with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
+    with pytest.raises(ValueError, match="too few flags: one program needs 3, the channel has 2"):
         all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], flag_count=2)})
 
 
@@ -307,7 +309,7 @@ def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
         ({}, torch.zeros(2, dtype=torch.int32), r"open_copies: stamp has shape \(2,\): expected \(1,\)"),
         ({}, torch.zeros(1), "open_copies: stamp is torch.float32: expected int32"),
         ({}, torch.zeros(1, dtype=torch.int32, device="meta"), "open_copies: stamp is on meta, the channel on cpu"),
-        ({"flag_count": 5}, torch.zeros(1, dtype=torch.int32), "more flags than there is room for: 6 for one program"),
+        ({"flag_count": 5}, torch.zeros(1, dtype=torch.int32), "too few flags: one program needs 6"),
     ],
 )
 def test_bad_input_of_open_copies(alone: dict[str, Any], changes: dict[str, Any], stamp: Tensor, message: str) -> None:

@@ -1,5 +1,7 @@
-"""all_gather_gemm, with copiers and behind copy engines, under many schedules: no alarm, no line too many, and no wait
-without an end."""
+"""all_gather_gemm with copiers and with copy engines, under many schedules.
+
+There is no alarm, no unneeded line, and no wait without an end.
+"""
 
 from typing import Any
 
@@ -15,8 +17,8 @@ from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
 
-SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: one tile of a chunk, several, none
-WITHOUT_PRODUCT = (1,)  # of these, where engines copy: the epoch ends behind the copies
+SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: a chunk has one tile, several or none
+WITHOUT_PRODUCT = (1,)  # indices of SIZES that engines copy without a product: the epoch ends after the copies
 SLOT_BYTES = 512
 PRODUCT = {
     "BLOCK_M": 16,
@@ -27,7 +29,7 @@ PRODUCT = {
     "COPIERS": 2,
     "BLOCK_COPY": 16,
 }
-TILES = {"all_gather_gemm": PRODUCT}  # two copiers, two that multiply
+TILES = {"all_gather_gemm": PRODUCT}  # two programs copy and two multiply
 
 pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
@@ -38,13 +40,13 @@ def multiply(*args: Any, **options: Any) -> torch.Tensor:
 
 
 def inputs(epoch: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Every rank's x, the weight."""
+    """Returns every rank's x and the weight."""
     m, k, n = SIZES[epoch]
     return [integers(10 * epoch + rank, m, k) for rank in range(world)], integers(epoch, n, k)
 
 
 class Copiers:
-    """One rank whose products copy."""
+    """A rank whose products copy."""
 
     def __init__(self, memory: SimulatedMemory, connect: Any) -> None:
         self.rank, self.world = memory.rank, memory.world
@@ -61,7 +63,7 @@ class Copiers:
 
 
 class Engines:
-    """One stream of a rank for which engines copy. x is in memory that is written anew for each epoch."""
+    """A stream of a rank for which engines copy. x is in memory that is written again in each epoch."""
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
         self.rank, self.world = memory.rank % world, world
@@ -74,15 +76,15 @@ class Engines:
         return self._x[: m * k].view(m, k)
 
     def begin(self, epoch: int) -> None:
-        """What is done on the product's stream before; the rows are the next ones of memory that was freed."""
+        """Does the work that precedes the copies on the product's stream: it writes x into memory that was freed."""
         self.x(epoch).copy_(inputs(epoch, self.world)[0][self.rank])
 
     def send(self, epoch: int) -> None:
-        """On the stream of copies."""
+        """Copies, on the stream of copies."""
         self.engines.send(self.x(epoch), told=epoch not in WITHOUT_PRODUCT, keep=True)
 
     def product(self, epoch: int) -> None:
-        """Of chunks that are told of, beside the copies."""
+        """Multiplies chunks that are signalled, beside the copies."""
         if epoch not in WITHOUT_PRODUCT:
             xs, weight = inputs(epoch, self.world)
             x, chunks, end = self.x(epoch), self.engines.chunks(xs[0]), self.engines.endpoint
@@ -90,13 +92,13 @@ class Engines:
             assert torch.equal(out, torch.cat(xs) @ weight.t()), f"epoch {epoch + 1}"
 
     def end(self, epoch: int) -> None:
-        """What is done behind the copies."""
+        """Does the work that follows the copies."""
         xs = inputs(epoch, self.world)[0]
         assert torch.equal(self.engines.chunks(xs[0]), torch.stack(xs)), f"epoch {epoch + 1}"
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Every size, with copies on a stream of their own: half of the ranks are the other ones' second streams."""
+    """Runs every size with copies on a second stream: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Engines(memory, world), memory.signals("events", 1)
@@ -114,9 +116,9 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
 
 
 def late(memory: SimulatedMemory, connect: Any) -> None:
-    """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways in turn.
+    """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways take turns.
 
-    The barriers in front: what is copied after an abort may overwrite what a peer still reads.
+    The barriers before the guard are needed because copies after an abort may overwrite what a peer still reads.
     """
     copiers, copied = Copiers(memory, connect), Engines(memory, memory.world)
     for way in (copiers, copied, copiers):
@@ -146,7 +148,7 @@ def late(memory: SimulatedMemory, connect: Any) -> None:
 
 
 class GatherSuite(ProtocolSuite):
-    """What the suites of both ways have in common."""
+    """The program for late ranks and the suites' common settings."""
 
     connect: Any
     fixtures = ("connect",)
@@ -154,7 +156,7 @@ class GatherSuite(ProtocolSuite):
     seeds = 20
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """Both ways in turn, on every rank."""
+        """Runs both ways in turn, on every rank."""
         late(memory, self.connect)
 
     def copiers_program(self, memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
@@ -164,7 +166,7 @@ class GatherSuite(ProtocolSuite):
 
 
 class TestGathering(GatherSuite):
-    """Copiers of the product's own grid."""
+    """The suite of gathers by copiers of the product's own grid."""
 
     needed = (all_gather_gemm,)
     worlds = ((2, 2), (2, 1), (3, 2))
@@ -245,7 +247,7 @@ TELL = "if told:\n    memory.signal(self._words, peer, rank, self._stamp)"
 
 
 class TestTwoStreams(GatherSuite):
-    """Copies by a stream of their own, behind and before launches that wait for the same stream of all ranks."""
+    """The suite of copies on a second stream, between launches that wait for the same stream of all ranks."""
 
     needed = (engine_gather, engines)
     test_waits_end = None  # type: ignore[assignment]  # that of TestGathering goes both ways
@@ -298,7 +300,7 @@ class TestTwoStreams(GatherSuite):
 
 
 def _without(what: str) -> Any:
-    """`two_streams` with an edge between the streams of a rank left out."""
+    """Returns `two_streams` with a dependency between the streams of a rank left out."""
 
     def program(memory: SimulatedMemory) -> None:
         def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:
@@ -314,6 +316,6 @@ def _without(what: str) -> Any:
 
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])
 def test_both_streams_wait_for_each_other(what: str) -> None:
-    """Copies that begin before the rows are there, or end behind the operation, are found."""
+    """Copies that begin before the rows are written, or end after the operation, are found."""
     with pytest.raises(ExploreError):
         explore(_without(what), 4, resident=2)

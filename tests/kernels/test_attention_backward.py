@@ -1,3 +1,5 @@
+"""Values of attention_backward beside autograd's gradients of the reference."""
+
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype = F32) -> dict[str, Tenso
 
 
 def _both(out: Tensor, lse: Tensor) -> Tensor:
-    """[..., D + 1]: one tensor, so that one yardstick measures the gradients that arrive at both."""
+    """Returns [..., D + 1], one tensor, so that one comparison measures the gradients that arrive at both."""
     finite = lse.masked_fill(lse == -torch.inf, 0).to(out.dtype)
     return torch.cat([out, finite.unsqueeze(-1)], dim=-1)
 
@@ -36,7 +38,7 @@ def _gradient(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _backward(inputs: dict[str, Tensor], grad: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The kernels' gradients, from the kernels' out and lse."""
+    """Returns the kernels' gradients, computed from the kernels' out and lse."""
     forward_options = {name: value for name, value in options.items() if name not in ("max_seqlen_k", "grad_dtype")}
     out, lse = attention_forward(**inputs, **forward_options)
     return attention_backward(grad[..., :-1], **inputs, out=out, lse=lse, grad_lse=grad[..., -1].float(), **options)
@@ -57,7 +59,7 @@ CASES: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (  # B, H, Hk, Tq, T
     ((1, 1, 1, 100, 100, 16), {"causal": False, "window": 20}),
     ((1, 1, 1, 63, 100, 16), {"causal": False, "window": 5, "q_offset": 90, "k_offset": 3}),
     ((1, 1, 1, 100, 64, 16), {"q_offset": 7, "k_offset": 50}),  # queries that see no key
-    ((1, 1, 1, 64, 64, 16), {"k_offset": 64}),  # nobody sees anything
+    ((1, 1, 1, 64, 64, 16), {"k_offset": 64}),  # no query sees a key
 )
 LARGE: tuple[tuple[tuple[int, ...], dict[str, Any]], ...] = (
     ((1, 1, 1, 16, 100, 80), {"q_offset": 80}),
@@ -86,7 +88,7 @@ def test_against_reference(shape: tuple[int, ...], options: dict[str, Any], dtyp
 
 @pytest.mark.parametrize("queries", [1, 16])
 def test_one_key(queries: int) -> None:
-    """The scores have no gradient but the log-sum-exp's: the difference of two equal sums is rounding."""
+    """The scores have only the log-sum-exp's gradient: the difference of two equal sums is rounding."""
     inputs = _inputs((1, 1, 1, queries, 1, 16))
     grad = _gradient(inputs)
     dq, dk, dv = _backward(inputs, grad, causal=False)
@@ -220,7 +222,7 @@ def test_what_is_beside_the_tensors_is_not_read(size: int) -> None:
 
 
 def test_lse_of_more_keys() -> None:
-    """Two sets of keys by themselves, with the merged out and lse, have the gradients of both together."""
+    """Two separate sets of keys, with the merged out and lse, have the gradients of both together."""
     inputs = _inputs((1, 2, 1, 70, 100, 16))
     grad = _gradient(inputs)
     options = {"q_offset": 30}
@@ -248,7 +250,7 @@ def test_queries_without_keys_add_nothing() -> None:
 
 
 def test_nan_reaches_what_it_should() -> None:
-    """What the query sees; and what it does not see in the same tile, where torch has NaN too, in part."""
+    """NaN reaches what the query sees, and in part what it does not see in the same tile, where torch has NaN too."""
     inputs = _inputs((1, 1, 1, 130, 130, 16))
     grad = _gradient(inputs)
     grad[0, 0, 40, 3] = torch.nan

@@ -1,3 +1,5 @@
+"""Values of attention_forward beside the reference."""
+
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _with_a_dtype_in_turn(rows: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    """Each row with one dtype in the first tier, with one after another, and with the others in the second."""
+    """Gives each row one dtype in the first tier, in turn, and the other dtypes in the second tier."""
     first = [(*row, DTYPES[index % len(DTYPES)]) for index, row in enumerate(rows)]
     return [*first, *exhaustive(*((*row, dtype) for row in rows for dtype in DTYPES if (*row, dtype) not in first))]
 
@@ -32,7 +34,7 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _check(inputs: dict[str, Tensor], out: Tensor, lse: Tensor, **options: Any) -> None:
-    """out and lse beside the reference's: out as exact as in the inputs' dtype, lse as in float32."""
+    """Compares out and lse with the reference: out is as exact as in the inputs' dtype, lse as in float32."""
 
     def lse_of(**x: Tensor) -> Tensor:
         return _finite(reference.attention(**x, **options)[1])
@@ -86,7 +88,7 @@ def test_large_scores_do_not_overflow() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     q, k = torch.zeros(1, 1, 32, 16, dtype=dtype), normal(2, 1, 1, 256, 16, dtype=dtype)
-    v = integers(3, 1, 1, 256, 16, low=0, high=9, dtype=dtype)  # their sums need more bits than a half type has
+    v = integers(3, 1, 1, 256, 16, low=0, high=9, dtype=dtype)  # sums of them need more bits than a half type has
     out, _ = attention_forward(q, k, v, causal=False)
     assert torch.equal(out, (v.float().sum(dim=2, keepdim=True) / 256).to(dtype).expand_as(out))
 
@@ -196,12 +198,14 @@ def test_nan_and_inf_reach_those_who_see_them_and_nobody_else() -> None:
         inputs["v"][:, :, 50, 3] = value
         out, lse = attention_forward(**inputs)
         assert not out[:, :, 50:, 3].isfinite().any() and torch.equal(lse, whole[1])
-        assert torch.equal(out[:, :, :32], whole[0][:, :, :32])  # whose tile does not touch key 50
+        assert torch.equal(out[:, :, :32], whole[0][:, :, :32])  # these queries' tile does not touch key 50
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_and_what_lies_around_do_not_matter(dtype: torch.dtype) -> None:
-    packed = normal(1, 2, 100, 3, 2, 48, dtype=dtype).permute(2, 0, 3, 1, 4)  # as a projection leaves q, k, v
+    packed = normal(1, 2, 100, 3, 2, 48, dtype=dtype).permute(
+        2, 0, 3, 1, 4
+    )  # q, k, v in the layout of a projection's result
     expected = attention_forward(*(x.contiguous() for x in packed))
     surrounded = torch.full((3, 4, 3, 140, 64), torch.nan, dtype=dtype)
     surrounded[:, 1:3, :2, 20:120, 8:56] = packed
@@ -236,7 +240,7 @@ def test_no_documents() -> None:
 
 
 def test_documents_that_end_outside_are_cut() -> None:
-    """GPUs do not look at cumulative lengths before a launch."""
+    """GPUs do not check cumulative lengths before a launch."""
     inputs, found = _inputs((1, 2, 1, 5, 5, 16), torch.float32), []
     for lengths in ([-2, 3, 99], [0, 3, 5]):
         ends = torch.tensor(lengths, dtype=torch.int32)

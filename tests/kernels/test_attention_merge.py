@@ -1,3 +1,5 @@
+"""Values of attention_merge beside the reference."""
+
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ def _halves(shape: tuple[int, ...], dtype_a: torch.dtype, dtype_b: torch.dtype) 
 
 
 def _check(halves: dict[str, Tensor], out: Tensor, lse: Tensor) -> None:
-    """Against the reference in float64, out as exact as in out_a's dtype, lse as in float32."""
+    """Compares with the reference in float64: out is as exact as in out_a's dtype, lse as in float32."""
 
     def merged(**x: Tensor) -> Tensor:
         return reference.attention_merge(**x)[0].to(x["out_a"].dtype)

@@ -1,3 +1,5 @@
+"""Visibility, ranges of keys and dropout's mask in attention's kernels, and the arguments that they refuse."""
+
 import random
 
 import pytest

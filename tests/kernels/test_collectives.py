@@ -40,7 +40,7 @@ def test_every_size_and_dtype_one_after_another(collective: Any, connect: Connec
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *exhaustive(torch.float16)])
 def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, dtype: torch.dtype) -> None:
-    """To the bit, which no other order and no other rounding gives; so one shot and two are the same too."""
+    """The bits agree, which no other order and no other rounding gives; so one shot and two give the same too."""
 
     def program(memory: SimulatedMemory) -> None:
         xs = [normal(rank, 4, 999, dtype=dtype) for rank in range(4)]
@@ -52,7 +52,9 @@ def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, 
     once(program, 4)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # to infinity, as it should
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in cast:RuntimeWarning"
+)  # a cast overflows to infinity, as it should
 def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Connect) -> None:
     special = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan, 65504.0])
 
@@ -134,7 +136,7 @@ def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, 
 
 @pytest.fixture
 def alone() -> Endpoint:
-    """One rank's end of a channel of three that leads nowhere: aborted, so that what is launched does nothing."""
+    """Returns an endpoint of one rank of three on an unconnected channel, aborted so that launches do nothing."""
     table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     return Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
 
@@ -160,7 +162,7 @@ ROW, ROWS = torch.zeros(8), torch.zeros(3, 8)
         (lambda end: all_reduce_forward(ROW, ROWS[:1], end, two_shot=False), r"out has shape \(1, 8\)"),
         (
             lambda end: all_reduce_forward(ROW, ROW, end, two_shot=True),
-            "all_reduce: more flags than there is room for: 6 for one program, the channel has 5",
+            "all_reduce: too few flags: one program needs 6, the channel has 5",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The collectives under many schedules: no false alarm, no line that is not needed, no wait without an end."""
+"""The collectives under many schedules: no false alarm, no unneeded line, no wait without an end."""
 
 import importlib.util
 import inspect
@@ -35,7 +35,7 @@ class CollectiveSuite(ProtocolSuite):
     seeds = 30
 
     def epochs(self, memory: SimulatedMemory, sizes: Sequence[int]) -> None:
-        """An epoch for each size."""
+        """Runs an epoch for each size."""
         collective, end = self.collectives[self.name], self.connect(memory)
         for epoch, n in enumerate(sizes):
             xs = [integers(10 * epoch + rank, memory.world, n) for rank in range(memory.world)]
@@ -89,7 +89,7 @@ class TestOneShot(CollectiveSuite):
 
 
 class TestTwoShot(CollectiveSuite):
-    """It uses most of what there is, so that it needs every line of the signals too."""
+    """The suite of the collective that uses most of the protocol, so that it needs every line of the signals too."""
 
     name = "two_shot"
     modules = (signals, endpoint, all_reduce)
@@ -114,7 +114,7 @@ class TestTwoShot(CollectiveSuite):
 
 
 def _suites() -> Iterator[type[ProtocolSuite]]:
-    """The suites of all kernels: those of the modules test_*_protocol.py in this folder."""
+    """Yields the suites of all kernels: those of the modules test_*_protocol.py in this folder."""
     for path in sorted(Path(__file__).parent.glob("test_*_protocol.py")):
         spec = importlib.util.spec_from_file_location(f"tpfuse_suites_{path.stem}", path)
         assert spec is not None and spec.loader is not None
@@ -133,7 +133,7 @@ def test_every_synchronisation_line_of_a_kernel_belongs_to_a_suite() -> None:
     """A kernel that signals has a suite in a file like this one, which deletes its lines."""
     names = [module.name for module in pkgutil.iter_modules([str(Path(signals.__file__).parent)])]
     kernels = [importlib.import_module(f"{tpfuse.kernels.__name__}.{name}") for name in names]
-    lines = _lines(mutants_of(*kernels, engine_gather, engine_scatter))  # these signal between copies, by the host
+    lines = _lines(mutants_of(*kernels, engine_gather, engine_scatter))  # in these the host signals between copies
     tested = {line for suite in _suites() for line in _lines(mutants_of(*suite.needed, among=suite.modules))}
     assert {module for module, _ in tested} <= {module for module, _ in lines}
     left = {module for module, _ in lines - tested}

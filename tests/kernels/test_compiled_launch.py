@@ -46,7 +46,7 @@ def test_launches_are_those_of_triton(version: str, operators: tuple[str, ...]) 
 
 
 class _Compiled(CompiledKernel):
-    """What a compiler would give. started: the devices, grids and arguments that it was started with."""
+    """A stand-in for a compiler's result. started: the devices, grids and arguments with which it was started."""
 
     def __init__(self, started: list[tuple[Any, ...]], driver: "_Driver") -> None:
         self.module, self.function, self.packed_metadata = None, 1, (4, 1, 0)
@@ -66,9 +66,9 @@ class _Parameter:
 
 
 class _Driver:
-    """Of a machine with several devices, one of which is the current one."""
+    """A driver of a machine with several devices, one of which is the current one."""
 
-    device = -1  # what tensors on the CPU say
+    device = -1  # the device of CPU tensors
 
     def get_current_device(self) -> int:
         return self.device
@@ -99,7 +99,7 @@ class _Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
-    """One that is launched as on a GPU."""
+    """Yields a kernel that is launched as on a GPU."""
     driver = _Driver()
     monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -181,7 +181,7 @@ def test_a_kernel_is_started_on_the_device_of_its_tensors(kernel: _Kernel) -> No
 
 
 def test_who_watches_is_told(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profilers are told by Triton's own path. What was compiled for them is not kept."""
+    """Profilers are told by Triton's own path. Kernels compiled for them are not kept."""
 
     def run() -> None:
         launch(kernel, (1,), num_warps=4, num_stages=2, **ARGUMENTS)
@@ -247,7 +247,7 @@ def _planned() -> tuple[Any, list[tuple[Any, ...]]]:
         ({"x": torch.empty(64).as_strided((4, 8), (8, 2))}, True),
         ({"x": torch.empty(3, 8)}, True),
         ({"x": torch.empty(4, 8, dtype=torch.int32)}, True),
-        ({"x": torch.empty(33)[1:].view(4, 8)}, True),  # an address that 16 does not divide
+        ({"x": torch.empty(33)[1:].view(4, 8)}, True),  # an address that is not a multiple of 16
         ({"x": torch.empty(4, 8, device="meta")}, True),
         ({"y": torch.empty(4, 8)}, True),
         ({"flag": True}, True),
@@ -270,7 +270,7 @@ def test_what_a_plan_refuses_it_refuses_again(kernel: _Kernel) -> None:
 
 
 def test_plans_are_made_anew(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For other rows of the table, and each time where launches are recorded or interpreted."""
+    """Plans are made again for other rows of the table, and each time when launches are recorded or interpreted."""
     plan, seen = _planned()
     call = torch.empty(4, 8), None, False
     plan(*call)

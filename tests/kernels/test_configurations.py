@@ -1,3 +1,5 @@
+"""The choice of a row of configurations.toml, and the rows of that file."""
+
 from pathlib import Path
 
 import pytest
@@ -32,14 +34,14 @@ def test_the_first_row_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [("all_gather_gemm", 4096, 256, 128), ("all_gather_gemm", 1280, 128, 256), ("gemm_reduce_scatter", 8192, 256, 128)],
 )
 def test_the_second_best_has_tiles_of_another_shape(operator: str, n: int, width: int, other: int) -> None:
-    """For 8192 tokens on 8 ranks of 132 multiprocessors, of which one is left to copies."""
+    """The sizes are 8192 tokens on 8 ranks of 132 multiprocessors, one of which is left to copies."""
     sizes = {"M": 1024, "N": n, "K": 8192, "chunks": 8, "programs": 131, "gated": 0, "unaligned": 0}
     with recording("sm_90"):
         rows = [
             choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=flag, **sizes) for flag in (False, True)
         ]
         assert [row.blocks["BLOCK_N"] for row in rows] == [width, other]
-        sizes["unaligned"] = 1  # of which there is one
+        sizes["unaligned"] = 1  # one row of the table has this limit
         assert choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=True, **sizes).blocks["TMA"] is False
 
 
@@ -65,8 +67,10 @@ def test_every_row_of_the_table_can_be_chosen() -> None:
 
 
 def test_ranks_share_their_copies_alike() -> None:
-    """Which row a rank takes depends on its weight too, whose height and alignment may be its own: rows for the same
-    rows of x must agree on who copies what."""
+    """Rows for the same rows of x agree on who copies what.
+
+    A rank's row also depends on the height and alignment of its weight, which other ranks need not share.
+    """
     shared = ("COPIERS", "BLOCK_COPY")
     found: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
     for row in read_table(configurations.TABLE):

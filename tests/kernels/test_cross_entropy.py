@@ -1,3 +1,5 @@
+"""Values of cross_entropy's launchers beside the reference, in one shard of the vocabulary and in several."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +35,7 @@ def _targets(rows: int, vocabulary: int) -> Tensor:
 def _by_kernels(
     logits: Tensor, target: Tensor, grad: Tensor | None, cuts: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Losses and gradient, of shards of the vocabulary that begin at 0 and at each cut."""
+    """Returns losses and gradient, computed from shards of the vocabulary that begin at 0 and at each cut."""
     starts, stops = (0, *cuts), (*cuts, logits.shape[1])
     shards = [logits[:, start:stop] for start, stop in zip(starts, stops, strict=True)]
     statistics = [cross_entropy_forward(shard, target, start) for shard, start in zip(shards, starts, strict=True)]
@@ -147,7 +149,7 @@ def test_rows_at_every_alignment_and_nothing_written_beside_them(
 
 def test_rows_far_apart(tmp_path_factory: pytest.TempPathFactory) -> None:
     stride = 2**31 // 4 + 5
-    path = tmp_path_factory.mktemp("sparse") / "logits"  # a file with a hole: 8 GiB of it take no memory
+    path = tmp_path_factory.mktemp("sparse") / "logits"  # a sparse file, of which 8 GiB take no memory
     storage = torch.from_file(str(path), shared=True, size=4 * stride + 40, dtype=torch.float32)
     logits = storage.as_strided((5, 40), (stride, 1))
     logits.copy_(normal(1, 5, 40))

@@ -1,3 +1,5 @@
+"""Values of the dropout launcher beside the explicit mask."""
+
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""Reduce-scatters by copy engines under many schedules: no alarm, no line too many, and no wait without an end."""
+"""Reduce-scatters by copy engines under many schedules: no alarm, no unneeded line, and no wait without an end."""
 
 from typing import Any
 
@@ -14,10 +14,15 @@ from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
 
-SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: several tiles of an owner, owners without rows, no rows
+SIZES = (
+    (40, 20),
+    (3, 5),
+    (0, 7),
+    (50, 18),
+)  # M and N: an owner has several tiles, some owners have no rows, there are no rows
 K = 4
 SLOT_BYTES = 4096
-TILES = {  # of 16 by 16: small tensors have several programs
+TILES = {  # tiles of 16 by 16: small tensors have several programs
     "gemm_reduce_scatter": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EPILOGUE_PARTS": 1, "SUM_WIDTH": 16}
 }
 
@@ -25,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 class Scatter:
-    """One stream of a rank."""
+    """A stream of a rank."""
 
     def __init__(self, memory: SimulatedMemory, world: int) -> None:
         streams: Any = StreamMemory(memory, world)
@@ -33,7 +38,7 @@ class Scatter:
         self.engines = current(engines).EngineScatter(streams, "engines", SLOT_BYTES)
 
     def inputs(self, epoch: int) -> tuple[list[Tensor], Tensor]:
-        """Every rank's x, the weight."""
+        """Returns every rank's x and the weight."""
         m, n = SIZES[epoch]
         return [integers(10 * epoch + rank, m, K) for rank in range(self.world)], integers(epoch, n, K)
 
@@ -59,7 +64,7 @@ class Scatter:
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-    """Every size, with copies on a stream of their own: half of the ranks are the other ones' second streams."""
+    """Runs every size with copies on a second stream: half of the ranks are the second streams of the others."""
     world = memory.world // 2
     rank, copies = memory.rank % world, memory.rank >= world
     stream, events = Scatter(memory, world), memory.signals("events", 1)
@@ -88,7 +93,7 @@ PART = "part_ptr = slot(slots_ptr, rank, half, slot_bytes, dtype) + owner * chun
 
 
 class TestEngineScatter(ProtocolSuite):
-    """Copies by a stream of their own, between the launches of the other one."""
+    """The suite of copies on a second stream, between the launches of the first one."""
 
     modules = (signals, endpoint, engine_gather, gemm_reduce_scatter, engine_scatter, engines)
     needed = (engine_scatter, engines, TELL_COPIES)
@@ -152,7 +157,7 @@ class TestEngineScatter(ProtocolSuite):
         two_streams(memory, 2)
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """Rank 0 does not come. The barriers in front: copies after an abort may overwrite what a peer still sums."""
+        """Rank 0 does not come. The barriers are needed: copies after an abort may overwrite what a peer still sums."""
         scatter = Scatter(memory, memory.world)
 
         def run(epoch: int) -> Tensor:
@@ -179,7 +184,7 @@ class TestEngineScatter(ProtocolSuite):
 
 
 def _without(what: str) -> Any:
-    """`two_streams` with an edge between the streams of a rank left out."""
+    """Returns `two_streams` with a dependency between the streams of a rank left out."""
 
     def program(memory: SimulatedMemory) -> None:
         def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:

@@ -1,3 +1,5 @@
+"""Values of the gemm launcher beside exact products of whole numbers."""
+
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ SHAPES = sorted({(s, 64, 100) for s in SIZES} | {(63, s, 257) for s in SIZES} | 
 
 
 def _exact(x: Tensor, weight: Tensor, *terms: Tensor) -> Tensor:
-    """x Wᵀ + terms of whole numbers, rounded once."""
+    """Returns x Wᵀ + terms of whole numbers, rounded once."""
     out = x.double() @ weight.double().t()
     for term in terms:
         out = out + term.double()
@@ -29,7 +31,7 @@ def _exact(x: Tensor, weight: Tensor, *terms: Tensor) -> Tensor:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of every launch of the product."""
+    """Returns the list to which the arguments of every launch of the product are added."""
     seen: list[dict[str, Any]] = []
 
     def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -87,7 +89,7 @@ def test_epilogue(activation: str | None, with_bias: bool, with_residual: bool, 
 
 
 def _views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """[rows, columns] of whole numbers with every kind of strides; what lies around is NaN."""
+    """Returns [rows, columns] of whole numbers with every kind of strides; the memory around them is NaN."""
     around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
     around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
     wide = torch.full((rows + 8, columns + 8), torch.nan)

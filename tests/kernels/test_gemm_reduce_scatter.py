@@ -33,7 +33,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
 
 
 def channel(memory: SimulatedMemory, connect: Connect, **options: Any) -> Run:
-    """run(x, weight, …) on a new channel, whose slots hold NaN before anybody writes there."""
+    """Returns run(x, weight, …) on a new channel, whose slots contain NaN before any rank writes there."""
     endpoint = connect(memory, slot_bytes=2**17, **options)
     memory.buffer("slots", (2, 2**17), torch.uint8).local.fill_(255)
     memory.barrier()
@@ -53,7 +53,7 @@ def rows_of(rank: int, m: int, world: int) -> slice:
 
 
 def summed(partials: list[Tensor], *terms: Tensor | None) -> Tensor:
-    """In rank order and float32, rounded once."""
+    """Returns the sum in rank order and float32, rounded once."""
     total = partials[0].float()
     for term in (*partials[1:], *terms):
         total = total if term is None else total + term.float()
@@ -61,7 +61,7 @@ def summed(partials: list[Tensor], *terms: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ of whole numbers, rounded once."""
+    """Returns x Wᵀ of whole numbers, rounded once."""
     return (x.double() @ weight.double().t()).float().to(x.dtype)
 
 
@@ -89,7 +89,7 @@ def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch
 def test_partial_sums_of_gemm_in_rank_order_rounded_once(
     connect: Connect, dtype: torch.dtype, schedule: Schedule
 ) -> None:
-    """To the bit, which no other order gives: what each rank sends is what `gemm` of the same tiles computes."""
+    """The bits agree, which no other order gives: each rank sends what `gemm` computes with the same tiles."""
     m, n, k, world = 70, 70, 60, 3
     xs = [normal(rank, m, k, dtype=dtype) for rank in range(world)]
     ws = [normal(10 + rank, n, k, dtype=dtype) for rank in range(world)]
@@ -139,7 +139,7 @@ def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with
 
 
 def layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """[rows, columns] of whole numbers with every kind of strides; what lies around is NaN."""
+    """Returns [rows, columns] of whole numbers with every kind of strides; the memory around them is NaN."""
     around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
     around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
     wide = torch.full((rows + 8, columns + 8), torch.nan)
@@ -162,7 +162,7 @@ def layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
     ],
 )
 def test_strides(connect: Connect, kind: str) -> None:
-    """Every tensor lies that way: each alone among plain ones would be as many launches, and no other code."""
+    """Every tensor has the layout: each alone among contiguous ones would be as many launches, and no other code."""
     m, n, k = 70, 36, 68
 
     def program(memory: SimulatedMemory) -> None:
@@ -178,7 +178,7 @@ def test_strides(connect: Connect, kind: str) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of every launch."""
+    """Returns the list to which the arguments of every launch are added."""
     seen: list[dict[str, Any]] = []
 
     def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -204,7 +204,7 @@ def test_tma_whichever_way_a_weight_lies(connect: Connect, dtype: torch.dtype, l
 
 
 def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
-    """Every program has a tile, and where there is none one program signals and waits; no more than there are flags."""
+    """Every program has a tile; where there is none one program signals and waits; flags limit the programs."""
 
     def program(memory: SimulatedMemory) -> None:
         run = channel(memory, connect, flag_count=4, programs=5)
@@ -217,7 +217,7 @@ def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("bits", [16, 32])
 def test_ranks_have_the_same_tiles_however_their_tensors_lie(bits: int) -> None:
-    """Also by a table whose row for what is not aligned has another tile; K may differ too."""
+    """It holds also for a table whose row for unaligned tensors has another tile; K may differ too."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("gemm_reduce_scatter", "sm_90")]
     odd = next(row for row in rows if row.bits == bits and not row.at_most)
     dtype = BF16 if bits == 16 else F32
@@ -234,7 +234,7 @@ def test_ranks_have_the_same_tiles_however_their_tensors_lie(bits: int) -> None:
 
 
 def test_ranks_of_different_k(connect: Connect) -> None:
-    """One of them is aligned."""
+    """One of the ranks' tensors are aligned."""
     xs, ws = (
         [integers(rank, 70, 63 + rank) for rank in range(2)],
         [integers(5 + rank, 36, 63 + rank) for rank in range(2)],
@@ -248,7 +248,9 @@ def test_ranks_of_different_k(connect: Connect) -> None:
     once(program, 2)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, as it should
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered in matmul:RuntimeWarning"
+)  # the product is NaN, as it should be
 def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
     m, n, k = 70, 40, 30
 
@@ -271,7 +273,7 @@ def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
 
 @pytest.fixture
 def alone() -> Endpoint:
-    """One rank's end of a channel of three that leads nowhere: aborted, so that what is launched does nothing."""
+    """Returns an endpoint of one rank of three on an unconnected channel, aborted so that launches do nothing."""
     table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     return Endpoint(1, 3, table, 256, table, 3, words, words[:1], programs=2)
 
@@ -305,7 +307,7 @@ def test_bad_input_is_named(alone: Endpoint, changes: dict[str, Any], message: s
 
 
 def test_too_few_flags(alone: Endpoint) -> None:
-    with pytest.raises(ValueError, match="more flags than there is room for: 3 for one program, the channel has 2"):
+    with pytest.raises(ValueError, match="too few flags: one program needs 3, the channel has 2"):
         gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2))
 
 

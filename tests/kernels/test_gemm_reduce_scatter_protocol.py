@@ -1,4 +1,4 @@
-"""gemm_reduce_scatter under many schedules: no false alarm, no line that is not needed, no wait without an end."""
+"""gemm_reduce_scatter under many schedules: no false alarm, no unneeded line, no wait without an end."""
 
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -20,7 +20,7 @@ SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several progra
 K = 4
 
 
-TILES = {  # of 16 by 16: small tensors have several programs
+TILES = {  # tiles of 16 by 16: small tensors have several programs
     "gemm_reduce_scatter": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "EPILOGUE_PARTS": 1},
     "reduce_scatter": {"BLOCK": 16},
 }
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 def summed(xs: Sequence[Tensor], weight: Tensor, rank: int) -> Tensor:
-    """The rows of `rank`."""
+    """Returns the rows of `rank`."""
     chunk = -(-len(xs[0]) // len(xs))
     return (torch.stack(list(xs)).sum(0) @ weight.t())[rank * chunk : (rank + 1) * chunk]
 
@@ -47,7 +47,7 @@ class Launcher:
 
 
 def products(memory: SimulatedMemory, connect: Connect, sizes: Sequence[tuple[int, int]]) -> None:
-    """An epoch for each size."""
+    """Runs an epoch for each size."""
     run = Launcher(memory, connect)
     for epoch, (m, n) in enumerate(sizes):
         xs = [integers(10 * epoch + rank, m, K) for rank in range(memory.world)]
@@ -145,7 +145,7 @@ class TestGemmReduceScatter(ProtocolSuite):
 
 @pytest.mark.exhaustive
 def test_a_channel_shared_with_collectives(connect: Connect) -> None:
-    """Epoch by epoch in turn: both write halves and words of the same slots and flags."""
+    """Epochs take turns: both kernels write halves and words of the same slots and flags."""
 
     def program(memory: SimulatedMemory) -> None:
         run, world = Launcher(memory, connect), memory.world

@@ -1,3 +1,5 @@
+"""Launches that run interpreted or are recorded, and the errors where neither is possible."""
+
 import subprocess
 import sys
 
@@ -62,7 +64,7 @@ def test_a_numpy_that_the_interpreter_cannot_use_is_named(triton_version: str, n
 
 
 def test_it_is_named_once_where_interpretation_is_asked_for() -> None:
-    """In a Python whose Triton and numpy say that they are versions which do not fit."""
+    """It runs in a Python whose Triton and numpy have version numbers that do not fit."""
     script = (
         "import numpy, triton\ntriton.__version__, numpy.__version__ = '3.6.0', '2.4.6'\nimport tpfuse.kernels.gemm"
     )

@@ -17,7 +17,7 @@ from tpfuse.testing.tiers import exhaustive
 
 
 def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None) -> dict[str, Tensor]:
-    """Everything that forward and backward return, by name."""
+    """Returns all results of forward and backward, by name."""
     weight, bias = normal(8, x.shape[1], dtype=x.dtype), normal(9, x.shape[1], dtype=x.dtype)
     results: dict[str, Tensor | None] = {}
     if rms:
@@ -36,7 +36,7 @@ def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None)
 
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (63, 100), *exhaustive((16, 16), (64, 64), (100, 257), (257, 63))]
-)  # blocks are 32 by 64, or by 128
+)  # blocks are 32 by 64 or 32 by 128
 def test_statistics_and_what_is_summed(rows: int, columns: int) -> None:
     x, residual = normal(1, rows, columns), normal(2, rows, columns)
     results = _both(x, x, rms=False, residual=residual)
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_in_its_row(rms: bool, columns: int, value: flo
         assert torch.equal(actual.isfinite().all(1), torch.arange(40) != 7)
     assert results["dweight"].isnan().any()
     if not rms:
-        assert results["dbias"].isfinite().all()  # of the gradient alone
+        assert results["dbias"].isfinite().all()  # dbias depends on the gradient alone
 
 
 @pytest.mark.parametrize(("rms", "columns"), [(False, 257), *exhaustive((False, 64), (True, 64), (True, 257))])

@@ -1,3 +1,5 @@
+"""Values of ring_attention_backward, with and without exchanged blocks, beside autograd's gradients."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +31,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention of a whole sequence, what its ranks are given of it, and what their gradients must be."""
+    """Attention of a whole sequence, the tensors of each rank, and the gradients that they must have."""
 
     world: int = 2
     balance: Any = "zigzag"
@@ -54,7 +56,7 @@ class Ring:
         return visible_ranges(self.layout.positions(rank), self.length, self.causal, self.window, cu_seqlens)
 
     def hidden(self) -> Tensor:
-        """[T, T]: the definition, pair by pair."""
+        """Returns [T, T], where queries do not see keys, computed pair by pair from the definition."""
         bounds = torch.tensor(self.documents or (0, self.length))
         position = torch.arange(self.length)
         document = torch.bucketize(position, bounds, right=True)
@@ -63,7 +65,7 @@ class Ring:
         return hidden | (distance.abs() >= (self.window or self.length))
 
     def tensors(self) -> dict[str, Tensor]:
-        """q, k, v and the output's gradient."""
+        """Returns q, k, v and the output's gradient."""
         heads = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads, "grad_out": self.heads}
         return {
             name: normal(10 * self.seed + seed, self.batch, count, self.length, self.size, dtype=self.dtype)
@@ -74,7 +76,7 @@ class Ring:
         return torch.arange(self.batch * self.heads).view(self.batch, self.heads) * 3 + 2**33
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp)."""
+        """Returns (out, log-sum-exp)."""
         k, v = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (k, v))
         hidden = self.hidden()
         scores = (q @ k.transpose(2, 3) * self.size**-0.5).masked_fill(hidden, -torch.inf)
@@ -86,7 +88,7 @@ class Ring:
         return p @ v, scores.logsumexp(dim=3)
 
     def counters(self) -> Tensor:
-        """[world, B, H, n]."""
+        """Returns dropout's counters, [world, B, H, n]."""
         positions = torch.stack([self.layout.positions(rank) for rank in range(self.world)])
         return (self.head_rows().unsqueeze(-1) * WIDTH + positions[:, None, None]) * WIDTH
 
@@ -94,7 +96,7 @@ class Ring:
         return {"dropout_p": self.dropout_p, "dropout_key": torch.tensor(KEY)} if self.dropout_p else {}
 
     def given(self) -> dict[str, list[Tensor]]:
-        """Each rank's part of everything."""
+        """Returns each rank's part of all tensors."""
         tensors = self.tensors()
         out, lse = self.attention(*(tensors[name].double() for name in "qkv"))
         tensors |= {"out": out.to(self.dtype)}
@@ -103,9 +105,9 @@ class Ring:
         return parts | {"lse": [layout.shard(lse.float(), rank, 2, -torch.inf) for rank in ranks]}
 
     def check(self, ranks: list[Gradients]) -> None:
-        """The ranks' gradients, put together.
+        """Compares the ranks' gradients, put together, with those of the whole sequence.
 
-        Beside the error that plain torch makes, the log-sum-exp is rounded between forward and backward, which is a
+        Besides the error that plain torch makes, the log-sum-exp is rounded between forward and backward, which is a
         relative error of the probabilities.
         """
         inputs = self.tensors()
@@ -121,7 +123,7 @@ class Ring:
 
 
 def here(ring: Ring) -> list[Gradients]:
-    """Every rank's gradients from blocks that are here: dq of all of them at once, dk and dv added up in rank order."""
+    """Returns every rank's gradients from blocks that are here: dq at once, dk and dv added in rank order."""
     given, ranks = ring.given(), range(ring.world)
     blocks = torch.stack([torch.stack([given["k"][rank], given["v"][rank]]) for rank in ranks])
     queries = []
@@ -192,7 +194,7 @@ def test_half_types(ring: Ring) -> None:
 
 
 def connect(memory: SimulatedMemory, ring: bool) -> BlockExchange:
-    """By a new channel."""
+    """Returns a block exchange on a new channel."""
     world, slot_bytes, flag_count = memory.world, 1 << 17, 4 * memory.world**2
     slots, flags = memory.buffer("slots", (2, slot_bytes), torch.uint8), memory.signals("flags", flag_count)
     end = Endpoint(
@@ -210,7 +212,7 @@ def connect(memory: SimulatedMemory, ring: bool) -> BlockExchange:
 
 
 def brought(rings: list[Ring], way: bool) -> list[list[Gradients]]:
-    """Every rank's gradients of calls one after another on one channel; way: whether blocks go around the ring."""
+    """Returns every rank's gradients of calls one after another on one channel; way: blocks go around the ring."""
     world = rings[0].world
     given = [ring.given() for ring in rings]
     found: list[list[Any]] = [[None] * world for _ in rings]
@@ -266,7 +268,7 @@ def test_the_same_bits_in_every_run_and_either_way(way: bool) -> None:
 
 
 def test_brought_is_what_is_here() -> None:
-    """dq is the same sum in the same order; of dk and dv the parts are added one rank later."""
+    """dq is the same sum in the same order; dk and dv are added rank by rank, after each rank's part is complete."""
     ring = Ring(world=2, length=37)
     for ours, theirs in zip(brought([ring], True)[0], here(ring), strict=True):
         assert torch.equal(ours[0], theirs[0])
@@ -288,7 +290,7 @@ def test_parts_of_sources_add_up() -> None:
 
 @pytest.mark.parametrize("batch", [0, 1])
 def test_empty(batch: int) -> None:
-    """No batch, or queries that see nothing: gradients are 0, and the epoch goes on."""
+    """Without a batch, or with queries that see nothing, gradients are 0 and the epoch still advances."""
     ring = Ring(world=2, length=20, batch=batch, documents=(0, 0) if batch else None)
     for ranks in brought([ring, ring], True):
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""ring_attention_backward under many schedules: no alarm, no line too many, no endless wait, no block for another."""
+"""ring_attention_backward under many schedules: no alarm, no unneeded line, no endless wait, no wrong block."""
 
 from functools import cache
 from typing import ClassVar
@@ -32,13 +32,13 @@ TILES = {  # two copiers, each with a share of every part, and two programs that
 
 pytestmark = [
     pytest.mark.usefixtures("tiny_tiles"),
-    pytest.mark.filterwarnings("ignore:invalid value"),  # gradients of what did not come
+    pytest.mark.filterwarnings("ignore:invalid value"),  # gradients of blocks that did not come
 ]
 
 
 @cache
 def whole(call: int, world: int) -> tuple[SequenceLayout, bool, dict[str, Tensor], dict[str, Tensor]]:
-    """A layout, whether it is causal, what attention had and gave of the whole sequence, and its gradients."""
+    """Returns a layout, whether it is causal, attention's inputs and results for the whole sequence, its gradients."""
     balance, causal, tokens = CALLS[call % len(CALLS)]
     layout = SequenceLayout(world * tokens - 1, world, balance)  # one token is padding
     names = ("q", "k", "v", "grad_out")
@@ -53,11 +53,11 @@ def whole(call: int, world: int) -> tuple[SequenceLayout, bool, dict[str, Tensor
 
 
 class Group:
-    """What the launches of one rank are given."""
+    """The arguments of one rank's launches."""
 
     def __init__(self, memory: SimulatedMemory, ring: bool) -> None:
         world = memory.world
-        flag_count = 4 * max(world - 1, 1) * world  # of two parts and two copiers
+        flag_count = 4 * max(world - 1, 1) * world  # for two parts and two copiers
         slots, flags = memory.buffer("slots", (2, SLOT_BYTES), torch.uint8), memory.signals("flags", flag_count)
         self.rank, self.world = memory.rank, world
         self.ready = memory.signals("ready", 4 * world).local
@@ -75,7 +75,7 @@ class Group:
         self.exchange = current(block_exchange).BlockExchange(self.end, self.ready, ring)
 
     def backward(self, call: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's gradients."""
+        """Returns this rank's gradients."""
         layout, causal, tensors, _ = whole(call, self.world)
         own = {name: layout.shard(x, self.rank, 2) for name, x in tensors.items() if name != "lse"}
         lse = layout.shard(tensors["lse"], self.rank, 2, -torch.inf)
@@ -86,7 +86,7 @@ class Group:
         return gradients
 
     def check(self, call: int) -> None:
-        """They are those of the whole sequence."""
+        """Checks that this rank's gradients are those of the whole sequence."""
         layout, _, _, gradients = whole(call, self.world)
         for (name, expected), actual in zip(gradients.items(), self.backward(call), strict=True):
             own = layout.shard(expected, self.rank, 2)
@@ -94,7 +94,7 @@ class Group:
 
 
 class BackwardSuite(ProtocolSuite):
-    """The suite of one way in which blocks travel: around the ring, or from their owners."""
+    """The suite of one route of the blocks: around the ring, or from their owners."""
 
     ring: ClassVar[bool]
     modules = (signals, endpoint, block_exchange, ring_attention_dq, ring_attention_dkdv, ring_attention_backward)
@@ -102,7 +102,7 @@ class BackwardSuite(ProtocolSuite):
     seeds = 10
 
     def program(self, memory: SimulatedMemory) -> None:
-        """Calls one after another, with other data each."""
+        """Makes calls one after another, with other data each."""
         group = Group(memory, self.ring)
         for call in range(3):
             group.check(call)
@@ -136,7 +136,7 @@ class TestRing(BackwardSuite):
             "others' blocks are not awaited",
             replace(KERNEL, "1 if COPIERS > 0 else steps", by="WORLD if COPIERS > 0 else steps"),
         ),
-        Fault(  # and counted as if all were
+        Fault(  # the block is counted all the same
             "keys alone are brought",
             replace(KERNEL, "missing == WORLD", by="missing == 1"),
             replace(KERNEL, "missing = 2 * WORLD", by="missing = WORLD"),

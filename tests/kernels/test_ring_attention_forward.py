@@ -1,4 +1,4 @@
-"""Values of ring_attention_forward, with blocks that are here or are brought, beside attention as it is defined."""
+"""Values of ring_attention_forward, with blocks that are here or are exchanged, beside attention by its definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class Mask:
-    """What is seen of a whole sequence. documents: where they begin, and where the last one ends."""
+    """The visibility in a whole sequence. documents: where they begin, and where the last one ends."""
 
     causal: bool = True
     window: int | None = None
@@ -37,7 +37,7 @@ class Mask:
         return None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
 
     def hidden(self, length: int) -> Tensor:
-        """[length, length], written out."""
+        """Returns the mask [length, length], pair by pair."""
         query, key = torch.arange(length).unsqueeze(1), torch.arange(length)
         hidden = torch.zeros(length, length, dtype=torch.bool)
         if self.causal:
@@ -56,13 +56,13 @@ MASKS = {
     "full": Mask(causal=False),
     "window": Mask(window=9),
     "window on both sides": Mask(causal=False, window=7),
-    "documents": Mask(documents=(0, 11, 12, 30)),  # and tokens behind the last one, which see nothing
+    "documents": Mask(documents=(0, 11, 12, 30)),  # tokens after the last document see nothing
     "documents, full": Mask(causal=False, documents=(0, 20, 37)),
 }
 
 
 def defined(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the whole sequence; kept: dropout's mask, scaled."""
+    """Returns (out, lse) of the whole sequence; kept: dropout's mask, scaled."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(mask.hidden(q.shape[2]), -torch.inf)
     lse = scores.logsumexp(-1)
@@ -72,7 +72,7 @@ def defined(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, kept: Tensor | None 
 
 @dataclass
 class Whole:
-    """A sequence, how it is spread, and what each rank is given of it."""
+    """A sequence, how it is spread, and the arguments of each rank."""
 
     layout: SequenceLayout
     mask: Mask
@@ -81,17 +81,17 @@ class Whole:
     v: Tensor
 
     def block(self, rank: int) -> Tensor:
-        """[2, B, Hk, n, D]; padding is as good as anything that is finite."""
+        """Returns a rank's block [2, B, Hk, n, D]; padding may be any finite values."""
         return torch.stack([self.layout.shard(x, rank, 2, 7.0) for x in (self.k, self.v)])
 
     def arguments(self, rank: int) -> dict[str, Any]:
-        """Of a rank's launch, but for blocks."""
+        """Returns the arguments of a rank's launch, except blocks."""
         layout, mask = self.layout, self.mask
         seen, _ = visible_ranges(layout.positions(rank), layout.length, mask.causal, mask.window, mask.cu_seqlens)
         return {"q": layout.shard(self.q, rank, 2), "runs": layout.runs, "rank": rank, "seen": seen}
 
     def check(self, results: list[tuple[Tensor, Tensor]], kept: Tensor | None = None) -> None:
-        """Every rank's (out, lse), by the error that plain torch makes of the whole."""
+        """Compares every rank's (out, lse) with the whole, allowing the error that plain torch makes."""
         out, lse = (self.layout.whole(torch.stack(parts), 2) for parts in zip(*results, strict=True))
         inputs = {"q": self.q, "k": self.k, "v": self.v}
 
@@ -122,7 +122,7 @@ def whole(
 
 
 def here(x: Whole, rank: int, **options: Any) -> tuple[Tensor, Tensor]:
-    """With all blocks, in a ring's order."""
+    """Runs with all blocks, in a ring's order."""
     world = x.layout.world
     order = [(rank - step) % world for step in range(world)]
     blocks = torch.stack([x.block(source) for source in order])
@@ -154,7 +154,7 @@ def here(x: Whole, rank: int, **options: Any) -> tuple[Tensor, Tensor]:
     ],
 )
 def test_masks(balance: str, name: str, world: int) -> None:
-    """37 tokens, which no number of ranks divides."""
+    """There are 37 tokens, which no number of ranks divides."""
     x = whole(world, 37, world, balance, MASKS[name])
     x.check([here(x, rank) for rank in range(world)])
 
@@ -174,7 +174,7 @@ def test_heads_and_dtypes(size: int, heads: tuple[int, int], dtype: torch.dtype)
 
 
 def test_blocks_of_whole_tiles_give_the_bits_of_one_rank() -> None:
-    """Nothing is rounded between blocks: in the order of positions the launch is attention's own."""
+    """Nothing is rounded between blocks: in the order of positions the launch computes exactly what attention does."""
     x = whole(4, 128, 2, "contiguous", Mask(causal=False), dtype=torch.bfloat16)
     blocks = torch.stack([x.block(0), x.block(1)])
     out, lse = ring_attention_forward(blocks=blocks, sources=(0, 1), **x.arguments(1))
@@ -203,7 +203,7 @@ def test_ranks_of_which_nothing_is_seen() -> None:
 
 
 class Channel:
-    """One rank's end, with room for blocks."""
+    """One rank's end of a channel, with space for blocks."""
 
     def __init__(self, memory: SimulatedMemory, connect: Connect, ring: bool, **options: int) -> None:
         options = {"slot_bytes": 1 << 16, "flag_count": 2 * memory.world**2, "programs": 5} | options
@@ -219,7 +219,7 @@ class Channel:
     ("world", "ring", "count"), [(2, False, 4), (3, True, 2), *exhaustive((1, True, 4), (4, True, 4), (4, False, 3))]
 )
 def test_blocks_that_are_brought(connect: Connect, world: int, ring: bool, count: int) -> None:
-    """Launches of different data and sizes, one after another: the bits of blocks that are here."""
+    """Launches of different data and sizes, one after another, give the bits of blocks that are here."""
     sequences = [
         whole(10, 37, world, "contiguous", MASKS["documents"], heads=(1, 1)),
         whole(11, 37, world, "contiguous", MASKS["documents"], heads=(1, 1)),
@@ -240,7 +240,7 @@ def test_blocks_that_are_brought(connect: Connect, world: int, ring: bool, count
 
 
 def test_nothing_to_attend_to(connect: Connect) -> None:
-    """No heads: every launch is an epoch all the same."""
+    """There are no heads: every launch is an epoch all the same."""
 
     def program(memory: SimulatedMemory) -> None:
         channel = Channel(memory, connect, ring=True)
@@ -278,7 +278,7 @@ def test_dropout_is_that_of_the_whole_sequence(balance: str, documents: tuple[in
 
 @pytest.fixture
 def alone() -> dict[str, Any]:
-    """Arguments of one rank of three whose channel leads nowhere: aborted, so that what is launched does nothing."""
+    """Returns arguments of one rank of three on an unconnected channel, aborted so that launches do nothing."""
     table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
     end = Endpoint(1, 3, table, 4096, table, 12, words, words[:1], programs=2)
     x = whole(1, 12, 3)
@@ -318,7 +318,7 @@ def test_bad_input_is_named(alone: dict[str, Any], changes: dict[str, Any], mess
     ("changes", "message"),
     [
         ({"programs": 1}, "a channel of 1 program: expected at least 2"),
-        ({"flag_count": 5}, "more flags than there is room for: 6 for one program, the channel has 5"),
+        ({"flag_count": 5}, "too few flags: one program needs 6, the channel has 5"),
         ({"slot_bytes": 1024}, "1536 bytes to stage, a slot holds 1024"),
     ],
 )

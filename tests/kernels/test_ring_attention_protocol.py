@@ -1,4 +1,4 @@
-"""Ring attention's exchange and forward pass under many schedules: no alarm, no line too many, no endless wait."""
+"""Ring attention's exchange and forward pass under many schedules: no alarm, no unneeded line, no endless wait."""
 
 from functools import cache
 from typing import ClassVar
@@ -17,7 +17,7 @@ from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 SIZE = 16
 TILES = {"ring_attention_forward": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 2, "BLOCK_COPY": 64}}
-# Tokens of a rank, heads, balance: two shares of a block, one, two, three; one tile, at last two for one program.
+# Tokens of a rank, heads, balance: a block has two shares, one, two, three; programs have one tile, then one has 2.
 EPOCHS = ((4, 1, "contiguous"), (1, 1, "striped"), (4, 1, "contiguous"), (6, 3, "striped"))
 
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 @cache
 def sequence(world: int, epoch: int) -> tuple[SequenceLayout, Tensor, Tensor, Tensor]:
-    """(how it is spread, q, keys and values, the result) of the whole sequence of an epoch; causal."""
+    """Returns the causal whole sequence of an epoch: (how it is spread, q, keys and values, the result)."""
     tokens, heads, balance = EPOCHS[epoch]
     length = tokens * world
     layout = SequenceLayout(length, world, balance)
@@ -37,7 +37,7 @@ def sequence(world: int, epoch: int) -> tuple[SequenceLayout, Tensor, Tensor, Te
 
 
 class Group:
-    """What the launches of one rank are given."""
+    """The arguments of one rank's launches."""
 
     def __init__(self, memory: SimulatedMemory, ring: bool) -> None:
         world, self.rank = memory.world, memory.rank
@@ -59,7 +59,7 @@ class Group:
         self.exchange = current(block_exchange).BlockExchange(self.end, self.ready.local, ring)
 
     def attend(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """(what this rank's launch returns, what it should)."""
+        """Returns this rank's result and the expected one."""
         layout, q, kv, out = sequence(self.end.world, epoch)
         q, kv, out = (layout.shard(x, self.rank, x.ndim - 2) for x in (q, kv, out))
         positions = layout.positions(self.rank)
@@ -71,13 +71,13 @@ class Group:
 
 
 class RingSuite(ProtocolSuite):
-    """The suite of one way in which blocks travel: around the ring, or from their owners."""
+    """The suite of one route of the blocks: around the ring, or from their owners."""
 
     ring: ClassVar[bool]
     modules = (signals, endpoint, block_exchange, ring_attention_forward)
 
     def attend(self, memory: SimulatedMemory, epochs: int) -> None:
-        """Every epoch, one after another."""
+        """Runs every epoch, one after another."""
         group = Group(memory, self.ring)
         for epoch in range(epochs):
             got, expected = group.attend(epoch)

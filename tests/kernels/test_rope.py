@@ -1,3 +1,5 @@
+"""Values of the rope launchers beside the reference."""
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""shard_sum under many schedules: no false alarm, no line that is not needed, no wait without an end."""
+"""shard_sum under many schedules: no false alarm, no unneeded line, no wait without an end."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
 
 Connect = Callable[..., Endpoint]
-SIZES = (40, 7, 50, 16)  # of a shard: grids of several programs and of one take turns
+SIZES = (40, 7, 50, 16)  # elements of a shard: grids of several programs and of one take turns
 LARGEST = 50
 TILES = {"shard_sum": {"BLOCK": 16}, "all_reduce": {"BLOCK": 16}}
 
@@ -33,14 +33,14 @@ class Buckets:
         self.squares = torch.full((4,), 7.0)
 
     def fill(self, seed: int, m: int) -> list[Tensor]:
-        """Every rank's gradients; this rank's are in their room."""
+        """Returns every rank's gradients, and writes this rank's into its buffer."""
         world = self.memory.world
         every = [integers(10 * seed + rank, m * world) for rank in range(world)]
         self.rooms[seed % len(self.rooms)].local[: m * world].copy_(every[self.memory.rank])
         return every
 
     def sum(self, seed: int, m: int, every: Sequence[Tensor]) -> None:
-        """In place where the seed is even; compares with `every`."""
+        """Sums, in place where the seed is even, and compares with the sum of `every`."""
         room, own = self.rooms[seed % len(self.rooms)], slice(self.memory.rank * m, (self.memory.rank + 1) * m)
         out = torch.empty(m) if seed % 2 else room.local[own]
         current(shard_sums).shard_sum(room.local, room.addresses, out, self.squares, own.start, self.end)
@@ -50,7 +50,7 @@ class Buckets:
 
 
 def sums(memory: SimulatedMemory, connect: Connect, sizes: Sequence[int], rooms: int = 2) -> None:
-    """An epoch for each size, in rooms that take turns, as stage 2 has them."""
+    """Runs an epoch for each size, in buffers that take turns, as in stage 2."""
     buckets = Buckets(memory, connect, rooms)
     for epoch, m in enumerate(sizes):
         buckets.sum(epoch, m, buckets.fill(epoch, m))
@@ -104,14 +104,14 @@ class TestShardSum(ProtocolSuite):
 
 
 def test_one_room_is_too_few(connect: Connect) -> None:
-    """What peers may still be reading is written: nothing but another launch says that they have read."""
+    """The second step overwrites gradients that peers may still be reading: only another launch orders it after them."""
     with pytest.raises(RaceError, match="race on gradients 0"):
         explore(lambda memory: sums(memory, connect, (20, 20), rooms=1), 2, resident=2)
 
 
 @pytest.mark.exhaustive
 def test_any_launch_between_frees_the_room(connect: Connect) -> None:
-    """Also one of another kernel, which uses the slots of the channel and the same words."""
+    """A launch of another kernel, which uses the slots of the channel and the same words, is enough."""
 
     def program(memory: SimulatedMemory) -> None:
         buckets, x = Buckets(memory, connect, rooms=1), torch.ones(20)

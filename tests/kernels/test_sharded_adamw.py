@@ -28,13 +28,13 @@ CASES = (
     (64, 64, CLIP, False),
     (1, 1, None, True),
 )  # m, decay_end, clip, summed
-TAIL = 5  # elements behind the last shard, which are nobody's
+TAIL = 5  # elements after the last shard, which no rank owns
 Connect = Callable[..., Endpoint]
 
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    """Tiles of 16 elements: small shards have several programs."""
+    """Sets tiles of 16 elements: small shards have several programs."""
     names = ("shard_sum", "sharded_adamw")
     rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
     with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
@@ -47,7 +47,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
 
 @dataclass
 class Bucket:
-    """All ranks' gradients, and one trained shard after another: parameters and their masters, moments."""
+    """All ranks' gradients, and the trained shards concatenated: parameters and their masters, moments."""
 
     master: Tensor  # float32 [world * m + TAIL]
     values: Tensor
@@ -63,12 +63,14 @@ class Bucket:
         return cls(master, values, gradients, (normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4))
 
     def state(self, own: slice) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Copies of a shard's master, which is None where the values are it, and moments."""
+        """Returns copies of a shard's master, which is None where the values are the master, and of its moments."""
         moments = tuple(x[own].clone() for x in self.moments)
         return None if self.values.dtype == F32 else self.master[own].clone(), *moments
 
     def after(self, own: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
-        """A shard's master, moments and values, updated by the kernel for one rank: both parts of the sum."""
+        """Returns a shard's master, moments and values after the kernel's update for one rank from both parts of the
+        sum.
+        """
         total = reference.shard_sum([x[own] for x in self.gradients])
         state = [x[own].clone() for x in (self.master, *self.moments, self.values)]
         for part, decay in ((slice(decay_end), 0.1), (slice(decay_end, None), 0.0)):
@@ -90,7 +92,7 @@ class Bucket:
 def test_as_the_sum_and_the_update_one_after_the_other(
     connect: Connect, world: int, dtype: torch.dtype, sent: torch.dtype
 ) -> None:
-    """To the bit, on every rank, for shards of one program and of several; what is nobody's stays as it is."""
+    """The bits agree on every rank, for shards of one program and of several; the other elements do not change."""
 
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
@@ -200,5 +202,5 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"sharded_adamw: {message}"):
         sharded_adamw_(**arguments | change, endpoint=endpoint)
     sharded_adamw_(**arguments, endpoint=endpoint)  # aborted: nothing happens
-    with pytest.raises(ValueError, match="sharded_adamw: more flags than there is room for: 6 for one program"):
+    with pytest.raises(ValueError, match="sharded_adamw: too few flags: one program needs 6"):
         sharded_adamw_(**arguments, endpoint=replace(endpoint, flag_count=5))

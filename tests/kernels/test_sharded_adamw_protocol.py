@@ -1,7 +1,7 @@
-"""sharded_adamw under many schedules, with and without shard_sum before it: no false alarm, no line that is not needed,
-no wait without an end.
+"""sharded_adamw under many schedules, with and without shard_sum before it.
 
-With β₁ = β₂ = 0 and eps = 1 the update is p = p - lr decay p - lr g / (|g| + 1), which torch rounds as the kernel does.
+There is no false alarm, no unneeded line, and no wait without an end. With β₁ = β₂ = 0 and eps = 1 the update is p = p
+- lr decay p - lr g / (|g| + 1), which torch rounds as the kernel does.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Bucket:
-    """Parameters and gradients of all ranks, shards of m elements."""
+    """Parameters and gradients of all ranks, in shards of m elements."""
 
     def __init__(self, memory: SimulatedMemory, end: Endpoint, m: int, dtype: torch.dtype) -> None:
         self.memory, self.end, self.m, self.decay_end = memory, end, m, m // 2
@@ -46,13 +46,13 @@ class Bucket:
         memory.barrier()
 
     def backward(self, step: int) -> Tensor:
-        """The sum over ranks of what is written into their gradients."""
+        """Writes the ranks' gradients and returns their sum."""
         every = [integers(100 * step + rank, *self.gradients.shape) for rank in range(self.memory.world)]
         self.gradients.local.copy_(every[self.memory.rank])
         return torch.stack(every).sum(0)
 
     def sum(self) -> None:
-        """In place."""
+        """Sums in place."""
         flat = self.gradients
         current(shard_sums).shard_sum(
             flat.local, flat.addresses, flat.local[self.own], torch.empty(3), self.own.start, self.end
@@ -67,19 +67,19 @@ class Bucket:
         )
 
     def expect(self, total: Tensor) -> None:
-        """Masters after one more update."""
+        """Computes the masters after one more update."""
         decay = torch.arange(len(total)) % self.m < self.decay_end
         self.masters -= LR * RATES["weight_decay"] * decay * self.masters
         self.masters -= LR * (total / (total.abs() + 1))
 
     def check(self) -> None:
-        """As a forward pass reads them."""
+        """Compares the parameters that a forward pass would read."""
         assert torch.equal(self.values.local, self.masters.to(self.values.dtype))
         assert self.master is None or torch.equal(self.master, self.masters[self.own])
 
 
 def zero(memory: SimulatedMemory, connect: Connect, steps: int = 2) -> None:
-    """Two buckets: the gradients of one are summed before, as for a norm, of the other on the way."""
+    """Runs two buckets: the gradients of one are summed first, as for a norm, those of the other during the update."""
     end = connect(memory)
     buckets = Bucket(memory, end, 40, torch.float32), Bucket(memory, end, 7, torch.bfloat16)
     for step in range(steps):
@@ -89,7 +89,7 @@ def zero(memory: SimulatedMemory, connect: Connect, steps: int = 2) -> None:
         for bucket, total in zip(buckets, totals, strict=True):
             bucket.expect(total)
         summed, other = buckets[step % 2], buckets[1 - step % 2]
-        other.update(summed=False)  # the first launch of a step: nothing before it has met the other ranks
+        other.update(summed=False)  # the first launch of a step: no launch before it has waited for the other ranks
         summed.sum()
         summed.update(summed=True)
     for bucket, total in zip(buckets, totals, strict=True):
@@ -132,7 +132,7 @@ class TestShardedAdamW(ProtocolSuite):
         zero(memory, self.connect, steps=1)
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """Nothing is changed by a launch that ends early."""
+        """A launch that ends early changes nothing."""
         bucket = Bucket(memory, self.connect(memory), 40, torch.bfloat16)
         for step in range(2):
             bucket.check()
@@ -155,7 +155,7 @@ def test_gradients_are_written_behind_the_update_and_not_behind_the_sum(connect:
         bucket = Bucket(memory, connect(memory), 20, torch.float32)
         bucket.backward(0)
         bucket.sum()
-        bucket.backward(1)  # over what peers may still be reading
+        bucket.backward(1)  # overwrites gradients that peers may still be reading
 
     with pytest.raises(RaceError, match="race on gradients 20"):
         explore(program, 2, resident=2)

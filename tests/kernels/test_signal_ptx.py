@@ -1,8 +1,8 @@
-"""What the compiler makes of signals: each kernel that signals, for sm_90, at several sizes of the group.
+"""The instructions into which the compiler translates signals, for each kernel that signals, on sm_90.
 
-The explorer proves the protocol as it is written; this is about the instructions it becomes. A program's threads are
-ordered by `bar.sync` alone, so one belongs between their accesses and each release, and between each acquire and what
-they access afterwards. `make compiled-matrix` runs this file under other Tritons.
+The explorer proves the protocol as it is written; this file checks the compiled instructions, at several sizes of the
+group. A program's threads are ordered by `bar.sync` alone, so one belongs between their accesses and each release, and
+between each acquire and the accesses that follow. `make compiled-matrix` runs this file under other Tritons.
 """
 
 import json
@@ -43,7 +43,7 @@ json.dump(dict(found.values()), sys.stdout)
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, str]:
-    """PTX by kernel; compiled in a Python that does not interpret."""
+    """Returns PTX by kernel, compiled in a Python that does not interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ ATOMIC, BARRIER, PLAIN, LABEL = "atomic", "barrier", "plain", "label"
 
 
 def instructions(ptx: str) -> list[tuple[str, set[str]]]:
-    """(kind, parts of its name) of what touches global memory, barriers and the labels of blocks, in order."""
+    """Returns (kind, parts of its name) of accesses to global memory, barriers and the labels of blocks, in order."""
     found = []
     for line in ptx.splitlines():
         if not (match := INSTRUCTION.match(line)):
@@ -72,7 +72,7 @@ def instructions(ptx: str) -> list[tuple[str, set[str]]]:
 
 
 def complaints(ptx: str, own_by_tma: bool = False) -> list[str]:
-    """What is wrong with a program that signals. own_by_tma: it may load by TMA what no peer writes."""
+    """Returns the violations of a program that signals. own_by_tma: TMA may load memory that no peer writes."""
     wrong = []
     code = instructions(ptx)
     for index, (kind, parts) in enumerate(code):
@@ -93,7 +93,7 @@ def complaints(ptx: str, own_by_tma: bool = False) -> list[str]:
     return wrong
 
 
-# What each kernel has of signal, wait_signal, counts of programs, and looks at the abort word.
+# How often each kernel calls signal and wait_signal, counts its programs, and looks at the abort word.
 SIGNALS = {
     "all_gather_forward_kernel": (1, 1, 1, 2),
     "all_to_all_forward_kernel": (1, 1, 1, 2),
@@ -124,7 +124,7 @@ LOADS_OWN_BY_TMA = {  # operands that no peer writes
 
 
 def variant(name: str) -> str:
-    """What of a program's name says how often it signals."""
+    """Returns the part of a program's name on which the number of its signals depends."""
     kernel, *constants = name.split()
     return " ".join([kernel, *(text for text in constants if text in ("COPIERS=0", "RING=True", "out_ptr=None"))])
 
@@ -143,7 +143,7 @@ def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]
 @pytest.mark.compile
 @pytest.mark.timeout(1200)
 def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
-    """As often as it is written: roles of warps make copies of some of it and drop the rest (Triton 3.7)."""
+    """Each signals as often as its source does: roles of warps copy some signals and drop the rest (Triton 3.7)."""
     assert {variant(name) for name in programs} == SIGNALS.keys()
     for name, ptx in programs.items():
         atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]

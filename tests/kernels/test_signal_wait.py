@@ -1,3 +1,5 @@
+"""signal_wait between two ranks, and its end by the abort word."""
+
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,10 @@ from tpfuse.testing.explore import explore
 
 
 def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
-    """Rank 0 writes, says so and waits until rank 1 has read; `skip` leaves one of these two waits out."""
+    """Returns a program in which rank 0 writes, signals and waits until rank 1 has read.
+
+    skip: leave one of the two waits out.
+    """
 
     def program(memory: SymmetricMemory) -> None:
         x, flags = memory.buffer("x", (3,), torch.int64), memory.signals("flags", 1)

@@ -1,4 +1,4 @@
-"""Signals by themselves, in kernels that are as small as can be, explored and with every line of them deleted."""
+"""Signals by themselves, in kernels that are as small as possible, explored and with every line of them deleted."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ Program = Callable[[SimulatedMemory], None]
 
 @triton.jit
 def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, left, right, rank):
-    """Adds what the two neighbours have: one signal to each and one wait for each."""
+    """Adds the values of the two neighbours: one signal to each and one wait for each."""
     offs = tl.arange(0, 4)
     epoch, running = begin(state_ptr, abort_ptr)
     half = (epoch & 1) * 4
@@ -39,7 +39,7 @@ def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr
 
 
 def neighbours(memory: SimulatedMemory, first_epoch: int = 0, flags_before: int = 0) -> None:
-    """Four epochs after `first_epoch`."""
+    """Runs four epochs after `first_epoch`."""
     slots = memory.buffer("slots", (2, 4), torch.float32)
     flags, state = memory.signals("flags", 2), memory.signals("state", 2)
     state.local[0] = first_epoch
@@ -56,7 +56,7 @@ def neighbours(memory: SimulatedMemory, first_epoch: int = 0, flags_before: int 
 
 @triton.jit
 def counting_kernel(out_ptr, state_ptr, abort_ptr):
-    """Asks for the epoch and has nothing to wait for."""
+    """Asks for the epoch and waits for nothing."""
     epoch, running = begin(state_ptr, abort_ptr)
     if running:
         tl.store(out_ptr + tl.program_id(0), epoch)
@@ -72,7 +72,7 @@ def counting(memory: SimulatedMemory) -> None:
 
 @triton.jit
 def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, rank, WORLD: tl.constexpr):
-    """Ranks meet twice in a launch: what each reads the next one wrote in between, and that of what it read itself."""
+    """Uses two barriers in a launch: the next rank writes what each rank reads in between, from what it read itself."""
     pid = tl.program_id(0)
     epoch, running = begin(state_ptr, abort_ptr)
     half = (epoch & 1) * 6
@@ -88,7 +88,7 @@ def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, r
 
 
 def meeting(memory: SimulatedMemory) -> None:
-    """Grids of one, two and three programs, in turn."""
+    """Runs grids of one, two and three programs, in turn."""
     slots = memory.buffer("slots", (2, 6), torch.int32)
     flags, state = memory.signals("flags", 6 * memory.world), memory.signals("state", 2)
     for epoch, programs in enumerate((2, 1, 3, 1, 2), 1):
@@ -108,7 +108,7 @@ def test_no_alarm(name: str, resident: int, seeds: int) -> None:
 
 
 def left_by(name: str, mutants: list[Mutant]) -> list[Mutant]:
-    """Those that a program of this file does not fail."""
+    """Returns the mutants that a program of this file does not fail."""
     this = sys.modules[__name__]
 
     def program_of(signals: ModuleType, this: ModuleType) -> Program:
@@ -119,7 +119,7 @@ def left_by(name: str, mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_every_line_is_needed() -> None:
-    """By one of the programs at least: none does everything that a kernel may."""
+    """At least one of the programs needs each line: none of them does everything that a kernel may do."""
     left = mutants_of(signals)
     assert left
     for name in ("meeting", "neighbours", "counting"):
@@ -178,7 +178,7 @@ FAULTS = {
 
 
 def with_function(name: str, function: str) -> Mutant:
-    """The signals with a function of the same name in the place of theirs."""
+    """Returns the signals with one function replaced by `function`, of the same name."""
     source = inspect.getsource(signals) + "\n\n" + function
     return Mutant(signals.__name__, str(signals.__file__), (1, 1), name, "another function", source)
 
@@ -197,13 +197,13 @@ def test_epochs_wrap_around(first_epoch: int) -> None:
 
 @pytest.mark.parametrize("age", [2**32 - 2**17, *exhaustive(2**31 + 1, 2**31 + 2**30)])
 def test_a_word_that_was_left_alone_for_an_age_is_not_ahead(age: int) -> None:
-    """A kernel that has long used few of its words comes back to the others."""
+    """A kernel that has used few of its words for many launches uses the others again."""
     word = (7 - age + 2**31) % 2**32 - 2**31
     explore(lambda memory: neighbours(memory, 7, word), 3)
 
 
 def late(memory: SimulatedMemory) -> None:
-    """The waits for rank 0 end by the abort word; after a reset all begin anew."""
+    """The waits for rank 0 end by the abort word; after a reset all ranks start again."""
     slots = memory.buffer("slots", (2, 6), torch.int32)
     flags, state = memory.signals("flags", 6 * memory.world), memory.signals("state", 2)
     out, rank = torch.zeros(2, dtype=torch.int32), memory.rank
@@ -214,7 +214,7 @@ def late(memory: SimulatedMemory) -> None:
                 memory.barrier("elsewhere")
             meeting_kernel[(2,)](*tensors, 1 + rank, rank, WORLD=memory.world)
             assert out.tolist() == [0, 0] and state.local.tolist() == [0, 0]
-            meeting_kernel[(2,)](*tensors, 50, rank, WORLD=memory.world)  # does not write its slot
+            meeting_kernel[(2,)](*tensors, 50, rank, WORLD=memory.world)  # this launch does not write its slot
         memory.reset()
         assert slots.local.max() == (1 + rank if rank else 0) and not slots.local[0].any()
         assert not flags.local.any()
@@ -230,6 +230,6 @@ def test_waits_end_by_the_abort_word(world: int, resident: int) -> None:
 
 
 def test_a_signal_of_the_future_is_found_out() -> None:
-    """The programs of this file would see a wait that ends too early."""
+    """The programs of this file would detect a wait that ends too early."""
     with pytest.raises(ExploreError):
         explore(lambda memory: neighbours(memory, 7, 20), 3, schedules=[Sequential()])

@@ -1,3 +1,5 @@
+"""Rounding, products and the order of tiles of the shared device functions."""
+
 import pytest
 import torch
 import triton
