@@ -101,14 +101,14 @@ def _differences(x: Launch) -> Iterator[str]:
     launches["first"]()
     if len(bound) != before:
         yield f"{name}: the binder was called again"
-    own, *others = started
+    expected, *others = started
     for other in others:
-        if other[0] is not own[0]:
+        if other[0] is not expected[0]:
             yield f"{name}: another compiled kernel"
-        elif other[1:-1] != own[1:-1]:
-            yield f"{name}: started with {other[1:-1]}, not {own[1:-1]}"
-        elif not all(map(_same, other[-1], own[-1])) or len(other[-1]) != len(own[-1]):
-            yield f"{name}: arguments {other[-1]}, not {own[-1]}"
+        elif other[1:-1] != expected[1:-1]:
+            yield f"{name}: started with {other[1:-1]}, not {expected[1:-1]}"
+        elif not all(map(_same, other[-1], expected[-1])) or len(other[-1]) != len(expected[-1]):
+            yield f"{name}: arguments {other[-1]}, not {expected[-1]}"
     if len(started) != 3:
         yield f"{name}: started {len(started)} times, not 3 times"
 
@@ -138,11 +138,11 @@ def _variants(x: Launch) -> Iterator[Launch]:
 def _laid_out(*shape: int, dtype: torch.dtype) -> list[Tensor]:
     """Returns tensors of this shape: contiguous twice, with other strides, transposed, and at an odd address."""
     *rows, columns = shape
-    found = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
-    found += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., :columns]]
-    found += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., ::2]]
-    found += [torch.empty(columns, *rows, dtype=dtype).movedim(0, -1)]
-    return [*found, torch.empty(found[0].numel() + 1, dtype=dtype)[1:].view(shape)]
+    tensors = [torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)]
+    tensors += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., :columns]]
+    tensors += [torch.empty(*rows, 2 * columns, dtype=dtype)[..., ::2]]
+    tensors += [torch.empty(columns, *rows, dtype=dtype).movedim(0, -1)]
+    return [*tensors, torch.empty(tensors[0].numel() + 1, dtype=dtype)[1:].view(shape)]
 
 
 def _endpoints(world: int) -> list[Endpoint]:
@@ -162,8 +162,8 @@ def _calls() -> Iterator[partial[Any]]:
         width = n // 2 if activation == "swiglu" else n
         given = {"x": (m, k), "weight": (n, k), "bias": (n,), "residual": (m, width)}
         tensors = {name: _laid_out(*shape, dtype=dtype) for name, shape in given.items()}
-        plain: dict[str, Any] = {name: found[0] for name, found in tensors.items()}
-        varied = [plain | {name: x} for name, found in tensors.items() for x in [*found, None] if name != "x"]
+        plain: dict[str, Any] = {name: layouts[0] for name, layouts in tensors.items()}
+        varied = [plain | {name: x} for name, layouts in tensors.items() for x in [*layouts, None] if name != "x"]
         varied = [x for x in varied if x["weight"] is not None] + [plain | {"x": x} for x in tensors["x"]]
         for arguments, keep in itertools.product(varied, (False, True)):
             yield partial(gemm_forward, **arguments, activation=activation, keep_preactivation=keep)
@@ -172,15 +172,15 @@ def _calls() -> Iterator[partial[Any]]:
         gathered = torch.empty(world, m, k, dtype=dtype)
         for endpoint, arguments in itertools.product(_endpoints(world), varied):
             product = {name: x for name, x in arguments.items() if name != "residual"}
-            for copied, own in ((False, False), (False, True), (True, False)):
+            for copied, keep_own in ((False, False), (False, True), (True, False)):
                 yield partial(
                     all_gather_gemm_forward, **product, gathered=gathered, ready=ready, endpoint=endpoint,
-                    activation=activation, keep_own=own, copied=copied,
+                    activation=activation, keep_own=keep_own, copied=copied,
                 )  # fmt: skip
             if activation != "swiglu":
                 added = arguments["residual"]
-                own_rows = None if added is None else added[: m // world]
-                yield partial(_scattered, **product, endpoint=endpoint, residual=own_rows)
+                rows = None if added is None else added[: m // world]
+                yield partial(_scattered, **product, endpoint=endpoint, residual=rows)
 
 
 def _scattered(**arguments: Any) -> tuple[Tensor]:

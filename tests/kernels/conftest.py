@@ -17,7 +17,7 @@ SUMS = ("reduce_scatter", "one_shot", "two_shot")
 MOVES = ("all_gather", "all_to_all")
 
 
-def _found(operator: str) -> Any:
+def _launcher(operator: str) -> Any:
     """Returns the operator's launcher, looked up at each call: for mutants it is another module's."""
     return getattr(importlib.import_module(f"tpfuse.kernels.{operator}"), f"{operator}_forward")
 
@@ -42,25 +42,25 @@ class Collective:
 
 def _all_gather(x: Tensor, endpoint: Endpoint) -> Tensor:
     out = torch.empty_like(x)
-    _found("all_gather")(x[0], out, endpoint)
+    _launcher("all_gather")(x[0], out, endpoint)
     return out
 
 
 def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
     out = torch.empty_like(x)
-    _found("all_to_all")(x, out, endpoint)
+    _launcher("all_to_all")(x, out, endpoint)
     return out
 
 
 def _reduce_scatter(x: Tensor, endpoint: Endpoint) -> Tensor:
     out = torch.empty_like(x[0])
-    _found("reduce_scatter")(x, out, endpoint)
+    _launcher("reduce_scatter")(x, out, endpoint)
     return out
 
 
 def _all_reduce(x: Tensor, endpoint: Endpoint, two_shot: bool) -> Tensor:
     out = torch.empty_like(x[0])
-    _found("all_reduce")(x[0], out, endpoint, two_shot=two_shot)
+    _launcher("all_reduce")(x[0], out, endpoint, two_shot=two_shot)
     return out
 
 

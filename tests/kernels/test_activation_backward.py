@@ -31,13 +31,13 @@ def _gradient(grad: Tensor, preactivation: Tensor, activation: str) -> Tensor:
 def test_sizes(m: int, n: int, activation: str) -> None:
     """P of whole numbers is exact, and so are its sums in every order of addition."""
     width = 2 * n if activation in GATED else n
-    grad, kept = integers(1, m, n), integers(2, m, width)
+    grad, preactivation = integers(1, m, n), integers(2, m, width)
     if activation == "swiglu":
-        kept[:, :n] += 200  # silu of a large gate is the gate itself, and its slope 1
-    out, sums = activation_backward(grad, kept, activation, with_sums=True)
-    assert torch.equal(out, _gradient(grad.double(), kept.double(), activation).float())
+        preactivation[:, :n] += 200  # silu of a large gate is the gate itself, and its slope 1
+    out, sums = activation_backward(grad, preactivation, activation, with_sums=True)
+    assert torch.equal(out, _gradient(grad.double(), preactivation.double(), activation).float())
     assert torch.equal(sums, out.double().sum(0).float())
-    again, nothing = activation_backward(grad, kept, activation)
+    again, nothing = activation_backward(grad, preactivation, activation)
     assert nothing is None and torch.equal(again, out)
 
 
@@ -53,9 +53,10 @@ def test_sizes(m: int, n: int, activation: str) -> None:
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     m, n = 70, 140
     width = n // 2 if activation in GATED else n
-    grad, kept = normal(1, m, width, dtype=dtype), normal(2, m, n, dtype=dtype) * 2
-    plain, truth = _gradient(grad, kept, activation), _gradient(grad.double(), kept.double(), activation)
-    out, sums = activation_backward(grad, kept, activation, with_sums=True)
+    grad, preactivation = normal(1, m, width, dtype=dtype), normal(2, m, n, dtype=dtype) * 2
+    plain = _gradient(grad, preactivation, activation)
+    truth = _gradient(grad.double(), preactivation.double(), activation)
+    out, sums = activation_backward(grad, preactivation, activation, with_sums=True)
     eps = torch.finfo(dtype).eps
     assert sums is not None and out.dtype == sums.dtype == dtype
     check_error(
@@ -69,8 +70,9 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
 def test_strides() -> None:
     m, n = 70, 36
     grads = (integers(1, n, m).t(), integers(1, m, 1).expand(m, n), integers(1, m, 2 * n)[:, ::2], integers(1, m, n))
-    kept = (integers(3, n, m).t(), integers(3, 1, n).expand(m, n), integers(3, m, n + 4)[:, 4:], integers(3, m, n))
-    for grad, preactivation in zip(grads, kept, strict=True):
+    x = integers(3, m, n)
+    preactivations = integers(3, n, m).t(), integers(3, 1, n).expand(m, n), integers(3, m, n + 4)[:, 4:], x
+    for grad, preactivation in zip(grads, preactivations, strict=True):
         out, sums = activation_backward(grad, preactivation, "relu", with_sums=True)
         assert torch.equal(out, torch.where(preactivation > 0, grad, 0)) and out.is_contiguous()
         assert torch.equal(sums, out.sum(0))
@@ -80,9 +82,9 @@ def test_strides() -> None:
 
 
 def test_nan_stays_in_its_element_and_in_its_sum() -> None:
-    grad, kept = normal(1, 70, 70), normal(3, 70, 70)
-    grad[69, 3], kept[0, 5] = torch.nan, torch.inf
-    out, sums = activation_backward(grad, kept, "gelu", with_sums=True)
+    grad, preactivation = normal(1, 70, 70), normal(3, 70, 70)
+    grad[69, 3], preactivation[0, 5] = torch.nan, torch.inf
+    out, sums = activation_backward(grad, preactivation, "gelu", with_sums=True)
     expected = torch.zeros(70, 70, dtype=torch.bool)
     expected[69, 3] = expected[0, 5] = True
     assert sums is not None
@@ -91,8 +93,8 @@ def test_nan_stays_in_its_element_and_in_its_sum() -> None:
 
 
 def test_every_run_gives_the_same_bits() -> None:
-    grad, kept = normal(1, 600, 33), normal(2, 600, 33)
-    runs = [activation_backward(grad, kept, "silu", with_sums=True) for _ in range(3)]
+    grad, preactivation = normal(1, 600, 33), normal(2, 600, 33)
+    runs = [activation_backward(grad, preactivation, "silu", with_sums=True) for _ in range(3)]
     assert all(torch.equal(out, runs[0][0]) and torch.equal(sums, runs[0][1]) for out, sums in runs)
 
 

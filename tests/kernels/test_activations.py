@@ -70,7 +70,7 @@ def test_extremes(name: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_finite_stays_finite(name: str | None) -> None:
+def test_finite_values_stay_finite(name: str | None) -> None:
     x = torch.tensor([1e30, -1e30, 3.4e38, -3.4e38])
     out, grad_x = _run(x, torch.ones_like(x), name)
     assert torch.equal(out.isfinite(), torch.tensor([name != "relu2", True] * 2))
@@ -79,7 +79,7 @@ def test_what_is_finite_stays_finite(name: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["relu", "relu2"])
-def test_no_gradient_reaches_what_relu_cut(name: str) -> None:
+def test_relu_passes_no_gradient_where_it_is_0(name: str) -> None:
     x = torch.tensor([-1.0, 0.0, -torch.inf, 1.0, torch.nan])
     for grad in (torch.inf, torch.nan, 1.0):
         _, actual = _run(x, torch.full_like(x, grad), name)

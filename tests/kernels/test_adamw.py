@@ -68,7 +68,7 @@ def test_gradient_is_scaled_and_clipped() -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_numbers_of_updates_may_be_integers() -> None:
+def test_the_number_of_the_update_may_be_an_integer() -> None:
     expected, actual = _state(100), _state(100)
     _update(expected, normal(4, 100), 5)
     _update(actual, normal(4, 100), 5, step_dtype=torch.int64)
@@ -76,7 +76,7 @@ def test_numbers_of_updates_may_be_integers() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_place(value: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_element(value: float) -> None:
     gradient, expected = normal(4, 100), _state(100)
     gradient[7] = value
     state = _state(100)

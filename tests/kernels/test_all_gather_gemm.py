@@ -73,11 +73,13 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
             dtype = (F32, BF16, F16)[epoch % 3]
             xs = [integers(10 * epoch + rank, m, k, dtype=dtype) for rank in range(world)]
             weight, bias = integers(5, n, k, dtype=dtype), integers(6, n, dtype=dtype) if epoch % 2 else None
-            own = {"keep_own": epoch % 3 > 0} if way == "gather" else {}
-            out, kept = getattr(channel, way)(xs[memory.rank], weight, bias, keep_preactivation=epoch == 0, **own)
+            options = {"keep_own": epoch % 3 > 0} if way == "gather" else {}
+            out, preactivation = getattr(channel, way)(
+                xs[memory.rank], weight, bias, keep_preactivation=epoch == 0, **options
+            )
             assert torch.equal(out, exact(xs, weight, bias)), (m, k, n)
-            assert kept is None if epoch else torch.equal(kept, out)
-            whole = any(own.values())
+            assert preactivation is None if epoch else torch.equal(preactivation, out)
+            whole = any(options.values())
             for rank in range(world):
                 if whole or rank != memory.rank:
                     assert torch.equal(channel.gathered[rank], xs[rank])
@@ -113,9 +115,11 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
         def program(memory: SimulatedMemory, bias: Tensor | None = bias, pre: Any = pre, full: Any = full) -> None:
             x = inputs["x"].chunk(2)[memory.rank]
             channel = Channel(memory, connect)
-            out, kept = channel.gather(x, inputs["weight"], bias, activation=activation, keep_preactivation=True)
+            out, preactivation = channel.gather(
+                x, inputs["weight"], bias, activation=activation, keep_preactivation=True
+            )
             full.check("out", out, rows)
-            pre.check("out", kept, rows)
+            pre.check("out", preactivation, rows)
             again, nothing = channel.copy(x, inputs["weight"], bias, activation=activation)
             assert nothing is None and torch.equal(again, out)
 
@@ -123,7 +127,7 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
-def test_bitwise_what_gemm_gives_with_the_same_tiles_in_every_run(connect: Connect, dtype: torch.dtype) -> None:
+def test_bitwise_equal_to_gemm_with_the_same_tiles_in_every_run(connect: Connect, dtype: torch.dtype) -> None:
     weight, bias = normal(3, 70, 60, dtype=dtype), normal(4, 70, dtype=dtype)
     xs = [normal(rank, 65, 60, dtype=dtype) for rank in range(2)]
     expected = torch.cat([gemm_forward(x, weight, bias, activation="gelu")[0] for x in xs])
@@ -172,8 +176,8 @@ def test_strides(connect: Connect, kind: str) -> None:
         for way in (channel.gather, channel.copy):
             assert torch.equal(way(xs[memory.rank], weight, bias)[0], exact(xs, weight, bias))
         gate, up = exact(xs, weight, bias).split(n // 2, dim=1)
-        out, kept = channel.gather(xs[memory.rank], weight, bias, activation="swiglu", keep_preactivation=True)
-        assert torch.equal(kept, torch.cat([gate, up], dim=1))
+        out, preactivation = channel.gather(xs[memory.rank], weight, bias, activation="swiglu", keep_preactivation=True)
+        assert torch.equal(preactivation, torch.cat([gate, up], dim=1))
         torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
 
     once(program, 2)
@@ -192,7 +196,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return seen
 
 
-def test_tma_whichever_way_an_aligned_weight_lies(connect: Connect, launches: list[dict[str, Any]]) -> None:
+def test_tma_reads_aligned_weights_of_either_layout(connect: Connect, launches: list[dict[str, Any]]) -> None:
     def program(memory: SimulatedMemory) -> None:
         channel, x = Channel(memory, connect), integers(1, 3, 40)
         plain, odd = integers(2, 36, 40), integers(2, 35, 40)

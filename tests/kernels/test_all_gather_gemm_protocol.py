@@ -203,7 +203,7 @@ class TestGathering(GatherSuite):
             ),
         ),
         Fault(
-            "another place",
+            "copied to another chunk's rows",
             replace(
                 all_gather_gemm._gather_chunks,
                 "tl.cast(source, tl.int64)",
@@ -254,14 +254,14 @@ class TestTwoStreams(GatherSuite):
     worlds = ((4, 2), (4, 1), (6, 2))
     faults = (
         Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
-        Fault("nobody is told", replace(SEND, TELL, by="pass")),
+        Fault("no rank is told", replace(SEND, TELL, by="pass")),
         Fault("told for another rank", replace(SEND, "rank", by="peer", call="signal")),
         Fault("another rank is told", replace(SEND, "peer", by="(peer + 1) % world", call="signal")),
         Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
         Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
-        Fault("copied to another place", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
+        Fault("copied to another chunk", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
         Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
-        Fault("the own chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
+        Fault("this rank's chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
         Fault("copied before all have come", replace(SEND, "open_copies(self.endpoint, self._stamp)", by="pass")),
         Fault(
             "closed before all have copied", replace(SEND, "if not told:\n    close_copies(self.endpoint)", by="pass")

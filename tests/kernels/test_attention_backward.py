@@ -152,12 +152,12 @@ def test_documents(options: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def test_documents_that_end_outside_are_cut() -> None:
-    inputs, found = _inputs((1, 2, 1, 5, 5, 16), F32), []
+    inputs, results = _inputs((1, 2, 1, 5, 5, 16), F32), []
     for lengths in ([-2, 3, 99], [0, 3, 5]):
         ends = torch.tensor(lengths, dtype=torch.int32)
         documents = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 5, "max_seqlen_k": 5}
-        found.append(_backward(inputs, _gradient(inputs), **documents))
-    assert all(torch.equal(cut, plain) for cut, plain in zip(*found, strict=True))
+        results.append(_backward(inputs, _gradient(inputs), **documents))
+    assert all(torch.equal(cut, plain) for cut, plain in zip(*results, strict=True))
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -208,7 +208,7 @@ def test_an_expanded_gradient() -> None:
 
 
 @pytest.mark.parametrize("size", [40, *exhaustive(16)])
-def test_what_is_beside_the_tensors_is_not_read(size: int) -> None:
+def test_memory_beside_the_tensors_is_not_read(size: int) -> None:
     inputs = _inputs((1, 2, 1, 40, 70, size))
     grad = _gradient(inputs)
     before = _backward(inputs, grad)

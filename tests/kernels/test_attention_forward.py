@@ -114,7 +114,7 @@ def test_dropout(dtype: torch.dtype, key: int) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_what_dropout_drops_is_the_explicit_mask(window: int | None) -> None:
+def test_dropout_drops_the_elements_of_the_explicit_mask(window: int | None) -> None:
     q, k = normal(1, 1, 2, 100, 64) / 8, normal(2, 1, 1, 64, 64)
     v = torch.eye(64).expand(1, 1, 64, 64)
     head_rows = torch.tensor([[5, 9]])
@@ -181,7 +181,7 @@ def test_a_query_that_sees_nothing_has_zero_and_minus_infinity() -> None:
         assert not out[hidden].any() and torch.equal(lse == -torch.inf, hidden) and not lse.isnan().any()
 
 
-def test_nan_and_inf_reach_those_who_see_them_and_nobody_else() -> None:
+def test_nan_and_inf_reach_only_queries_that_see_them() -> None:
     clean = _inputs((1, 1, 1, 100, 100, 16), torch.float32)
     whole = attention_forward(**clean)
     for value in (torch.nan, torch.inf):
@@ -202,7 +202,7 @@ def test_nan_and_inf_reach_those_who_see_them_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_strides_and_what_lies_around_do_not_matter(dtype: torch.dtype) -> None:
+def test_strides_and_surrounding_memory_do_not_matter(dtype: torch.dtype) -> None:
     packed = normal(1, 2, 100, 3, 2, 48, dtype=dtype).permute(
         2, 0, 3, 1, 4
     )  # q, k, v in the layout of a projection's result
@@ -241,11 +241,11 @@ def test_no_documents() -> None:
 
 def test_documents_that_end_outside_are_cut() -> None:
     """GPUs do not check cumulative lengths before a launch."""
-    inputs, found = _inputs((1, 2, 1, 5, 5, 16), torch.float32), []
+    inputs, results = _inputs((1, 2, 1, 5, 5, 16), torch.float32), []
     for lengths in ([-2, 3, 99], [0, 3, 5]):
         ends = torch.tensor(lengths, dtype=torch.int32)
-        found.append(attention_forward(**inputs, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5))
-    assert all(torch.equal(cut, plain) for cut, plain in zip(*found, strict=True))
+        results.append(attention_forward(**inputs, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=5))
+    assert all(torch.equal(cut, plain) for cut, plain in zip(*results, strict=True))
 
 
 def test_documents_need_the_longest_length() -> None:

@@ -79,7 +79,7 @@ def test_halves_of_the_keys_are_the_whole(dtype: torch.dtype) -> None:
     assert lse.isfinite().all()
 
 
-def test_a_side_that_sees_nothing_weighs_nothing() -> None:
+def test_a_set_without_visible_keys_has_no_weight() -> None:
     halves = _halves((1, 1, 8, 16), torch.float32, torch.float32)
     halves["lse_a"][..., :4] = -torch.inf
     halves["lse_b"][..., 2:6] = -torch.inf
@@ -108,7 +108,7 @@ def test_nan_stays() -> None:
     assert torch.equal(out.isnan(), expected[0].isnan()) and torch.equal(lse.isnan(), expected[1].isnan())
 
 
-def test_strides_and_what_lies_around_do_not_matter() -> None:
+def test_strides_and_surrounding_memory_do_not_matter() -> None:
     halves = _halves((2, 3, 63, 48), torch.bfloat16, torch.bfloat16)
     expected = attention_merge(**halves)
     around = torch.full((2, 80, 3, 64), torch.nan, dtype=torch.bfloat16)

@@ -73,7 +73,7 @@ def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Con
 @pytest.mark.parametrize(
     ("dtype", "n"), [(torch.bool, 48), (torch.uint8, 7), (torch.complex64, 7), (torch.float8_e4m3fn, 48)]
 )
-def test_whatever_has_bytes_is_moved(connect: Connect, dtype: torch.dtype, n: int) -> None:
+def test_every_dtype_is_moved(connect: Connect, dtype: torch.dtype, n: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory)
         raw = [integers(rank, 3, n * dtype.itemsize, low=0, high=1, dtype=torch.uint8) for rank in range(3)]
@@ -88,7 +88,7 @@ def test_whatever_has_bytes_is_moved(connect: Connect, dtype: torch.dtype, n: in
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_ranks_whose_tensors_begin_anywhere(connect: Connect) -> None:
+def test_ranks_with_different_alignments(connect: Connect) -> None:
     """A rank that moves narrower words than another has the same tiles."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -184,12 +184,12 @@ def test_bad_input(alone: Endpoint, call: Callable[[Endpoint], None], message: s
         ({"abort": torch.zeros(1, dtype=torch.int32, device="meta")}, "abort is on meta, slots on cpu"),
     ],
 )
-def test_endpoints_that_cannot_be(alone: Endpoint, change: dict[str, Any], message: str) -> None:
+def test_invalid_endpoints_are_refused(alone: Endpoint, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"endpoint: {message}"):
         Endpoint(**vars(alone) | change)
 
 
-def test_a_program_that_is_wrong_is_seen(connect: Connect) -> None:
+def test_a_wrong_program_fails(connect: Connect) -> None:
     """The checks of this file do run in the ranks."""
 
     def program(memory: SimulatedMemory) -> Tensor:

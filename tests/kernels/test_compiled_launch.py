@@ -40,9 +40,9 @@ def test_launches_are_those_of_triton(version: str, operators: tuple[str, ...]) 
     script = Path(__file__).with_name("compare_launches.py")
     done = subprocess.run([sys.executable, str(script), *operators], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["triton"] == version and found["wrong"] == []
-    assert len(found["kernels"]) >= len(operators) and min(found["kernels"].values()) > 50
+    report = json.loads(done.stdout)
+    assert report["triton"] == version and report["wrong"] == []
+    assert len(report["kernels"]) >= len(operators) and min(report["kernels"].values()) > 50
 
 
 class _Compiled(CompiledKernel):
@@ -180,7 +180,7 @@ def test_a_kernel_is_started_on_the_device_of_its_tensors(kernel: _Kernel) -> No
     assert kernel.driver.device == -1
 
 
-def test_who_watches_is_told(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profilers_are_told_of_launches(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers are told by Triton's own path. Kernels compiled for them are not kept."""
 
     def run() -> None:
@@ -208,7 +208,7 @@ def test_tables_are_bounded(kernel: _Kernel) -> None:
     assert 0 < len(form.started) <= compiled_launch.MOST_KEPT
 
 
-def test_a_plan_launches_with_what_it_is_given(kernel: _Kernel) -> None:
+def test_a_plan_launches_with_the_pointers_that_it_is_given(kernel: _Kernel) -> None:
     rest = {name: value for name, value in ARGUMENTS.items() if not name.endswith("_ptr")}
     plan = Launch(kernel, (3,), rest, num_warps=4, num_stages=2)
     x, y, odd = torch.empty(32), torch.empty(32), torch.empty(33)[1:]
@@ -262,14 +262,14 @@ def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], anew:
     assert plan(*first.values()) == 1
 
 
-def test_what_a_plan_refuses_it_refuses_again(kernel: _Kernel) -> None:
+def test_a_plan_refuses_again_what_it_has_refused(kernel: _Kernel) -> None:
     plan, _ = _planned()
     for _ in range(2):
         with pytest.raises(ValueError, match="no rows"):
             plan(torch.tensor(1.0), None, False)
 
 
-def test_plans_are_made_anew(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_made_again(kernel: _Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made again for other rows of the table, and each time when launches are recorded or interpreted."""
     plan, seen = _planned()
     call = torch.empty(4, 8), None, False

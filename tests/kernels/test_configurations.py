@@ -66,15 +66,15 @@ def test_every_row_of_the_table_can_be_chosen() -> None:
         )
 
 
-def test_ranks_share_their_copies_alike() -> None:
+def test_ranks_agree_on_who_copies_what() -> None:
     """Rows for the same rows of x agree on who copies what.
 
     A rank's row also depends on the height and alignment of its weight, which other ranks need not share.
     """
     shared = ("COPIERS", "BLOCK_COPY")
-    found: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
+    copies_by_family: dict[tuple[object, ...], set[tuple[object, ...]]] = {}
     for row in read_table(configurations.TABLE):
         if row.operator == "all_gather_gemm" and "M" not in row.at_most:
             family = row.family, row.bits
-            found.setdefault(family, set()).add(tuple(row.blocks.get(name) for name in shared))
-    assert len(found) >= 4 and all(len(copies) == 1 for copies in found.values()), found
+            copies_by_family.setdefault(family, set()).add(tuple(row.blocks.get(name) for name in shared))
+    assert len(copies_by_family) >= 4 and all(len(copies) == 1 for copies in copies_by_family.values())

@@ -113,10 +113,10 @@ def test_statistics_of_one_shard(dtype: torch.dtype) -> None:
     maximum, total, target_logit = cross_entropy_forward(logits, target, 500)
     assert torch.equal(maximum, logits.amax(1).float())
     torch.testing.assert_close(total, (logits.double().logsumexp(1) - maximum).exp().float())
-    own = (target >= 500) & (target < 800)
-    assert own.any()
-    picked = logits.float()[torch.arange(70), torch.where(own, target - 500, 0)]
-    assert torch.equal(target_logit, torch.where(own, picked, 0))
+    in_shard = (target >= 500) & (target < 800)
+    assert in_shard.any()
+    picked = logits.float()[torch.arange(70), torch.where(in_shard, target - 500, 0)]
+    assert torch.equal(target_logit, torch.where(in_shard, picked, 0))
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_infinities_and_nan_as_in_torch(column: int, dtype: torch.dtype) -> None
         torch.testing.assert_close(gradient.double(), leaf.grad, equal_nan=True, **close)
 
 
-def test_ignored_rows_have_no_gradient_whatever_is_in_them() -> None:
+def test_ignored_rows_have_no_gradient_even_with_nan() -> None:
     logits = normal(1, 4, 40)
     logits[0], logits[1], logits[2] = torch.nan, torch.inf, -torch.inf
     loss, gradient = _by_kernels(logits, torch.full((4,), -1), normal(2, 4))
     assert torch.equal(loss, torch.zeros(4)) and torch.equal(gradient, torch.zeros(4, 40))
 
 
-def test_a_target_outside_the_vocabulary_is_loud() -> None:
+def test_a_target_outside_the_vocabulary_gives_nan() -> None:
     logits, target = normal(1, 4, 40), torch.tensor([0, 40, -2, 39])
     loss, gradient = _by_kernels(logits, target, None)
     assert loss.isnan().tolist() == [False, True, True, False]

@@ -53,14 +53,14 @@ class Scatter:
         self.engines.send(*SIZES[epoch], torch.float32)
 
     def sum(self, epoch: int) -> Tensor:
-        found: Tensor = self.engines.sum(*SIZES[epoch], torch.float32, None, None)
-        return found
+        out: Tensor = self.engines.sum(*SIZES[epoch], torch.float32, None, None)
+        return out
 
-    def check(self, epoch: int, found: Tensor) -> None:
+    def check(self, epoch: int, out: Tensor) -> None:
         xs, weight = self.inputs(epoch)
         chunk = -(-SIZES[epoch][0] // self.world)
         expected = (torch.stack(xs).sum(0) @ weight.t())[self.rank * chunk : (self.rank + 1) * chunk]
-        assert torch.equal(found, expected), f"epoch {epoch + 1}"
+        assert torch.equal(out, expected), f"epoch {epoch + 1}"
 
 
 def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
@@ -102,7 +102,7 @@ class TestEngineScatter(ProtocolSuite):
     faults = (
         Fault("copied before it is stored", replace(SEND, AWAIT, by="pass")),
         Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
-        Fault("nobody is told", replace(SEND, TELL, by="pass")),
+        Fault("no rank is told", replace(SEND, TELL, by="pass")),
         Fault("told for another rank", replace(SEND, "rank", by="owner", call="signal")),
         Fault("another rank is told", replace(SEND, "owner", by="(owner + 1) % world", call="signal")),
         Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),

@@ -54,8 +54,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_sizes(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = integers(1, m, k, dtype=dtype), integers(2, n, k, dtype=dtype)
     bias, residual = integers(3, n, dtype=dtype), integers(4, m, n, dtype=dtype)
-    out, kept = gemm_forward(x, weight, bias, residual)
-    assert kept is None
+    out, preactivation = gemm_forward(x, weight, bias, residual)
+    assert preactivation is None
     assert torch.equal(out, _exact(x, weight, bias, residual))
 
 
@@ -80,9 +80,9 @@ def test_epilogue(activation: str | None, with_bias: bool, with_residual: bool, 
     whole = Expected(
         lambda **tensors: reference.linear(activation_name=activation, **tensors), inputs, torch.zeros(m, width)
     )
-    out, kept = gemm_forward(**inputs, activation=activation, keep_preactivation=True)
+    out, preactivation = gemm_forward(**inputs, activation=activation, keep_preactivation=True)
     whole.check("out", out)
-    pre.check("out", kept)
+    pre.check("out", preactivation)
     again, nothing = gemm_forward(**inputs, activation=activation)
     assert nothing is None
     assert torch.equal(again, out)
@@ -122,15 +122,15 @@ def test_strides(kind: str) -> None:
     assert torch.equal(out, _exact(views["x"], views["weight"], views["bias"], views["residual"]))
 
 
-def test_gated_halves_meet_at_any_width() -> None:
+def test_gated_halves_of_any_width() -> None:
     for width in (1, 15, 65):
         x, weight, bias = integers(1, 20, 9), integers(2, 2 * width, 9), integers(3, 2 * width)
         weight[:width] = weight[:width].abs() + 9  # silu of a large gate is the gate itself
         x = x.abs() + 9
-        out, kept = gemm_forward(x, weight, bias, activation="swiglu", keep_preactivation=True)
+        out, preactivation = gemm_forward(x, weight, bias, activation="swiglu", keep_preactivation=True)
         gate, up = _exact(x, weight, bias).split(width, dim=1)
         assert torch.equal(out, gate * up)
-        assert torch.equal(kept, torch.cat([gate, up], dim=1))
+        assert torch.equal(preactivation, torch.cat([gate, up], dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,7 +141,7 @@ def test_tma_where_rows_are_aligned(dtype: torch.dtype, launches: list[dict[str,
         assert launches[-1]["TMA"] == tma, k
 
 
-def test_what_tma_cannot_read() -> None:
+def test_tensors_that_tma_cannot_read() -> None:
     x = torch.zeros(64, 64)
     assert gemm_tiles.allows_tma(x, None, x[:, :40], x[8:])
     for refused in (x.t(), x[:, 1:], x[:, :63].contiguous(), x[:0], x[:, ::2], x[:1].expand(64, 64)):
@@ -214,13 +214,13 @@ def test_every_run_gives_the_same_bits() -> None:
 
 def test_empty_sizes() -> None:
     for m, n, k in ((0, 5, 3), (5, 0, 3), (0, 0, 0)):
-        out, kept = gemm_forward(torch.zeros(m, k), torch.zeros(n, k), keep_preactivation=True)
+        out, preactivation = gemm_forward(torch.zeros(m, k), torch.zeros(n, k), keep_preactivation=True)
         assert out.shape == (m, n)
-        assert kept is not None and kept.shape == (m, n)
+        assert preactivation is not None and preactivation.shape == (m, n)
     bias, residual = integers(1, 6), integers(2, 4, 6)
-    out, kept = gemm_forward(torch.zeros(4, 0), torch.zeros(6, 0), bias, residual, keep_preactivation=True)
+    out, preactivation = gemm_forward(torch.zeros(4, 0), torch.zeros(6, 0), bias, residual, keep_preactivation=True)
     assert torch.equal(out, bias + residual)
-    assert torch.equal(kept, bias.expand(4, 6))
+    assert torch.equal(preactivation, bias.expand(4, 6))
 
 
 @pytest.mark.parametrize(

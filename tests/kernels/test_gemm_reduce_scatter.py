@@ -131,8 +131,8 @@ def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with
 
     def program(memory: SimulatedMemory) -> None:
         rank, rows = memory.rank, rows_of(memory.rank, m, world)
-        own = terms | {name: x[rows] for name, x in terms.items() if name == "residual"}
-        out = channel(memory, connect)(inputs[f"x{rank}"], inputs[f"w{rank}"], **own)
+        added = terms | {name: x[rows] for name, x in terms.items() if name == "residual"}
+        out = channel(memory, connect)(inputs[f"x{rank}"], inputs[f"w{rank}"], **added)
         expected.check("out", out, rows)
 
     once(program, world)
@@ -190,7 +190,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
-def test_tma_whichever_way_a_weight_lies(connect: Connect, dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
+def test_tma_reads_weights_of_either_layout(
+    connect: Connect, dtype: torch.dtype, launches: list[dict[str, Any]]
+) -> None:
     def program(memory: SimulatedMemory) -> None:
         run = channel(memory, connect)
         for n, k, by_rows, by_columns in ((40, 64, True, True), (63, 64, True, False), (40, 63, False, False)):
@@ -216,7 +218,7 @@ def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("bits", [16, 32])
-def test_ranks_have_the_same_tiles_however_their_tensors_lie(bits: int) -> None:
+def test_ranks_have_the_same_tiles_however_their_tensors_are_aligned(bits: int) -> None:
     """It holds also for a table whose row for unaligned tensors has another tile; K may differ too."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("gemm_reduce_scatter", "sm_90")]
     odd = next(row for row in rows if row.bits == bits and not row.at_most)
@@ -229,8 +231,8 @@ def test_ranks_have_the_same_tiles_however_their_tensors_lie(bits: int) -> None:
                 x, weight = (torch.empty(rows, k, dtype=dtype, device="meta") for rows in (m, 1280))
                 gemm_reduce_scatter_forward(x, weight, end)
     names = ("BLOCK_M", "BLOCK_N", "GROUP_M")
-    found = [(seen.grid, *(seen.arguments[name] for name in names)) for seen in recorded.launches]
-    assert found[::2] == found[1::2] and [seen.arguments["TMA"] for seen in recorded.launches] == [True, False] * 3
+    plans = [(seen.grid, *(seen.arguments[name] for name in names)) for seen in recorded.launches]
+    assert plans[::2] == plans[1::2] and [seen.arguments["TMA"] for seen in recorded.launches] == [True, False] * 3
 
 
 def test_ranks_of_different_k(connect: Connect) -> None:
@@ -278,7 +280,7 @@ def alone() -> Endpoint:
     return Endpoint(1, 3, table, 256, table, 3, words, words[:1], programs=2)
 
 
-def test_nothing_is_done_behind_an_abort(alone: Endpoint) -> None:
+def test_nothing_is_done_after_an_abort(alone: Endpoint) -> None:
     gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), alone)
     assert alone.state.tolist() == [1, 1], "as it was"
 

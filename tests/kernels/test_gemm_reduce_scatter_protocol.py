@@ -81,7 +81,7 @@ class TestGemmReduceScatter(ProtocolSuite):
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
         Fault("the epoch before will do", replace(KERNEL, "epoch", by="epoch - 1", call="wait_signal")),
         Fault("the owner's word", replace(TELL, f"{WORDS} + rank", by=f"{WORDS} + owner")),
-        Fault("the own words alone", replace(TELL, "owner", by="rank", call="peer_pointer")),
+        Fault("this rank's words alone", replace(TELL, "owner", by="rank", call="peer_pointer")),
         Fault("one program signals for all", replace(TELL, "tl.program_id(0) * WORLD", by="0 * WORLD")),
         Fault(
             "another program is waited for",

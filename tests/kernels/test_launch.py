@@ -63,7 +63,7 @@ def test_a_numpy_that_the_interpreter_cannot_use_is_named(triton_version: str, n
         assert f"numpy {numpy_version}" in problem and "\n" not in problem
 
 
-def test_it_is_named_once_where_interpretation_is_asked_for() -> None:
+def test_it_is_named_once_when_interpretation_is_requested() -> None:
     """It runs in a Python whose Triton and numpy have version numbers that do not fit."""
     script = (
         "import numpy, triton\ntriton.__version__, numpy.__version__ = '3.6.0', '2.4.6'\nimport tpfuse.kernels.gemm"

@@ -37,7 +37,7 @@ def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None)
 @pytest.mark.parametrize(
     ("rows", "columns"), [(1, 1), (63, 100), *exhaustive((16, 16), (64, 64), (100, 257), (257, 63))]
 )  # blocks are 32 by 64 or 32 by 128
-def test_statistics_and_what_is_summed(rows: int, columns: int) -> None:
+def test_statistics_and_the_sum_with_the_residual(rows: int, columns: int) -> None:
     x, residual = normal(1, rows, columns), normal(2, rows, columns)
     results = _both(x, x, rms=False, residual=residual)
     summed = (x + residual).double()
@@ -102,7 +102,7 @@ def test_huge_values_do_not_overflow() -> None:
     ("columns", "value"), [(63, torch.nan), (257, torch.inf), *exhaustive((257, torch.nan), (63, -torch.inf))]
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where inf - inf is computed
-def test_what_is_not_finite_stays_in_its_row(rms: bool, columns: int, value: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_row(rms: bool, columns: int, value: float) -> None:
     x, grad = normal(1, 40, columns), normal(2, 40, columns)
     x[7, 5] = value
     weight, bias = normal(8, columns), normal(9, columns)
@@ -143,7 +143,7 @@ def test_no_rows(rms: bool) -> None:
     assert torch.equal(results["dweight"], torch.zeros(100, dtype=torch.bfloat16))
 
 
-def test_dtypes_of_weights_are_their_own() -> None:
+def test_weights_may_have_another_dtype() -> None:
     x, weight = normal(1, 20, 64, dtype=torch.bfloat16), normal(2, 64)
     out, _, mean, rstd = layer_norm_forward(x, weight, None, 1e-5)
     dx, dweight, _ = layer_norm_backward(x, x, weight, mean, rstd, with_bias=False)

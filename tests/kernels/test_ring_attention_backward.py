@@ -130,7 +130,7 @@ def here(ring: Ring) -> list[Gradients]:
     for rank in ranks:
         sums = ring_attention_delta(given["grad_out"][rank], given["out"][rank], given["lse"][rank])
         queries.append((given["q"][rank], given["grad_out"][rank], *sums))
-    found = []
+    results = []
     for rank in ranks:
         order = [(rank - step) % ring.world for step in ranks]
         seen, seen_by = ring.visible_ranges(rank)
@@ -146,8 +146,8 @@ def here(ring: Ring) -> list[Gradients]:
                 blocks[rank], *queries[source], ring.layout.runs, source, rank, seen_by, counters=counters[source],
                 **options,
             )  # fmt: skip
-        found.append((dq, dkdv[0], dkdv[1]))
-    return found
+        results.append((dq, dkdv[0], dkdv[1]))
+    return results
 
 
 CASES = (
@@ -211,25 +211,25 @@ def connect(memory: SimulatedMemory, ring: bool) -> BlockExchange:
     return BlockExchange(end, memory.signals("ready", 4 * world).local, ring)
 
 
-def brought(rings: list[Ring], way: bool) -> list[list[Gradients]]:
+def exchanged(rings: list[Ring], way: bool) -> list[list[Gradients]]:
     """Returns every rank's gradients of calls one after another on one channel; way: blocks go around the ring."""
     world = rings[0].world
     given = [ring.given() for ring in rings]
-    found: list[list[Any]] = [[None] * world for _ in rings]
+    results: list[list[Any]] = [[None] * world for _ in rings]
 
     def program(memory: SimulatedMemory) -> None:
         exchange, rank = connect(memory, way), memory.rank
         for call, ring in enumerate(rings):
-            own = {name: parts[rank] for name, parts in given[call].items()}
+            tensors = {name: parts[rank] for name, parts in given[call].items()}
             seen, seen_by = ring.visible_ranges(rank)
-            found[call][rank] = ring_attention_backward(
-                **own, runs=ring.layout.runs, rank=rank, seen=seen, seen_by=seen_by, exchange=exchange,
+            results[call][rank] = ring_attention_backward(
+                **tensors, runs=ring.layout.runs, rank=rank, seen=seen, seen_by=seen_by, exchange=exchange,
                 counters_of_all=ring.counters() if ring.dropout_p else None, **ring.dropout(),
             )  # fmt: skip
         assert exchange.endpoint.state.tolist() == [len(rings), 0]
 
     explore(program, world, schedules=[RoundRobin()])
-    return found
+    return results
 
 
 CALLS = (
@@ -249,9 +249,9 @@ CALLS = (
         *exhaustive((1, True, (0, 1, 2)), (2, False, (0, 1, 2, 3, 4)), (3, True, (0, 1, 2)), (4, False, (1, 0))),
     ],
 )
-def test_blocks_that_are_brought(world: int, way: bool, calls: Sequence[int]) -> None:
+def test_blocks_that_are_exchanged(world: int, way: bool, calls: Sequence[int]) -> None:
     rings = [replace(CALLS[call], world=world) for call in calls]
-    for ring, ranks in zip(rings, brought(rings, way), strict=True):
+    for ring, ranks in zip(rings, exchanged(rings, way), strict=True):
         for rank in ranks:
             for gradient in rank:
                 assert gradient.dtype == ring.dtype and gradient.transpose(1, 2).is_contiguous()
@@ -262,15 +262,15 @@ def test_blocks_that_are_brought(world: int, way: bool, calls: Sequence[int]) ->
 def test_the_same_bits_in_every_run_and_either_way(way: bool) -> None:
     """The first run is around the ring."""
     rings = [Ring(world=3, length=37, dtype=torch.bfloat16)]
-    for expected, actual in zip(brought(rings, True), brought(rings, way), strict=True):
+    for expected, actual in zip(exchanged(rings, True), exchanged(rings, way), strict=True):
         for ours, theirs in zip(expected, actual, strict=True):
             assert all(map(torch.equal, ours, theirs))
 
 
-def test_brought_is_what_is_here() -> None:
+def test_an_exchange_gives_the_gradients_of_blocks_that_are_here() -> None:
     """dq is the same sum in the same order; dk and dv are added rank by rank, after each rank's part is complete."""
     ring = Ring(world=2, length=37)
-    for ours, theirs in zip(brought([ring], True)[0], here(ring), strict=True):
+    for ours, theirs in zip(exchanged([ring], True)[0], here(ring), strict=True):
         assert torch.equal(ours[0], theirs[0])
         for actual, expected in zip(ours[1:], theirs[1:], strict=True):
             torch.testing.assert_close(actual, expected)
@@ -292,7 +292,7 @@ def test_parts_of_sources_add_up() -> None:
 def test_empty(batch: int) -> None:
     """Without a batch, or with queries that see nothing, gradients are 0 and the epoch still advances."""
     ring = Ring(world=2, length=20, batch=batch, documents=(0, 0) if batch else None)
-    for ranks in brought([ring, ring], True):
+    for ranks in exchanged([ring, ring], True):
         for rank in ranks:
             assert not any(gradient.any() for gradient in rank)
 

@@ -77,11 +77,11 @@ class Group:
     def backward(self, call: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns this rank's gradients."""
         layout, causal, tensors, _ = whole(call, self.world)
-        own = {name: layout.shard(x, self.rank, 2) for name, x in tensors.items() if name != "lse"}
+        shards = {name: layout.shard(x, self.rank, 2) for name, x in tensors.items() if name != "lse"}
         lse = layout.shard(tensors["lse"], self.rank, 2, -torch.inf)
         seen, seen_by = visible_ranges(layout.positions(self.rank), layout.length, causal, None, None)
         gradients: tuple[Tensor, Tensor, Tensor] = current(ring_attention_backward).ring_attention_backward(
-            **own, lse=lse, runs=layout.runs, rank=self.rank, seen=seen, seen_by=seen_by, exchange=self.exchange
+            **shards, lse=lse, runs=layout.runs, rank=self.rank, seen=seen, seen_by=seen_by, exchange=self.exchange
         )
         return gradients
 
@@ -89,8 +89,8 @@ class Group:
         """Checks that this rank's gradients are those of the whole sequence."""
         layout, _, _, gradients = whole(call, self.world)
         for (name, expected), actual in zip(gradients.items(), self.backward(call), strict=True):
-            own = layout.shard(expected, self.rank, 2)
-            torch.testing.assert_close(actual, own, atol=1e-4, rtol=1e-4, msg=f"d{name} of call {call}")
+            shard = layout.shard(expected, self.rank, 2)
+            torch.testing.assert_close(actual, shard, atol=1e-4, rtol=1e-4, msg=f"d{name} of call {call}")
 
 
 class BackwardSuite(ProtocolSuite):
@@ -131,7 +131,7 @@ class TestRing(BackwardSuite):
     ring = True
     worlds = ((2, 2), (3, 2))
     faults = (
-        Fault("the own keys again", replace(ring_attention_dq._walk, "step == 0", by="step < WORLD")),
+        Fault("this rank's keys again", replace(ring_attention_dq._walk, "step == 0", by="step < WORLD")),
         Fault(
             "others' blocks are not awaited",
             replace(KERNEL, "1 if COPIERS > 0 else steps", by="WORLD if COPIERS > 0 else steps"),
@@ -141,7 +141,7 @@ class TestRing(BackwardSuite):
             replace(KERNEL, "missing == WORLD", by="missing == 1"),
             replace(KERNEL, "missing = 2 * WORLD", by="missing = WORLD"),
         ),
-        Fault("second parts in the first ones' place", replace(KERNEL, "start", by="0", call="copy_blocks")),
+        Fault("second parts over the first parts", replace(KERNEL, "start", by="0", call="copy_blocks")),
         Fault("one part's flags for both", replace(COPY_BLOCKS, "PART * STEPS * COPIERS + copier", by="copier")),
         Fault(
             "a stale half",
@@ -153,7 +153,7 @@ class TestRing(BackwardSuite):
             ),
         ),
         Fault(
-            "the own queries again",
+            "this rank's queries again",
             replace(ring_attention_dkdv._queries_of, "source", by="rank", call="block_in_slot"),
         ),
         Fault(

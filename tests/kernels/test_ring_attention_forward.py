@@ -46,8 +46,8 @@ class Mask:
             hidden |= (query - key).abs() >= self.window
         if self.documents is not None:
             bounds = torch.tensor(self.documents)
-            mine, its = (torch.searchsorted(bounds, x, right=True) for x in (query, key))
-            hidden |= (mine != its) | (query >= bounds[-1])
+            query_document, key_document = (torch.searchsorted(bounds, x, right=True) for x in (query, key))
+            hidden |= (query_document != key_document) | (query >= bounds[-1])
         return hidden
 
 
@@ -61,13 +61,15 @@ MASKS = {
 }
 
 
-def defined(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of the whole sequence; kept: dropout's mask, scaled."""
+def defined(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, dropout_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of the whole sequence; dropout_mask: dropout's mask, scaled."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(mask.hidden(q.shape[2]), -torch.inf)
     lse = scores.logsumexp(-1)
     p = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
-    return (p if kept is None else p * kept.to(p.dtype)).to(v.dtype) @ v, lse
+    return (p if dropout_mask is None else p * dropout_mask.to(p.dtype)).to(v.dtype) @ v, lse
 
 
 @dataclass
@@ -90,20 +92,20 @@ class Whole:
         seen, _ = visible_ranges(layout.positions(rank), layout.length, mask.causal, mask.window, mask.cu_seqlens)
         return {"q": layout.shard(self.q, rank, 2), "runs": layout.runs, "rank": rank, "seen": seen}
 
-    def check(self, results: list[tuple[Tensor, Tensor]], kept: Tensor | None = None) -> None:
+    def check(self, results: list[tuple[Tensor, Tensor]], dropout_mask: Tensor | None = None) -> None:
         """Compares every rank's (out, lse) with the whole, allowing the error that plain torch makes."""
         out, lse = (self.layout.whole(torch.stack(parts), 2) for parts in zip(*results, strict=True))
         inputs = {"q": self.q, "k": self.k, "v": self.v}
 
         def plain(**x: Tensor) -> Tensor:
-            return defined(**x, mask=self.mask, kept=kept)[0]
+            return defined(**x, mask=self.mask, dropout_mask=dropout_mask)[0]
 
         Expected(plain, inputs, torch.zeros_like(self.q)).check("out", out)
         truth = defined(*(x.double() for x in inputs.values()), mask=self.mask)[1]
         torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-5)
-        for rank, (own, sums) in enumerate(results):
+        for rank, (rank_out, sums) in enumerate(results):
             hidden = self.layout.positions(rank) >= self.layout.length
-            assert not own[:, :, hidden].any() and (sums[:, :, hidden] == -torch.inf).all(), "padding"
+            assert not rank_out[:, :, hidden].any() and (sums[:, :, hidden] == -torch.inf).all(), "padding"
 
 
 def whole(
@@ -196,7 +198,7 @@ def test_strides_of_q() -> None:
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_ranks_of_which_nothing_is_seen() -> None:
+def test_ranks_whose_keys_no_query_sees() -> None:
     x = whole(6, 32, 2, "contiguous")
     out, lse = ring_attention_forward(blocks=x.block(1).unsqueeze(0), sources=(1,), **x.arguments(0))
     assert not out.any() and (lse == -torch.inf).all()
@@ -218,7 +220,7 @@ class Channel:
 @pytest.mark.parametrize(
     ("world", "ring", "count"), [(2, False, 4), (3, True, 2), *exhaustive((1, True, 4), (4, True, 4), (4, False, 3))]
 )
-def test_blocks_that_are_brought(connect: Connect, world: int, ring: bool, count: int) -> None:
+def test_blocks_that_are_exchanged(connect: Connect, world: int, ring: bool, count: int) -> None:
     """Launches of different data and sizes, one after another, give the bits of blocks that are here."""
     sequences = [
         whole(10, 37, world, "contiguous", MASKS["documents"], heads=(1, 1)),
@@ -328,7 +330,7 @@ def test_channels_that_are_too_small(alone: dict[str, Any], changes: dict[str, i
         ring_attention_forward(**alone | {"exchange": exchange})
 
 
-def test_rows_that_ranks_may_take_share_their_copies_alike() -> None:
+def test_rows_that_ranks_may_take_agree_on_who_copies_what() -> None:
     rows = [row for row in read_table(TABLE) if row.operator == "ring_attention_forward"]
     for family in {row.family for row in rows}:
         copies = {(row.blocks["COPIERS"], row.blocks["BLOCK_COPY"]) for row in rows if row.family == family}

@@ -91,7 +91,7 @@ def test_in_place_and_back(interleaved: bool, half: int) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_pair(interleaved: bool, value: float) -> None:
+def test_values_that_are_not_finite_stay_in_their_pair(interleaved: bool, value: float) -> None:
     q, (cos, sin) = normal(1, 1, 20, 2, 16), _tables(20, 8)
     q[0, 3, 1, 4] = value
     out, _ = rope_forward(q, None, cos, sin, torch.arange(20), interleaved=interleaved)

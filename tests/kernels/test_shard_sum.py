@@ -57,24 +57,24 @@ def test_sums_in_rank_order_in_float32(connect: Connect, world: int, dtype: torc
 def test_in_place_and_the_same_in_every_run(connect: Connect) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
-        buffer, found = memory.buffer("gradients", (3 * 50,), torch.float32), []
+        buffer, runs = memory.buffer("gradients", (3 * 50,), torch.float32), []
         every = [normal(r, 3 * 50) for r in range(3)]
-        own = slice(rank * 50, (rank + 1) * 50)
+        shard = slice(rank * 50, (rank + 1) * 50)
         for _ in range(3):
             buffer.local.copy_(every[rank])
             squares = torch.empty(3)
-            shard_sum(buffer.local, buffer.addresses, buffer.local[own], squares, own.start, endpoint)
+            shard_sum(buffer.local, buffer.addresses, buffer.local[shard], squares, shard.start, endpoint)
             expected = every[rank].clone()
-            expected[own] = reference.shard_sum([x[own] for x in every])
+            expected[shard] = reference.shard_sum([x[shard] for x in every])
             assert torch.equal(buffer.local, expected)
-            found.append(squares)
+            runs.append(squares)
             memory.barrier()
-        assert all(torch.equal(squares, found[0]) for squares in found)
+        assert all(torch.equal(squares, runs[0]) for squares in runs)
 
     once(program, 3)
 
 
-def test_what_is_not_finite_is_in_the_sum_and_in_the_squares(connect: Connect) -> None:
+def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares(connect: Connect) -> None:
     def program(memory: SimulatedMemory) -> None:
         buffer, out, squares = memory.buffer("gradients", (80,), torch.bfloat16), torch.empty(40), torch.empty(3)
         buffer.local.fill_(1)

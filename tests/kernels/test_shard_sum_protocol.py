@@ -26,32 +26,32 @@ pytestmark = pytest.mark.usefixtures("tiny_tiles")
 class Buckets:
     """Buffers that are filled and summed in turn."""
 
-    def __init__(self, memory: SimulatedMemory, connect: Connect, rooms: int = 2) -> None:
+    def __init__(self, memory: SimulatedMemory, connect: Connect, buffers: int = 2) -> None:
         self.memory, self.end = memory, connect(memory)
         shape = (LARGEST * memory.world,)
-        self.rooms = [memory.buffer(f"gradients {i}", shape, torch.float32) for i in range(rooms)]
+        self.buffers = [memory.buffer(f"gradients {i}", shape, torch.float32) for i in range(buffers)]
         self.squares = torch.full((4,), 7.0)
 
     def fill(self, seed: int, m: int) -> list[Tensor]:
         """Returns every rank's gradients, and writes this rank's into its buffer."""
         world = self.memory.world
         every = [integers(10 * seed + rank, m * world) for rank in range(world)]
-        self.rooms[seed % len(self.rooms)].local[: m * world].copy_(every[self.memory.rank])
+        self.buffers[seed % len(self.buffers)].local[: m * world].copy_(every[self.memory.rank])
         return every
 
     def sum(self, seed: int, m: int, every: Sequence[Tensor]) -> None:
         """Sums, in place where the seed is even, and compares with the sum of `every`."""
-        room, own = self.rooms[seed % len(self.rooms)], slice(self.memory.rank * m, (self.memory.rank + 1) * m)
-        out = torch.empty(m) if seed % 2 else room.local[own]
-        current(shard_sums).shard_sum(room.local, room.addresses, out, self.squares, own.start, self.end)
-        expected = torch.stack([x[own] for x in every]).sum(0)
+        buffer, shard = self.buffers[seed % len(self.buffers)], slice(self.memory.rank * m, (self.memory.rank + 1) * m)
+        out = torch.empty(m) if seed % 2 else buffer.local[shard]
+        current(shard_sums).shard_sum(buffer.local, buffer.addresses, out, self.squares, shard.start, self.end)
+        expected = torch.stack([x[shard] for x in every]).sum(0)
         assert torch.equal(out, expected), f"epoch {seed + 1}"
         assert self.squares.sum() == expected.square().sum(), f"squares of epoch {seed + 1}"
 
 
-def sums(memory: SimulatedMemory, connect: Connect, sizes: Sequence[int], rooms: int = 2) -> None:
+def sums(memory: SimulatedMemory, connect: Connect, sizes: Sequence[int], buffers: int = 2) -> None:
     """Runs an epoch for each size, in buffers that take turns, as in stage 2."""
-    buckets = Buckets(memory, connect, rooms)
+    buckets = Buckets(memory, connect, buffers)
     for epoch, m in enumerate(sizes):
         buckets.sum(epoch, m, buckets.fill(epoch, m))
 
@@ -93,9 +93,11 @@ class TestShardSum(ProtocolSuite):
             with pytest.raises(PeerTimeout), memory.guard("shard_sum"):
                 if memory.rank == 0:
                     memory.barrier("elsewhere")
-                out, room, start = torch.full((50,), 7.0), buckets.rooms[1], 50 * memory.rank
+                out, buffer, start = torch.full((50,), 7.0), buckets.buffers[1], 50 * memory.rank
                 for _ in range(2):
-                    current(shard_sums).shard_sum(room.local, room.addresses, out, buckets.squares, start, buckets.end)
+                    current(shard_sums).shard_sum(
+                        buffer.local, buffer.addresses, out, buckets.squares, start, buckets.end
+                    )
                     assert buckets.end.state[0] == 1, "the epoch is not over"
                 assert (out == 7).all(), "nothing is summed of what is not here"
             memory.reset()
@@ -103,18 +105,18 @@ class TestShardSum(ProtocolSuite):
             assert buckets.end.state.tolist() == [0, 0]
 
 
-def test_one_room_is_too_few(connect: Connect) -> None:
-    """The second step overwrites gradients that peers may still be reading: only another launch orders it after them."""
+def test_one_buffer_is_too_few(connect: Connect) -> None:
+    """The second step overwrites gradients that peers may still be reading: only another launch prevents it."""
     with pytest.raises(RaceError, match="race on gradients 0"):
-        explore(lambda memory: sums(memory, connect, (20, 20), rooms=1), 2, resident=2)
+        explore(lambda memory: sums(memory, connect, (20, 20), buffers=1), 2, resident=2)
 
 
 @pytest.mark.exhaustive
-def test_any_launch_between_frees_the_room(connect: Connect) -> None:
+def test_any_launch_between_frees_the_buffer(connect: Connect) -> None:
     """A launch of another kernel, which uses the slots of the channel and the same words, is enough."""
 
     def program(memory: SimulatedMemory) -> None:
-        buckets, x = Buckets(memory, connect, rooms=1), torch.ones(20)
+        buckets, x = Buckets(memory, connect, buffers=1), torch.ones(20)
         for epoch, m in enumerate(SIZES):
             buckets.sum(epoch, m, buckets.fill(epoch, m))
             all_reduce_forward(x, x, buckets.end, two_shot=epoch % 2 == 0)

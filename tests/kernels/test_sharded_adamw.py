@@ -62,17 +62,17 @@ class Bucket:
         gradients = [normal(seed + 1 + r, n + TAIL, dtype=sent) for r in range(world)]
         return cls(master, values, gradients, (normal(seed + 50, n) / 100, normal(seed + 51, n).square() / 10**4))
 
-    def state(self, own: slice) -> tuple[Tensor | None, Tensor, Tensor]:
+    def state(self, shard: slice) -> tuple[Tensor | None, Tensor, Tensor]:
         """Returns copies of a shard's master, which is None where the values are the master, and of its moments."""
-        moments = tuple(x[own].clone() for x in self.moments)
-        return None if self.values.dtype == F32 else self.master[own].clone(), *moments
+        moments = tuple(x[shard].clone() for x in self.moments)
+        return None if self.values.dtype == F32 else self.master[shard].clone(), *moments
 
-    def after(self, own: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
+    def after(self, shard: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
         """Returns a shard's master, moments and values after the kernel's update for one rank from both parts of the
         sum.
         """
-        total = reference.shard_sum([x[own] for x in self.gradients])
-        state = [x[own].clone() for x in (self.master, *self.moments, self.values)]
+        total = reference.shard_sum([x[shard] for x in self.gradients])
+        state = [x[shard].clone() for x in (self.master, *self.moments, self.values)]
         for part, decay in ((slice(decay_end), 0.1), (slice(decay_end, None), 0.0)):
             master, exp_avg, exp_avg_sq, value = (x[part] for x in state)
             rates = RATES | {"weight_decay": decay}
@@ -89,7 +89,7 @@ class Bucket:
         *exhaustive((1, F16, F32), (1, F32, F32), (2, F32, F32), (2, F16, F16), (3, BF16, BF16)),
     ],
 )
-def test_as_the_sum_and_the_update_one_after_the_other(
+def test_equal_to_the_sum_followed_by_the_update(
     connect: Connect, world: int, dtype: torch.dtype, sent: torch.dtype
 ) -> None:
     """The bits agree on every rank, for shards of one program and of several; the other elements do not change."""
@@ -113,7 +113,7 @@ def test_as_the_sum_and_the_update_one_after_the_other(
             tensors = values.local, values.addresses, *taken, *state
             numbers = {"lr": lr, "step": step, "clip": clip, "endpoint": endpoint} | RATES
             sharded_adamw_(*tensors, start=shards[rank].start, decay_end=decay_end, **numbers)
-            expected = [bucket.after(own, decay_end, lr, step, clip) for own in shards]
+            expected = [bucket.after(shard, decay_end, lr, step, clip) for shard in shards]
             for actual, after in zip(state, expected[rank], strict=False):
                 assert actual is None or torch.equal(actual, after)
             whole = torch.cat([after[3] for after in expected])
@@ -129,18 +129,18 @@ def test_against_reference(connect: Connect, decay_end: int) -> None:
 
     def program(memory: SimulatedMemory) -> None:
         rank = memory.rank
-        own = slice(rank * m, (rank + 1) * m)
+        shard = slice(rank * m, (rank + 1) * m)
         values, gradients = (memory.buffer(name, bucket.values.shape, BF16) for name in ("values", "gradients"))
         gradients.local.copy_(bucket.gradients[rank])
-        state = bucket.state(own)
+        state = bucket.state(shard)
         numbers = {name: torch.tensor(float(options[name])) for name in ("lr", "step", "clip")} | RATES
         tensors = values.local, values.addresses, gradients.local, gradients.addresses, *state
-        sharded_adamw_(*tensors, start=own.start, decay_end=decay_end, **numbers, endpoint=connect(memory))
+        sharded_adamw_(*tensors, start=shard.start, decay_end=decay_end, **numbers, endpoint=connect(memory))
         plain, truth = (
             reference.sharded_adamw(
-                bucket.master[own].to(dtype),
-                [x[own].to(dtype) for x in bucket.gradients],
-                *(x[own].to(dtype) for x in bucket.moments),
+                bucket.master[shard].to(dtype),
+                [x[shard].to(dtype) for x in bucket.gradients],
+                *(x[shard].to(dtype) for x in bucket.moments),
                 **options,
             )
             for dtype in (torch.float32, torch.float64)
@@ -148,7 +148,7 @@ def test_against_reference(connect: Connect, decay_end: int) -> None:
         for name, actual, other, exact in zip(("master", "exp_avg", "exp_avg_sq"), state, plain, truth, strict=True):
             rounding = torch.finfo(torch.float32).eps * exact.abs().max().item()
             check_error(name, actual, other, exact, 2 * (other.double() - exact).abs().max().item() + rounding)
-        assert torch.equal(values.local[own], state[0].bfloat16())
+        assert torch.equal(values.local[shard], state[0].bfloat16())
 
     once(program, 2)
 

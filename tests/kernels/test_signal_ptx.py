@@ -56,22 +56,22 @@ ATOMIC, BARRIER, PLAIN, LABEL = "atomic", "barrier", "plain", "label"
 
 def instructions(ptx: str) -> list[tuple[str, set[str]]]:
     """Returns (kind, parts of its name) of accesses to global memory, barriers and the labels of blocks, in order."""
-    found = []
+    result = []
     for line in ptx.splitlines():
         if not (match := INSTRUCTION.match(line)):
             continue
         parts = set((match[1] or "").split("."))
         if match[2]:
-            found.append((LABEL, parts))
+            result.append((LABEL, parts))
         elif parts & {"bar", "barrier"}:
-            found.append((BARRIER, parts))
+            result.append((BARRIER, parts))
         elif "global" in parts:
             ordered = parts & {"atom", "red", "relaxed", "acquire", "release", "acq_rel"}
-            found.append((ATOMIC if ordered else PLAIN, parts))
-    return found
+            result.append((ATOMIC if ordered else PLAIN, parts))
+    return result
 
 
-def complaints(ptx: str, own_by_tma: bool = False) -> list[str]:
+def violations(ptx: str, own_by_tma: bool = False) -> list[str]:
     """Returns the violations of a program that signals. own_by_tma: TMA may load memory that no peer writes."""
     wrong = []
     code = instructions(ptx)
@@ -133,9 +133,9 @@ def variant(name: str) -> str:
 @pytest.mark.timeout(1200)  # the first test waits for all compilations, which Triton's own cache keeps
 def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]) -> None:
     wrong = [
-        f"{name}: {complaint}"
+        f"{name}: {violation}"
         for name, ptx in programs.items()
-        for complaint in complaints(ptx, own_by_tma=variant(name) in LOADS_OWN_BY_TMA)
+        for violation in violations(ptx, own_by_tma=variant(name) in LOADS_OWN_BY_TMA)
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -148,8 +148,8 @@ def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
     for name, ptx in programs.items():
         atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]
         kinds = ({"release", "exch"}, {"acquire"}, {"acq_rel", "add"}, {"relaxed"})
-        found = tuple(sum(kind <= parts for parts in atomics) for kind in kinds)
-        assert found == SIGNALS[variant(name)], name
+        counts = tuple(sum(kind <= parts for parts in atomics) for kind in kinds)
+        assert counts == SIGNALS[variant(name)], name
 
 
 RELEASE = "@%p1 atom.global.sys.release.exch.b32 %r1, [ %rd1 + 0 ], %r2;"
@@ -159,19 +159,19 @@ SOUND = ["$L__BB0_1:", "st.global.v4.b32 [ %rd1 + 0 ], { %r3, %r4, %r5, %r6 };",
          "ld.global.b32 { %r27 }, [ %rd160 + 0 ];"]  # fmt: skip
 
 
-def test_what_is_missing_is_seen() -> None:
-    assert not complaints("\n".join(SOUND))
+def test_missing_barriers_and_signals_are_found() -> None:
+    assert not violations("\n".join(SOUND))
     without_first = SOUND[:2] + SOUND[3:]
-    assert complaints("\n".join(without_first)) == [
+    assert violations("\n".join(without_first)) == [
         "atom.b32.exch.global.release.sys: between it and the barrier of the program before there is a plain"
     ]
-    assert "before there is a label" in complaints("\n".join([*SOUND[:3], "$L__BB0_5:", *SOUND[3:]]))[0]
+    assert "before there is a label" in violations("\n".join([*SOUND[:3], "$L__BB0_5:", *SOUND[3:]]))[0]
     without_last = SOUND[:8] + SOUND[9:]
-    assert "after there is a plain" in complaints("\n".join(without_last))[0]
+    assert "after there is a plain" in violations("\n".join(without_last))[0]
     narrow = "\n".join(SOUND).replace("sys.release", "gpu.release")
-    assert "scope" in complaints(narrow)[0]
-    assert complaints("ld.global.nc.b32 %r1, [%rd1];")
+    assert "scope" in violations(narrow)[0]
+    assert violations("ld.global.nc.b32 %r1, [%rd1];")
     loads = "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r1], [%rd1, {%r2, %r3}], [%r4];"
     stores = "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r2, %r3}], [%r1];"
-    assert complaints(loads) and not complaints(loads, own_by_tma=True)
-    assert complaints(stores, own_by_tma=True)
+    assert violations(loads) and not violations(loads, own_by_tma=True)
+    assert violations(stores, own_by_tma=True)

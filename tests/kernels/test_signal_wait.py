@@ -33,7 +33,7 @@ def passing(skip: int | None = None) -> Callable[[SymmetricMemory], None]:
     return program
 
 
-def test_what_was_written_before_the_signal_is_seen_after_the_wait() -> None:
+def test_writes_before_the_signal_are_seen_after_the_wait() -> None:
     explore(passing(), 2)
 
 
@@ -57,7 +57,7 @@ def test_a_wait_ends_with_the_signal_or_the_abort_word() -> None:
     signal_wait(flag, 2**31, abort)
 
 
-def test_what_is_no_word_is_refused() -> None:
+def test_tensors_that_are_no_word_are_refused() -> None:
     word = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="flag"):
         signal_wait(word.long(), 1, word)

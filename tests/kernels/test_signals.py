@@ -30,8 +30,8 @@ def neighbours_kernel(x_ptr, out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr
         tl.store(peer_pointer(slots_ptr, rank, tl.float32) + half + offs, tl.load(x_ptr + offs))
         signal(peer_pointer(flags_ptr, left, tl.int32) + 1, epoch)
         signal(peer_pointer(flags_ptr, right, tl.int32), epoch)
-        own = peer_pointer(flags_ptr, rank, tl.int32)
-        if wait_signal(own, epoch, abort_ptr) & wait_signal(own + 1, epoch, abort_ptr):
+        own_flags = peer_pointer(flags_ptr, rank, tl.int32)
+        if wait_signal(own_flags, epoch, abort_ptr) & wait_signal(own_flags + 1, epoch, abort_ptr):
             total = tl.load(peer_pointer(slots_ptr, left, tl.float32) + half + offs)
             total += tl.load(peer_pointer(slots_ptr, right, tl.float32) + half + offs)
             tl.store(out_ptr + offs, total)
@@ -77,11 +77,11 @@ def meeting_kernel(out_ptr, slots_ptr, flags_ptr, state_ptr, abort_ptr, value, r
     epoch, running = begin(state_ptr, abort_ptr)
     half = (epoch & 1) * 6
     if running:
-        own = peer_pointer(slots_ptr, rank, tl.int32) + half + pid
+        own_slot = peer_pointer(slots_ptr, rank, tl.int32) + half + pid
         after = peer_pointer(slots_ptr, (rank + 1) % WORLD, tl.int32) + half + pid
-        tl.store(own, value)
+        tl.store(own_slot, value)
         if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):
-            tl.store(own + 3, tl.load(after) + 100)
+            tl.store(own_slot + 3, tl.load(after) + 100)
             if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD, ROUND=1):
                 tl.store(out_ptr + pid, tl.load(after + 3))
                 advance(state_ptr, epoch)
@@ -107,7 +107,7 @@ def test_no_alarm(name: str, resident: int, seeds: int) -> None:
     explore(globals()[name], PROGRAMS[name], resident=resident, seeds=range(seeds))
 
 
-def left_by(name: str, mutants: list[Mutant]) -> list[Mutant]:
+def survivors(name: str, mutants: list[Mutant]) -> list[Mutant]:
     """Returns the mutants that a program of this file does not fail."""
     this = sys.modules[__name__]
 
@@ -123,7 +123,7 @@ def test_every_line_is_needed() -> None:
     left = mutants_of(signals)
     assert left
     for name in ("meeting", "neighbours", "counting"):
-        left = left_by(name, left)
+        left = survivors(name, left)
     assert not left, "\n".join(map(str, left))
 
 
@@ -184,10 +184,10 @@ def with_function(name: str, function: str) -> Mutant:
 
 
 @pytest.mark.exhaustive
-def test_faults_that_are_no_deletion() -> None:
+def test_faults_other_than_deletions_are_found() -> None:
     """No fault survives; the same functions without a fault do."""
     right = with_function("no fault", "".join(RIGHT.values()))
-    assert left_by("meeting", [right, *(with_function(*fault) for fault in FAULTS.items())]) == [right]
+    assert survivors("meeting", [right, *(with_function(*fault) for fault in FAULTS.items())]) == [right]
 
 
 @pytest.mark.parametrize("first_epoch", [2**31 - 3, *exhaustive(-3)])
@@ -196,7 +196,7 @@ def test_epochs_wrap_around(first_epoch: int) -> None:
 
 
 @pytest.mark.parametrize("age", [2**32 - 2**17, *exhaustive(2**31 + 1, 2**31 + 2**30)])
-def test_a_word_that_was_left_alone_for_an_age_is_not_ahead(age: int) -> None:
+def test_a_word_that_was_not_written_for_many_launches_is_not_ahead(age: int) -> None:
     """A kernel that has used few of its words for many launches uses the others again."""
     word = (7 - age + 2**31) % 2**32 - 2**31
     explore(lambda memory: neighbours(memory, 7, word), 3)
@@ -229,7 +229,7 @@ def test_waits_end_by_the_abort_word(world: int, resident: int) -> None:
     explore(late, world, timeouts=True, resident=resident)
 
 
-def test_a_signal_of_the_future_is_found_out() -> None:
+def test_a_signal_that_comes_too_early_is_found() -> None:
     """The programs of this file would detect a wait that ends too early."""
     with pytest.raises(ExploreError):
         explore(lambda memory: neighbours(memory, 7, 20), 3, schedules=[Sequential()])

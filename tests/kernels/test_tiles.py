@@ -18,7 +18,7 @@ def _round_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_is_torchs(dtype: torch.dtype) -> None:
+def test_rounding_agrees_with_torch(dtype: torch.dtype) -> None:
     special = torch.tensor(
         [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8, 65520]
     )
@@ -55,7 +55,7 @@ def _order_kernel(out_ptr, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @pytest.mark.parametrize(("tiles_m", "tiles_n"), [(1, 1), (4, 3), (7, 5), (3, 1), (1, 6)])
-def test_every_tile_has_one_place(tiles_m: int, tiles_n: int) -> None:
+def test_every_tile_has_one_position(tiles_m: int, tiles_n: int) -> None:
     out = torch.empty(tiles_m * tiles_n, dtype=torch.int32)
     launch(
         _order_kernel, (len(out),), num_warps=1, num_stages=1, out_ptr=out, tiles_m=tiles_m, tiles_n=tiles_n, GROUP_M=4
