@@ -118,7 +118,7 @@ def _copy_share(source_ptr, target_ptr, words, COPIERS: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def block_in_slot(slots_ptr, epoch, slot_bytes, rank, source, block_words):
-    """Returns an int32 pointer, 16-byte aligned, to where the block of `source` is, or will be, in this rank's slot."""
+    """Returns an int32 pointer, 16-byte aligned, to where the block of `source` is, or will be, in `rank`'s slot."""
     half = slot(slots_ptr, rank, epoch, slot_bytes, tl.int32)
     return tl.multiple_of(half + source * (block_words // 16 * 16), 16)
 

@@ -107,9 +107,8 @@ class Started(NamedTuple):
             with torch.cuda.device(self.device):
                 self.start(grid, values)
             return
-        triton.set_allocator(
-            _scratch
-        )  # at each launch: the allocator belongs to a context, and backward runs in a thread with another context
+        # At each launch, since the allocator belongs to a context, and backward runs in a thread with another one.
+        triton.set_allocator(_scratch)
         x, y, z = (*grid, 1, 1)[:3]
         stream, compiled = active.get_current_stream(self.device), self.compiled
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)

@@ -28,9 +28,8 @@ from tpfuse.kernels.tiles import rounded
 IGNORE = -1  # the target of a row that has no loss
 
 _IGNORE: tl.constexpr = tl.constexpr(IGNORE)
-_PIECE: tl.constexpr = tl.constexpr(
-    16
-)  # elements: 16 bytes or more of every type; Triton specialises strides for multiples of it
+# Elements of a piece: 16 bytes or more of every type; Triton specialises strides for multiples of it.
+_PIECE: tl.constexpr = tl.constexpr(16)
 _UNROLL: tl.constexpr = tl.constexpr(3)  # blocks whose loads overlap; with 4 blocks ptxas spills registers
 _LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # the lowest float32: -inf - _LOWEST is -inf, not NaN
 

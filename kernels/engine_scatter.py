@@ -128,9 +128,7 @@ def _waiting(endpoint: Endpoint, stored: Tensor, stamp: Tensor, owner: int) -> L
         "WORLD": endpoint.world,
         "BLOCK": block,
     }
-    num_warps = min(
-        max(block // 32, 1), 8
-    )  # each thread polls one word, so that polling all takes no longer than polling one
+    num_warps = min(max(block // 32, 1), 8)  # each thread polls one word: all take no longer than one
     return Launch(await_part_kernel, (1,), arguments, num_warps, num_stages=1)
 
 

@@ -53,9 +53,7 @@ def _skip_overflow_checks() -> None:
 
 if INTERPRETED:
     if interpreter_problem():
-        raise ImportError(
-            interpreter_problem()
-        )  # once, in the module that every launcher imports; else each kernel would fail
+        raise ImportError(interpreter_problem())  # once, in the module that every launcher imports
     _skip_overflow_checks()
 
 # Multiprocessors of A100, H100 and B200, for launches that are recorded without a GPU (NVIDIA's whitepapers).

@@ -173,9 +173,7 @@ def _dq_of_tile(
     blocks_ptr, stride_v = blocks
     run_count, run_size, _, _ = runs
     tiles = tl.cdiv(run_size, BLOCK_M)
-    reversed_tile = (
-        run_count * tiles - 1 - tile % (run_count * tiles)
-    )  # the later ones mostly see more, and so come first
+    reversed_tile = run_count * tiles - 1 - tile % (run_count * tiles)  # later tiles, which mostly see more, come first
     first_row, first_m = reversed_tile // tiles * run_size, reversed_tile % tiles * BLOCK_M
     head = tl.cast(tile // (run_count * tiles), tl.int64)  # index among the heads of the whole batch
     row = head * run_count * run_size + first_row
@@ -264,9 +262,7 @@ def ring_attention_dq_kernel(
         missing = 0
         if COPIERS > 0:
             if tl.program_id(0) < COPIERS:
-                start = (
-                    queries_start // 16 * 16
-                )  # queries_start is a multiple of 16; this tells Triton, so that 16 bytes are moved at once
+                start = queries_start // 16 * 16  # tells Triton that it is a multiple, to move 16 bytes at once
                 missing = 2 * WORLD
                 missing -= copy_blocks(
                     words_ptr, ready_ptr, slots_ptr, flags_ptr, abort_ptr, 0, words, block_words, slot_bytes,

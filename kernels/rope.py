@@ -114,9 +114,7 @@ def rope_kernel(
     known = (position >= 0) & (position < n_positions)
     table = position[:, None] * R + offs_r[None, :]
     mask = known[:, None] & (offs_r < R)[None, :]
-    cos = tl.load(
-        cos_ptr + table, mask=mask, other=float("nan")
-    )  # a position outside the tables gives NaN, not the input unchanged
+    cos = tl.load(cos_ptr + table, mask=mask, other=float("nan"))  # NaN where a position is outside the tables
     sin = tl.load(sin_ptr + table, mask=mask, other=float("nan")) * sign
 
     shift = first_r * 2 if INTERLEAVED else first_r

@@ -156,9 +156,7 @@ def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in exp:RuntimeWarning"
-)  # silu's exp overflows and gives 0, as it should
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # in silu, which is then 0
 @pytest.mark.parametrize(
     "kind",
     [

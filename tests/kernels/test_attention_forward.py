@@ -203,9 +203,7 @@ def test_nan_and_inf_reach_only_queries_that_see_them() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_and_surrounding_memory_do_not_matter(dtype: torch.dtype) -> None:
-    packed = normal(1, 2, 100, 3, 2, 48, dtype=dtype).permute(
-        2, 0, 3, 1, 4
-    )  # q, k, v in the layout of a projection's result
+    packed = normal(1, 2, 100, 3, 2, 48, dtype=dtype).permute(2, 0, 3, 1, 4)  # the layout of a projection's result
     expected = attention_forward(*(x.contiguous() for x in packed))
     surrounded = torch.full((3, 4, 3, 140, 64), torch.nan, dtype=dtype)
     surrounded[:, 1:3, :2, 20:120, 8:56] = packed

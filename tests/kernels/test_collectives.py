@@ -52,9 +52,7 @@ def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, 
     once(program, 4)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in cast:RuntimeWarning"
-)  # a cast overflows to infinity, as it should
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # it should give infinity
 def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Connect) -> None:
     special = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan, 65504.0])
 

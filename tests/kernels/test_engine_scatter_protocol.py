@@ -14,12 +14,7 @@ from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
 
-SIZES = (
-    (40, 20),
-    (3, 5),
-    (0, 7),
-    (50, 18),
-)  # M and N: an owner has several tiles, some owners have no rows, there are no rows
+SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: several tiles per owner, owners without rows, no rows
 K = 4
 SLOT_BYTES = 4096
 TILES = {  # tiles of 16 by 16: small tensors have several programs

@@ -250,9 +250,7 @@ def test_ranks_of_different_k(connect: Connect) -> None:
     once(program, 2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:invalid value encountered in matmul:RuntimeWarning"
-)  # the product is NaN, as it should be
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN is expected
 def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
     m, n, k = 70, 40, 30
 
