@@ -53,7 +53,7 @@ def test_against_reference(n: int, step: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("beta2", [0.0, 0.5, 0.95, 0.9999])
 def test_bias_corrections_keep_their_digits(beta2: float) -> None:
-    """With a constant gradient g both corrected moments are g and g²: every update is lr, for all betas."""
+    """A constant gradient g has corrected moments g and g²: every update is lr, for all betas."""
     for step in (1, 2, 30, 500):
         share = 1 - beta2 ** (step - 1)
         state = [torch.zeros(8), torch.full((8,), 1 - 0.9 ** (step - 1)) * 0.5, torch.full((8,), share) * 0.25]

@@ -34,7 +34,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
 
 
 class Channel:
-    """One rank's endpoint and words, and the product with chunks that arrive in either way."""
+    """A rank's endpoint and words, and the product with chunks that arrive in either way."""
 
     def __init__(self, memory: SimulatedMemory, connect: Connect, words: int | None = None, **options: int) -> None:
         self.memory, self.end = memory, connect(memory, **options)
@@ -229,7 +229,7 @@ def test_tma_reads_aligned_weights_of_either_layout(connect: Connect, launches: 
 def test_how_many_copy_and_how_many_multiply(
     connect: Connect, launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
 ) -> None:
-    """At most as many programs copy or multiply as shares, flags, words or tiles allow; beside copies one is spared."""
+    """Shares, flags, words and tiles limit the programs that copy and that multiply; beside copies one is spared."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("all_gather_gemm", "interpreted")]
     many = [replace(row, blocks=row.blocks | {"COPIERS": 4, "BLOCK_COPY": 64}) for row in rows]
 

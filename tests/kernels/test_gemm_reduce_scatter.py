@@ -236,7 +236,7 @@ def test_ranks_have_the_same_tiles_however_their_tensors_are_aligned(bits: int) 
 
 
 def test_ranks_of_different_k(connect: Connect) -> None:
-    """One of the ranks' tensors are aligned."""
+    """The tensors of one rank are aligned."""
     xs, ws = (
         [integers(rank, 70, 63 + rank) for rank in range(2)],
         [integers(5 + rank, 36, 63 + rank) for rank in range(2)],

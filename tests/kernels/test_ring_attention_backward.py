@@ -290,7 +290,7 @@ def test_parts_of_sources_add_up() -> None:
 
 @pytest.mark.parametrize("batch", [0, 1])
 def test_empty(batch: int) -> None:
-    """Without a batch, or with queries that see nothing, gradients are 0 and the epoch still advances."""
+    """Gradients are 0 and the epoch still advances without a batch, or with queries that see nothing."""
     ring = Ring(world=2, length=20, batch=batch, documents=(0, 0) if batch else None)
     for ranks in exchanged([ring, ring], True):
         for rank in ranks:

@@ -176,7 +176,7 @@ def test_heads_and_dtypes(size: int, heads: tuple[int, int], dtype: torch.dtype)
 
 
 def test_blocks_of_whole_tiles_give_the_bits_of_one_rank() -> None:
-    """Nothing is rounded between blocks: in the order of positions the launch computes exactly what attention does."""
+    """The launch rounds nothing between blocks: in the order of positions it computes exactly what attention does."""
     x = whole(4, 128, 2, "contiguous", Mask(causal=False), dtype=torch.bfloat16)
     blocks = torch.stack([x.block(0), x.block(1)])
     out, lse = ring_attention_forward(blocks=blocks, sources=(0, 1), **x.arguments(1))
@@ -205,7 +205,7 @@ def test_ranks_whose_keys_no_query_sees() -> None:
 
 
 class Channel:
-    """One rank's end of a channel, with space for blocks."""
+    """A rank's end of a channel, with space for blocks."""
 
     def __init__(self, memory: SimulatedMemory, connect: Connect, ring: bool, **options: int) -> None:
         options = {"slot_bytes": 1 << 16, "flag_count": 2 * memory.world**2, "programs": 5} | options

@@ -47,7 +47,7 @@ def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
 
 @dataclass
 class Bucket:
-    """All ranks' gradients, and the trained shards concatenated: parameters and their masters, moments."""
+    """The gradients of all ranks, and the trained shards concatenated: parameters and their masters, moments."""
 
     master: Tensor  # float32 [world * m + TAIL]
     values: Tensor
@@ -68,9 +68,7 @@ class Bucket:
         return None if self.values.dtype == F32 else self.master[shard].clone(), *moments
 
     def after(self, shard: slice, decay_end: int, lr: Tensor, step: Tensor, clip: Tensor | None) -> list[Tensor]:
-        """Returns a shard's master, moments and values after the kernel's update for one rank from both parts of the
-        sum.
-        """
+        """Returns a shard's master, moments and values after the kernel's update from both parts of the sum."""
         total = reference.shard_sum([x[shard] for x in self.gradients])
         state = [x[shard].clone() for x in (self.master, *self.moments, self.values)]
         for part, decay in ((slice(decay_end), 0.1), (slice(decay_end, None), 0.0)):

@@ -143,7 +143,7 @@ def test_every_release_and_acquire_is_next_to_a_barrier(programs: dict[str, str]
 @pytest.mark.compile
 @pytest.mark.timeout(1200)
 def test_every_kernel_is_here_and_signals(programs: dict[str, str]) -> None:
-    """Each signals as often as its source does: roles of warps copy some signals and drop the rest (Triton 3.7)."""
+    """Kernels signal as often as their source does: roles of warps copy some signals and drop the rest (Triton 3.7)."""
     assert {variant(name) for name in programs} == SIGNALS.keys()
     for name, ptx in programs.items():
         atomics = [parts for kind, parts in instructions(ptx) if kind == ATOMIC]

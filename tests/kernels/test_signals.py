@@ -119,7 +119,7 @@ def survivors(name: str, mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_every_line_is_needed() -> None:
-    """At least one of the programs needs each line: none of them does everything that a kernel may do."""
+    """Each line is needed by at least one of the programs: none of them does everything that a kernel may do."""
     left = mutants_of(signals)
     assert left
     for name in ("meeting", "neighbours", "counting"):
