@@ -57,7 +57,6 @@ def all_to_all_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     x_words, out_words, words = as_words(x, out, n)
     row = choose("all_to_all", x.device, torch.int64)
     block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
-
     launch(
         all_to_all_forward_kernel,
         endpoint.grid("all_to_all", x.nbytes, cdiv(words, block)),

@@ -9,9 +9,9 @@ values only grow and wrap around; the epoch is kept in device memory, so that a 
         ... read what peers have written ...
         advance(state, epoch)                  # the last program of the grid publishes the epoch
 
-This is enough, in the words of NVIDIA's PTX ISA, "Memory Consistency Model". `signal` is a release pattern and
-`wait_signal` an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs (and
-processes). The acquire that observes the release synchronises with it, and base causality order then puts what the
+This is enough by NVIDIA's PTX ISA, chapter "Memory Consistency Model", whose terms follow. `signal` is a release
+pattern and `wait_signal` an acquire pattern on one word; both are atomics of scope .sys, so morally strong between GPUs
+(and processes). The acquire that observes the release synchronises with it, and base causality order then puts what the
 writing thread did before its release ahead of what the waiting thread does after its acquire. A program is many
 threads, and one of them signals: the barrier of the program before the release (`tl.debug_barrier`, which Triton 3.8
 and older do not insert by themselves, triton PR 10816) orders the others' reads and writes before it; the value that a
@@ -29,7 +29,6 @@ import triton.language as tl
 
 # How far a peer may be ahead of a wait. A word that small grids have not written for 2^31 launches is in the other half
 # of the numbers, where the sign of the difference is wrong; this bound tells it from a peer that is one epoch ahead.
-
 _AHEAD: tl.constexpr = tl.constexpr(1 << 16)
 
 

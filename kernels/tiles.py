@@ -31,7 +31,7 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
-        # No conversion of the interpreter, which makes 0 a denormal.
+        # The interpreter's own conversion makes 0 a denormal.
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
     else:

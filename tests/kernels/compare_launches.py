@@ -204,16 +204,16 @@ def _described(call: Any) -> tuple[object, ...]:
 
 def _plans() -> Iterator[str]:
     calls = list(_calls())
-    met = [_described(call) for call in calls]
+    first_round = [_described(call) for call in calls]
     before = len(bound)
-    again = [_described(call) for call in calls]
+    second_round = [_described(call) for call in calls]
     if len(bound) != before:
         yield "plans: the binder was called again"
-    for number, (call, first, second) in enumerate(zip(calls, met, again, strict=True)):
+    for number, (call, first, second) in enumerate(zip(calls, first_round, second_round, strict=True)):
         launch.forget_plans()
-        anew = _described(call)
-        if not first == second == anew:
-            yield f"plans: call {number}: {first} and {second}, not {anew}"
+        replanned = _described(call)
+        if not first == second == replanned:
+            yield f"plans: call {number}: {first} and {second}, not {replanned}"
 
 
 def main() -> None:
