@@ -84,7 +84,7 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
                 if whole or rank != memory.rank:
                     assert torch.equal(channel.gathered[rank], xs[rank])
                 elif way == "gather":
-                    assert channel.gathered[rank].isnan().all(), "nobody asked for it"
+                    assert channel.gathered[rank].isnan().all(), "no call asked for it"
         if way == "gather":
             assert channel.end.state.tolist() == [len(SHAPES), 0], "every launch is an epoch, also for no elements"
 

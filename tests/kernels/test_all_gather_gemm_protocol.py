@@ -141,7 +141,7 @@ def late(memory: SimulatedMemory, connect: Any) -> None:
                 assert end.state[0] == before, "the epoch is not over"
                 assert not (ready > before).any(), "nothing of it is ready"
                 told = [words[memory.rank].item() for words in copied.engines._words.peers]
-                assert not any(word > before for word in told), "nobody is told of it"
+                assert not any(word > before for word in told), "no rank is told of it"
         memory.reset()
         memory.barrier()
         assert end.state.tolist() == [0, 0]

@@ -140,7 +140,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("change", "anew"),
+    ("change", "compiled_again"),
     [
         ({}, False),
         ({"x_ptr": torch.empty(64)}, False),
@@ -158,7 +158,7 @@ ARGUMENTS: dict[str, Any] = {
     ],
 )
 def test_triton_is_asked_once_for_each_thing_that_it_compiles(
-    kernel: _Kernel, change: dict[str, Any], anew: bool
+    kernel: _Kernel, change: dict[str, Any], compiled_again: bool
 ) -> None:
     arguments = {"num_warps": 4, "num_stages": 2, **ARGUMENTS}
     launch(kernel, (3,), **arguments)
@@ -166,8 +166,8 @@ def test_triton_is_asked_once_for_each_thing_that_it_compiles(
     assert kernel.through_triton == 1
     for times in (1, 2):
         launch(kernel, (5, 2), **(arguments | change))
-        assert kernel.through_triton == 1 + anew
-        assert len(kernel.started) == 1 + times - anew
+        assert kernel.through_triton == 1 + compiled_again
+        assert len(kernel.started) == 1 + times - compiled_again
     device, grid, stream, values = kernel.started[-1]
     assert (grid, stream) == ((5, 2, 1), 100 + device)
     assert all(value is (arguments | change)[name] for name, value in zip(kernel.arg_names, values, strict=True))
@@ -238,7 +238,7 @@ def _planned() -> tuple[Any, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize(
-    ("change", "anew"),
+    ("change", "planned_again"),
     [
         ({}, False),
         ({"x": torch.zeros(4, 8)}, False),
@@ -253,12 +253,12 @@ def _planned() -> tuple[Any, list[tuple[Any, ...]]]:
         ({"flag": True}, True),
     ],
 )
-def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], anew: bool) -> None:
+def test_a_layout_is_planned_once(kernel: _Kernel, change: dict[str, Any], planned_again: bool) -> None:
     plan, seen = _planned()
     first: dict[str, Any] = {"x": torch.empty(4, 8), "y": None, "flag": False}
     assert plan(*first.values()) == plan(*first.values()) == 1
     other = first | change
-    assert plan(*other.values()) == plan(*other.values()) == len(seen) == 1 + anew
+    assert plan(*other.values()) == plan(*other.values()) == len(seen) == 1 + planned_again
     assert plan(*first.values()) == 1
 
 

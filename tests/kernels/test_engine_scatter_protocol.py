@@ -172,7 +172,7 @@ class TestEngineScatter(ProtocolSuite):
                     run(1)
                     assert state[0] == 1, "the epoch is not over"
                     told = [words[memory.rank].item() for words in scatter.engines._words.peers]
-                    assert not any(word > 1 for word in told), "nobody is told of it"
+                    assert not any(word > 1 for word in told), "no rank is told of it"
             memory.reset()
             memory.barrier()
             assert state.tolist() == [0, 0]

@@ -41,7 +41,7 @@ def channel(memory: SimulatedMemory, connect: Connect, **options: Any) -> Run:
     def run(x: Tensor, weight: Tensor, **terms: Any) -> Tensor:
         epoch = int(endpoint.state[0])
         out = gemm_reduce_scatter_forward(x, weight, endpoint, **terms)
-        assert endpoint.state.tolist() == [epoch + 1, 0], "each launch is an epoch, whatever its size"
+        assert endpoint.state.tolist() == [epoch + 1, 0], "each launch is an epoch, for every size"
         return out
 
     return run

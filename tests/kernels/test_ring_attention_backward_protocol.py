@@ -137,7 +137,7 @@ class TestRing(BackwardSuite):
             replace(KERNEL, "1 if COPIERS > 0 else steps", by="WORLD if COPIERS > 0 else steps"),
         ),
         Fault(  # the block is counted all the same
-            "keys alone are brought",
+            "keys alone are copied",
             replace(KERNEL, "missing == WORLD", by="missing == 1"),
             replace(KERNEL, "missing = 2 * WORLD", by="missing = WORLD"),
         ),

@@ -119,7 +119,7 @@ def survivors(name: str, mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_every_line_is_needed() -> None:
-    """Each line is needed by at least one of the programs: none of them does everything that a kernel may do."""
+    """Every line is needed by at least one of the programs: none of them does everything that a kernel may do."""
     left = mutants_of(signals)
     assert left
     for name in ("meeting", "neighbours", "counting"):
@@ -170,7 +170,7 @@ RIGHT = {
 FAULTS = {
     "one word for all programs": BARRIER.format("ROUND * WORLD"),
     "one word for both rounds": BARRIER.format("tl.program_id(0) * WORLD"),
-    "words of a rank behind each other": ARRIVE.format("rank * tl.num_programs(0) + tl.program_id(0)"),
+    "words of a rank are adjacent": ARRIVE.format("rank * tl.num_programs(0) + tl.program_id(0)"),
     "the epoch before will do": WAIT.format("epoch + 1", "max"),
     "any of the ranks will do": WAIT.format("epoch", "min"),
     "the first program publishes": ADVANCE.format("1"),
