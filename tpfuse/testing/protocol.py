@@ -126,16 +126,16 @@ class ProtocolSuite:
     def test_every_line_is_needed(self) -> None:
         """The program fails if any line that orders something is deleted or weakened."""
         mutants, unneeded = self._mutants()
-        left = self._left(self.program, [m for m in mutants if m not in unneeded], unchanged=self._explored())
-        assert not left, "\n".join(["the program does not need these lines:", *map(str, left)])
+        survivors = self._survivors(self.program, [m for m in mutants if m not in unneeded], unchanged=self._explored())
+        assert not survivors, "\n".join(["the program does not need these lines:", *map(str, survivors)])
 
     @pytest.mark.exhaustive
     def test_unneeded_lines_are_not_needed(self) -> None:
         """The program does not fail if a line of `unneeded` is deleted or weakened."""
         unneeded = self._mutants()[1]
-        left = self._left(self.program, unneeded, unchanged=self._explored())
-        needed = [mutant for mutant in unneeded if mutant not in left]
-        assert not needed, "\n".join(["the program needs these lines of `unneeded` after all:", *map(str, needed)])
+        survivors = self._survivors(self.program, unneeded, unchanged=self._explored())
+        needed = [mutant for mutant in unneeded if mutant not in survivors]
+        assert not needed, "\n".join(["the program needs these lines, which `unneeded` names:", *map(str, needed)])
 
     def test_faults_can_be_planted(self) -> None:
         """The expressions and statements that the faults change are in the source."""
@@ -146,10 +146,10 @@ class ProtocolSuite:
     def test_planted_faults_are_found(self) -> None:
         """The program fails with each fault of `faults`, and `late_program` with each of `late_faults`."""
         faults, late = ([fault.mutant() for fault in faults] for faults in (self.faults, self.late_faults))
-        left = self._left(self.program, faults, unchanged=self._explored())
+        survivors = self._survivors(self.program, faults, unchanged=self._explored())
         if late:
-            left += self._left(self.late_program, late, schedules=[RoundRobin()], resident=4, timeouts=True)
-        assert not left, "\n".join(map(str, left))
+            survivors += self._survivors(self.late_program, late, schedules=[RoundRobin()], resident=4, timeouts=True)
+        assert not survivors, "\n".join(map(str, survivors))
 
     @pytest.mark.parametrize("schedules", [SCHEDULES[:2], *exhaustive([PCT(seed) for seed in range(3)])], ids=len)
     def test_waits_end(self, schedules: Sequence[Schedule]) -> None:
@@ -184,7 +184,9 @@ class ProtocolSuite:
             _unchanged[type(self)] = self._explore(self.program, SCHEDULES)
         return _unchanged[type(self)]
 
-    def _left(self, program: Callable[[SimulatedMemory], None], mutants: list[Mutant], **options: Any) -> list[Mutant]:
+    def _survivors(
+        self, program: Callable[[SimulatedMemory], None], mutants: list[Mutant], **options: Any
+    ) -> list[Mutant]:
         """Return the mutants with which the program does not fail."""
         world, resident = self.worlds[0]
         options = {"resident": resident} | options

@@ -96,7 +96,7 @@ def surviving(
             unchanged = explore(program_of(*copies), world, **options)
     shared = {(original_file(file), line) for file, line in unchanged.shared_lines}
     options = {"max_steps": 20 * max(unchanged.steps) + 1000} | options
-    left = []
+    survivors = []
     for mutant in mutants_of(*targets) if mutants is None else mutants:
         with fresh(modules, {mutant.module: mutant.source}) as copies:
             try:
@@ -107,8 +107,8 @@ def surviving(
         if not mutant.change.startswith("scope") or any(
             (mutant.file, line) in shared for line in range(first, last + 1)
         ):
-            left.append(mutant)
-    return left
+            survivors.append(mutant)
+    return survivors
 
 
 def module_of(target: Any) -> ModuleType:
