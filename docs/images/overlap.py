@@ -1,4 +1,4 @@
-"""Draws overlap.png, the picture in README.md: python docs/images/overlap.py."""
+"""Draw overlap.png, the picture in README.md. Run it by python docs/images/overlap.py."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-Bar = tuple[float, float, int, str]  # start, length, whose rows, text
-COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")  # of the rows of rank 0, 1, 2 and 3
+Bar = tuple[float, float, int, str]  # start, length, rank of the rows, text
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")  # of the rows of ranks 0, 1, 2 and 3
 LINKS, CORES = 0.0, 1.0  # the lanes of a panel
 
 
 def draw(axes: Axes, title: str, links: list[Bar], cores: list[Bar]) -> None:
-    """One panel: what the links of rank 0 and its tensor cores do in the course of time."""
+    """Draw a panel with the work of the links and the tensor cores of rank 0 over time."""
     for lane, bars in ((LINKS, links), (CORES, cores)):
         for start, length, rank, text in bars:
             axes.barh(lane, length, left=start, height=0.72, color=COLOURS[rank], edgecolor="white", linewidth=1.5)
@@ -29,7 +29,7 @@ def draw(axes: Axes, title: str, links: list[Bar], cores: list[Bar]) -> None:
 
 
 def main() -> None:
-    """Writes the picture beside this file. The lengths of the bars are an example and not a measurement."""
+    """Write the picture beside this file. The lengths of the bars are an example and not a measurement."""
     figure, panels = plt.subplots(2, 2, figsize=(10.5, 3.3), layout="constrained")
     chunks = [(1.3 * step, 1.3, step + 1, f"chunk {step + 1}") for step in range(3)]
     draw(

@@ -52,9 +52,9 @@ def test_the_slowness_of_this_machine_is_measured() -> None:
 
 def test_wait_until_returns_when_the_condition_holds_and_names_it_otherwise() -> None:
     turns = iter([False, False, True])
-    wait_until(lambda: next(turns), "the third turn")
-    with pytest.raises(AssertionError, match="still not: the third turn again"):
-        wait_until(lambda: False, "the third turn again", 0.01)
+    wait_until(lambda: next(turns), "the third turn has come")
+    with pytest.raises(AssertionError, match="were not enough until: the fourth turn has come"):
+        wait_until(lambda: False, "the fourth turn has come", 0.01)
 
 
 def test_the_time_out_of_a_test_grows_with_the_slowness(

@@ -171,7 +171,7 @@ class StandIn(CudaCalls):
         return self.capture
 
     def record(self) -> Event:
-        assert not self.capture, "an event of a capture cannot be looked at"
+        assert not self.capture, "an event that is captured in a graph cannot be queried"
         self.events += 1
         event = StandInEvent()
         self.do(event.passed.set)

@@ -87,7 +87,7 @@ class Ranks:
         """Return the next message of a rank. Raises AssertionError if there is none within `LIMIT`."""
         deadline = Deadline(LIMIT)
         while not self.connections[rank].poll(deadline.next_look()):
-            assert deadline.left(), f"rank {rank} says nothing"
+            assert deadline.left(), f"rank {rank} has not sent a message in time"
         return self.connections[rank].recv()
 
     def wait_for_all(self) -> None:

@@ -74,13 +74,13 @@ class OneProcess:
         On a CPU programs must not launch kernels, since Triton's interpreter serves one thread. Raises the first
         exception of a rank, or PeerTimeout if the ranks did not end in time.
         """
-        found: dict[int, Result] = {}
+        results: dict[int, Result] = {}
         failures: dict[int, BaseException] = {}
 
         def live(rank: int) -> None:
             try:
                 with self._on_stream(rank):
-                    found[rank] = program(self.memories[rank])
+                    results[rank] = program(self.memories[rank])
             except BaseException as error:
                 error.add_note(f"rank {rank} of {self.world}")
                 failures[rank] = error
@@ -93,15 +93,15 @@ class OneProcess:
             end = monotonic() + self.timeout + _GRACE
             for thread in threads:
                 thread.join(max(end - monotonic(), 0.0))
-        left = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        if left:
-            raise self._timeout(f"ranks {left} of {self.world} did not end when they were told to", left[0])
-        own = [error for error in failures.values() if not isinstance(error, PeerTimeout)]
-        for error in [*own, *failures.values()]:
+        running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if running:
+            raise self._timeout(f"ranks {running} of {self.world} still run after their waits ended", running[0])
+        causes = [error for error in failures.values() if not isinstance(error, PeerTimeout)]
+        for error in [*causes, *failures.values()]:
             raise error
         if self.late:
             raise self._timeout("ranks at once", 0)
-        return [found[rank] for rank in range(self.world)]
+        return [results[rank] for rank in range(self.world)]
 
     def in_turn(self, program: Callable[["OneProcessMemory"], Result]) -> list[Result]:
         """Run program(memory) for one rank after another in this thread; return the results in rank order.
@@ -116,10 +116,10 @@ class OneProcess:
         Raises PeerTimeout if one of its waits did not end in time.
         """
         with self._deadline(), self._on_stream(rank):
-            found = program(self.memories[rank])
+            result = program(self.memories[rank])
         if self.late:
             raise self._timeout("alone", rank)
-        return found
+        return result
 
     @contextlib.contextmanager
     def aborted(self) -> Iterator[None]:
@@ -185,8 +185,8 @@ class OneProcess:
     def _reserve(self, rank: int) -> None:
         """Reserve memory that torch gives to a rank's stream later: CUDA may wait for kernels before it gives more."""
         with self._on_stream(rank):
-            kept = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (_LARGE, *_SMALL)]
-            del kept
+            blocks = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for nbytes in (_LARGE, *_SMALL)]
+            del blocks
 
     def _timeout(self, op: str, rank: int) -> PeerTimeout:
         return PeerTimeout(op, step=-1, rank=rank, peer=None, waited=self.timeout, detail="in one process")
@@ -234,7 +234,10 @@ class OneProcessMemory(SymmetricMemory):
     def _allocate(self, key: str, shape: torch.Size, dtype: torch.dtype) -> SymmetricBuffer:
         parts = self._ranks.parts(key, shape, dtype)
         if (parts[0].shape, parts[0].dtype) != (shape, dtype):
-            raise ValueError(f"symmetric buffer {key!r}: another rank has {parts[0].dtype} {tuple(parts[0].shape)}")
+            raise ValueError(
+                f"symmetric buffer {key!r}: rank {self.rank} asks for {dtype} {tuple(shape)}, "
+                f"another rank for {parts[0].dtype} {tuple(parts[0].shape)}"
+            )
         addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=self.device)
         return SymmetricBuffer(key, parts, self.rank, addresses)
 

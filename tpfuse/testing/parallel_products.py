@@ -121,10 +121,10 @@ class ParallelProduct:
         out = self.run(case, leaves, group)
         found = {"out": out.detach()}
         if backward:
-            given = strided(grad[self.part("out", case, group.rank())].to(case.device))
-            out.backward(given)  # type: ignore[no-untyped-call]
+            out.backward(strided(grad[self.part("out", case, group.rank())].to(case.device)))  # type: ignore[no-untyped-call]
             for name, leaf in leaves.items():
-                assert (leaf.grad is not None) == leaf.requires_grad, f"{name}: a gradient without need, or none"
+                given = leaf.grad is not None
+                assert given == leaf.requires_grad, f"{name}: gradient: {given}, required: {leaf.requires_grad}"
             found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         compare = self._equal if case.whole_numbers else self._near
         found = {name: x.cpu() for name, x in found.items()}

@@ -73,5 +73,5 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
     """Return once `condition()` is true. Raises AssertionError with `what` after the `Deadline` of `seconds`."""
     deadline = Deadline(seconds)
     while not condition():
-        assert deadline.left(), f"after {seconds} s times the slowness of the machine, still not: {what}"
+        assert deadline.left(), f"{seconds} s times the slowness of the machine were not enough until: {what}"
         time.sleep(0.01)

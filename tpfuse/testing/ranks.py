@@ -95,7 +95,7 @@ def _take_over(environment: dict[str, str]) -> None:
     A process that the server forks has the environment that the server had when it started.
     """
     wanted, found = (each.get("TRITON_INTERPRET", "0") for each in (environment, os.environ))
-    assert wanted == found, f"TRITON_INTERPRET has become {wanted}: set it before the first pool of ranks is started"
+    assert wanted == found, f"TRITON_INTERPRET was {found} and is {wanted}: set it before the first pool is started"
     os.environ.clear()
     os.environ.update(environment)
 
@@ -129,7 +129,7 @@ def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) 
     The process has no group, and no thread but its first, so that it may fork. timeout: seconds on an idle machine.
     Raises RankError.
     """
-    assert isinstance(function, FunctionType), "a function at the top level of a module"
+    assert isinstance(function, FunctionType), f"{function}: expected a function at the top level of a module"
     ours, theirs = multiprocessing.Pipe()
     code, deadline = function.__code__, Deadline(timeout)
     arguments = (dict(os.environ), code.co_filename, function.__qualname__, args, theirs)
@@ -142,7 +142,7 @@ def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 280.0) 
                 raise RankError("no answer in time")
         fine, value = ours.recv()
     except EOFError:
-        raise RankError("died") from None
+        raise RankError("the process died") from None
     finally:
         process.kill()
         process.join()
@@ -209,7 +209,7 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run `function(*args)` on every rank and return the results in rank order. Raises RankError."""
-        assert isinstance(function, FunctionType), "a function at the top level of a module"
+        assert isinstance(function, FunctionType), f"{function}: expected a function at the top level of a module"
         if not self._processes:
             self._start()
         for connection in self._connections:

@@ -94,7 +94,7 @@ class _Operations:
         if not parts:
             return perform()
         if sum(part.size for _, part in parts) != _addresses(ptr, mask).size:
-            raise ValueError("one atomic operation on symmetric and on other memory")
+            raise ValueError("an atomic operation accesses symmetric memory and other memory: expected one of them")
 
         def watched() -> tuple[Any, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
             old = _values(ptr, mask)
@@ -133,7 +133,7 @@ class _Operations:
             wanted = np.broadcast_to(expected.data, ptr.data.shape)[lane]
             self._scheduler.current.woken = False
             if not self._memory.touched(_addresses(word)):
-                raise ValueError("tl.atomic_poll is explored on symmetric memory only")
+                raise ValueError("tl.atomic_poll on other memory: the explorer supports it on symmetric memory only")
             while not matched[lane] and not (timeout_ns is not None and self._scheduler.current.woken):
                 read = lambda word=word: _values(word)  # noqa: E731
                 value = self._atomic("atomic_poll", word, None, semantics, read, lambda old: np.zeros(old.shape, bool))

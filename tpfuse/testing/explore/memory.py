@@ -79,10 +79,10 @@ class CheckedMemory:
     def _inside(self, region: Region, part: Addresses, size: int, site: int) -> Indices:
         index = region.elements(part, size)
         if region.freed:
-            self._refuse(f"symmetric buffer {region.key!r} of rank {region.rank} was freed", site)
+            self._refuse(f"symmetric buffer {region.key!r} of rank {region.rank} was accessed after it was freed", site)
         if len(outside := index[(index < 0) | (index >= region.count)]):
             element = f"element {int(outside[0])} of symmetric buffer {region.key!r} of rank {region.rank}"
-            self._refuse(f"{element}, which has {region.count}", site)
+            self._refuse(f"{element} was accessed, but the buffer has {region.count} elements", site)
         return index
 
     def _refuse(self, what: str, site: int) -> None:
@@ -109,14 +109,14 @@ class CheckedMemory:
 
     def polled(self, parts: Parts, values: NDArray[Any], site: int) -> None:
         """Report words that were read and not changed."""
-        found = tuple(values.tolist())
+        numbers = tuple(values.tolist())
 
         def where() -> str:
             names = [region.name(int(i)) for region, part in parts for i in region.elements(part, 1)]
-            words = ", ".join(f"{name} is {value}" for name, value in zip(names, found, strict=True))
+            words = ", ".join(f"{name} is {number}" for name, number in zip(names, numbers, strict=True))
             return f"{self.line_of(site)}\n    {words}"
 
-        self._scheduler.poll(self._scheduler.current, _words(parts), found, where)
+        self._scheduler.poll(self._scheduler.current, _words(parts), numbers, where)
 
     def _check(self, region: Region, index: Indices, site: int, *, write: bool, atomic: bool) -> None:
         task = self._scheduler.current
@@ -127,7 +127,9 @@ class CheckedMemory:
 
     def _race(self, region: Region, element: int, earlier: int, later: int, why: str) -> None:
         sites = f"\n  {self._site_list[earlier]}\n  {self._site_list[later]}"
-        self._scheduler.stop(RaceError(f"race on {region.name(element)}: nothing orders{sites}\n  {why}"))
+        self._scheduler.stop(
+            RaceError(f"race on {region.name(element)}: nothing orders these accesses{sites}\n  {why}")
+        )
 
     def atomic(
         self,

@@ -93,7 +93,7 @@ def _apply(edit: Edit, function: ast.AST) -> None:
     if len(found) != 1:
         inside = f" in calls of {edit.call}" if edit.call else ""
         name = f"{module_of(edit.function).__name__}.{_plain(edit.function).__qualname__}"
-        raise ValueError(f"{name} has {edit.old!r}{inside} {len(found)} times: it must be there exactly once")
+        raise ValueError(f"{name} contains {edit.old!r}{inside} {len(found)} times: expected exactly once")
     siblings, first, last = found[0]
     if isinstance(siblings, list):
         siblings[first:last] = replacement

@@ -99,7 +99,9 @@ class Tracing:
         order = sorted(ready, key=lambda number: (number != current, number))
         chosen = self.choices[len(self.trace)] if len(self.trace) < len(self.choices) else 0
         if chosen >= len(order):
-            raise ValueError(f"choice {chosen} of {len(order)} at step {step}: these choices belong to another program")
+            raise ValueError(
+                f"choice {chosen} at step {step}: expected at most {len(order) - 1}; the choices are of another program"
+            )
         self.trace.append((chosen, len(order), order[0] == current))
         return order[chosen]
 

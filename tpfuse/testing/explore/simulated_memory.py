@@ -77,7 +77,8 @@ class SimulatedMemory(SymmetricMemory):
 
     def _word(self, flags: SymmetricBuffer, owner: int, index: int) -> Region:
         if flags.dtype != torch.int32 or not 0 <= index < flags.shape.numel():
-            raise ValueError(f"signals {flags.key!r} are {flags.dtype} {tuple(flags.shape)}: there is no word {index}")
+            shape = f"{flags.dtype} {tuple(flags.shape)}"
+            raise ValueError(f"word {index} of signals {flags.key!r}, {shape}: expected int32 and an index within them")
         flags.local  # raises if the buffer was freed  # noqa: B018
         return self._regions[flags.key][owner]
 

@@ -42,17 +42,22 @@ def main() -> int:
         description=faults.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("record", "run", "report"))
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the record and the results are kept")
-    parser.add_argument("--count", type=int, default=240, help="how many faults to plant (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the faults (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="how many faults are tried at a time (default: 2)")
+    parser.add_argument("command", choices=("record", "run", "report"), help="the command, as described above")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of the record and the results")
+    parser.add_argument("--count", type=int, default=240, help="number of faults to plant (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of faults (default: %(default)s)")
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds of tests of a tier that a fault gets at most"
+        "--workers", type=int, default=2, help="number of faults to try at the same time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        help="longest total time of the tests of a tier for one fault, in seconds (default: %(default)s)",
     )
     options, rest = parser.parse_known_args()
     if rest and options.command != "record":
-        parser.error(f"unknown arguments: {' '.join(rest)}; only record hands arguments to pytest")
+        parser.error(f"unknown arguments: {' '.join(rest)}; only record passes arguments to pytest")
     root = Path.cwd()
     if options.command == "record":
         return record(root, options.folder.resolve(), rest)

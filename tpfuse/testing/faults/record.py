@@ -31,7 +31,7 @@ def environment(root: Path, **more: str) -> dict[str, str]:
 def record(root: Path, folder: Path, arguments: Sequence[str]) -> int:
     """Run pytest with these arguments and add its tests to the record in `folder`; return pytest's exit status."""
     if not hasattr(sys, "monitoring"):
-        raise SystemExit("record needs Python 3.12, for sys.monitoring; the other commands do not")
+        raise SystemExit("record needs Python 3.12 or newer, for sys.monitoring; the other commands do not")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "current").write_bytes(bytes(8))
     command = [sys.executable, "-m", "pytest", "-p", "tpfuse.testing.faults.recording", *arguments]

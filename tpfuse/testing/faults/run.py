@@ -192,9 +192,9 @@ def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: fl
             file.write(json.dumps(asdict(result)) + "\n")
             print(f"{result.tier or 'survived':8} {result.fault}  [{result.test}]", flush=True)
 
-    made = [Copy(root) for _ in range(workers)]
+    all_copies = [Copy(root) for _ in range(workers)]
     try:
-        for copy in made:
+        for copy in all_copies:
             copies.put(copy)
         while True:
             settled = {result.fault for result in results_of(folder) if result.test not in flaky}
@@ -204,10 +204,10 @@ def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: fl
             with ThreadPoolExecutor(workers) as executor:
                 list(executor.map(work, waiting))
             names = {test for result in results_of(folder) if (test := result.test)} - proved
-            flaky |= _flaky(made[0], [test for test in record.tests if test.name in names])
+            flaky |= _flaky(all_copies[0], [test for test in record.tests if test.name in names])
             proved |= names
     finally:
-        for copy in made:
+        for copy in all_copies:
             copy.close()
 
 
@@ -216,6 +216,6 @@ def _flaky(copy: Copy, tests: Sequence[RecordedTest]) -> set[str]:
     found: set[str] = set()
     while failed := copy.failing([test for test in tests if test.name not in found]):
         if failed not in {test.name for test in tests} - found:
-            raise RuntimeError(f"the tests that caught faults do not run without a fault: {failed}")
+            raise RuntimeError(f"the tests that caught faults cannot be run without a fault: {failed}")
         found.add(failed)
     return found
