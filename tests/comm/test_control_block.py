@@ -43,9 +43,9 @@ def _exchange(texts: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("world", [1, 3, *exhaustive(2, 4)])
 def test_an_exchange_returns_the_texts_of_all_ranks(world: int) -> None:
     texts = ["", "short", "ü" * 500, "x", "y" * 4088, "after the longest"]
-    for heard in pool(world).run(_exchange, texts):
-        for text, said in zip(texts, heard, strict=True):
-            assert said == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
+    for results in pool(world).run(_exchange, texts):
+        for text, result in zip(texts, results, strict=True):
+            assert result == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
 
 
 def _many_exchanges() -> None:
@@ -61,7 +61,7 @@ def test_a_text_is_not_overwritten_before_it_is_read() -> None:
 
 def _compare() -> list[str]:
     """Begins the same operations, other ones, and more of them than other ranks. Returns this rank's errors by turn."""
-    control, heard = _control_block(), []
+    control, errors = _control_block(), []
 
     def begin(*ops: str) -> None:
         for op in ops:
@@ -69,11 +69,11 @@ def _compare() -> list[str]:
         dist.barrier()
         try:
             control.compare()
-            heard.append("")
+            errors.append("")
         except Disagreement as error:
-            heard.append(str(error))
+            errors.append(str(error))
         dist.barrier()
-        assert control.disagreed is bool(heard[-1]) and not control.aborted
+        assert control.disagreed is bool(errors[-1]) and not control.aborted
         if control.disagreed:
             control.reset(lambda: None)
 
@@ -85,7 +85,7 @@ def _compare() -> list[str]:
     begin(*["all_reduce [4]"] * (control.world - 1 - control.rank))
     begin(*["all_reduce [4]"] * 2 * control_block.RECORDS)
     begin("long " * 50 + str(control.rank))
-    return heard
+    return errors
 
 
 def _overtaken() -> None:
@@ -110,8 +110,8 @@ def test_operations_that_differ_are_named_without_a_wait() -> None:
     first, second = pool(2).run(_compare)
     assert first[1] == "operation 4: rank 1 runs all_gather [5], rank 0 runs all_gather [4]"
     assert second[1] == "operation 4: rank 0 runs all_gather [4], rank 1 runs all_gather [5]"
-    for heard in (first, second):
-        assert [bool(text) for text in heard] == [False, True, False, False, False, True, False, True]
+    for errors in (first, second):
+        assert [bool(text) for text in errors] == [False, True, False, False, False, True, False, True]
 
 
 def _meet_in_vain() -> tuple[str, str]:
@@ -155,9 +155,9 @@ def _agree() -> str:
 
 
 def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
-    said = pool(3).run(_agree)
-    assert said[:2] == [f"operation 2: rank 2 runs b, rank {rank} runs a" for rank in range(2)]
-    assert said[2] == "operation 2: rank 0 runs a, rank 2 runs b"
+    errors = pool(3).run(_agree)
+    assert errors[:2] == [f"operation 2: rank 2 runs b, rank {rank} runs a" for rank in range(2)]
+    assert errors[2] == "operation 2: rank 0 runs a, rank 2 runs b"
 
 
 def _record() -> None:
@@ -176,8 +176,8 @@ def _record() -> None:
     control.begin("short")
     assert control.local.last_operation() == "short"
     control.exchange("", "test")
-    for part in control.states:
-        assert part.operations()[-1]["operation"] == "short"
+    for state in control.states:
+        assert state.operations()[-1]["operation"] == "short"
     assert control.slowest() is None
     control.exchange("", "test")
     if control.rank != 1:
@@ -270,7 +270,7 @@ def test_a_rank_may_end_after_it_has_come() -> None:
 def _is_through() -> list[int | None]:
     control, found = _control_block(), []
 
-    def gone() -> int | None:
+    def first_left() -> int | None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(control, "has_ended", lambda rank: rank == 1)
             return control.first_left()
@@ -278,12 +278,12 @@ def _is_through() -> list[int | None]:
     for number in range(3):
         begun = control.begin(f"operation {number}")
         control.exchange("begun", "test")
-        found.append(gone())
+        found.append(first_left())
         control.exchange("seen", "test")
         if control.rank == 1:
             control.end(begun)
         control.exchange("ended", "test")
-        found.append(gone())
+        found.append(first_left())
         control.end(begun)
     return found
 
@@ -384,14 +384,14 @@ def test_time_outs_have_all_details_and_can_be_pickled() -> None:
 def _many_files_are_open() -> None:
     memory = connect(dist.group.WORLD, torch.device("cpu"))
     assert isinstance(memory, SharedMemory)
-    part = memory.control.states[1 - memory.rank]
-    assert part.pidfd is not None
-    before, part.pidfd = part.pidfd, fcntl.fcntl(part.pidfd, fcntl.F_DUPFD, 2000)
+    state = memory.control.states[1 - memory.rank]
+    assert state.pidfd is not None
+    before, state.pidfd = state.pidfd, fcntl.fcntl(state.pidfd, fcntl.F_DUPFD, 2000)
     try:
         assert not memory.control.has_ended(1 - memory.rank)
     finally:
-        os.close(part.pidfd)
-        part.pidfd = before
+        os.close(state.pidfd)
+        state.pidfd = before
 
 
 def test_a_rank_with_many_open_files_notices_the_end_of_a_peer() -> None:

@@ -30,9 +30,9 @@ CPU = torch.device("cpu")
 
 def _members(group: dist.ProcessGroup) -> list[int]:
     """Returns the global ranks in the group's order, as the ranks themselves report them."""
-    said = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(said, torch.tensor([dist.get_rank()]), group=group)
-    return [int(rank) for rank in said]
+    gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=group)
+    return [int(rank) for rank in gathered]
 
 
 def _split(*sizes: int) -> tuple[int, int, list[int], list[int]] | str:
