@@ -24,9 +24,9 @@ HEIGHT = 60  # the height of one part, which 2, 3 and 4 divide
 
 def _slice(dim: int, size: int) -> tuple[Any, ...]:
     """Return the index of this rank's slice along `dim` of three dimensions."""
-    piece = size // dist.get_world_size()
+    width = size // dist.get_world_size()
     index: list[Any] = [slice(None)] * 3
-    index[dim] = slice(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
+    index[dim] = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
     return tuple(index)
 
 

@@ -93,7 +93,7 @@ def _context_plans(name: Implementation) -> list[LayerPlan]:
 
 
 def test_attention_over_context_ranks_reports_its_schedule() -> None:
-    reason = "ulysses, contiguous: the heads can be divided, and it moves the least; chosen"
+    reason = "ulysses, contiguous: the heads can be divided, and it moves the fewest bytes; chosen"
     attention = LayerPlan("transformer.h.0.attn", "Attention", (), (), "ring_attention", "direct", reason)
     found = pool(2).run(_context_plans, "direct")[1]
     assert found[0] == attention

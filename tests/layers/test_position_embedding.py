@@ -50,5 +50,5 @@ def test_initial_weights_are_the_same_on_every_rank() -> None:
 
 
 def test_the_inherited_from_pretrained_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"PositionEmbedding\.from_pretrained is not there: .* load_state_dict"):
+    with pytest.raises(ValueError, match=r"PositionEmbedding\.from_pretrained is not supported: .* load_state_dict"):
         PositionEmbedding.from_pretrained(torch.zeros(9, 5))

@@ -24,9 +24,9 @@ WIDTH = 60  # the width of the input, which 2, 3 and 4 divide
 
 def _slice(dim: int, size: int) -> tuple[Any, ...]:
     """Return the index of this rank's slice along `dim` of three dimensions."""
-    piece = size // dist.get_world_size()
+    width = size // dist.get_world_size()
     index: list[Any] = [slice(None)] * 3
-    index[dim] = slice(dist.get_rank() * piece, (dist.get_rank() + 1) * piece)
+    index[dim] = slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
     return tuple(index)
 
 
@@ -132,8 +132,8 @@ def _from_linear(dtype: torch.dtype) -> None:
         assert layer.weight.dtype == dtype and torch.equal(layer.weight.full_tensor(), linear.weight)
         assert torch.equal(layer(x), linear(x))
         layer = RowParallelLinear.from_linear(linear, sequence_parallel=True, device_mesh=tensor_mesh())
-        piece = WIDTH // world
-        assert torch.equal(layer(x[:, rank * piece : (rank + 1) * piece]), linear(x)[rank : rank + 1])
+        width = WIDTH // world
+        assert torch.equal(layer(x[:, rank * width : (rank + 1) * width]), linear(x)[rank : rank + 1])
     assert RowParallelLinear.from_linear(linear, sequence_parallel=True, sequence_dim=0).sequence_dim == 0
 
 

@@ -33,10 +33,10 @@ def _table() -> list[tuple[Call, str]]:
     assert group is not None
     x, w, heads = torch.ones(2, 4), torch.ones(6, 4), torch.ones(1, 2, 4, 8)
     ids, scalar = torch.zeros(2, dtype=torch.int64), torch.tensor(1.0)
-    spread = DTensor.from_local(x, mesh, [Replicate()])
-    spread_heads = DTensor.from_local(heads, mesh, [Replicate()])
+    dtensor = DTensor.from_local(x, mesh, [Replicate()])
+    dtensor_heads = DTensor.from_local(heads, mesh, [Replicate()])
     no_mesh, no_group = "expected a one-dimensional DeviceMesh, or None for one rank", "expected its get_group()"
-    is_spread = "is a DTensor: expected this rank's part of it"
+    is_dtensor = "is a DTensor: expected this rank's part of it"
     given: list[tuple[Call, str]] = [
         (lambda: ColumnParallelLinear(4, 4, device_mesh="tp"), f"device_mesh is 'tp': {no_mesh}"),  # type: ignore[arg-type]
         (lambda: RowParallelLinear(4, 4, device_mesh=group), f"device_mesh is a ProcessGroup: {no_mesh}"),  # type: ignore[arg-type]
@@ -44,23 +44,23 @@ def _table() -> list[tuple[Call, str]]:
         (lambda: LayerNorm([2, 4]), r"normalized_shape [2, 4]: expected the last dimension alone"),
         (lambda: ring_attention(heads, heads, heads, group=None), "ring_attention: group is None: expected a process"),  # type: ignore[call-overload]
         (lambda: ring_attention(heads, heads, heads, group=mesh), f"ring_attention: group is a DeviceMesh: {no_group}"),  # type: ignore[call-overload]
-        (lambda: ring_attention(spread_heads, heads, heads, group=group), f"ring_attention: q {is_spread}"),
-        (lambda: attention(heads, spread_heads, heads), f"attention: k {is_spread}"),
-        (lambda: layer_norm(spread, w[0], None, 1e-5), f"layer_norm: x {is_spread}"),
+        (lambda: ring_attention(dtensor_heads, heads, heads, group=group), f"ring_attention: q {is_dtensor}"),
+        (lambda: attention(heads, dtensor_heads, heads), f"attention: k {is_dtensor}"),
+        (lambda: layer_norm(dtensor, w[0], None, 1e-5), f"layer_norm: x {is_dtensor}"),
         (lambda: embedding(ids, x, 4, mesh), f"embedding: group is a DeviceMesh: {no_group}"),  # type: ignore[arg-type]
-        (lambda: cross_entropy(spread, ids, 8, group), f"cross_entropy: logits {is_spread}"),
+        (lambda: cross_entropy(dtensor, ids, 8, group), f"cross_entropy: logits {is_dtensor}"),
         (lambda: linear_cross_entropy(x, w, ids, 12, mesh), "linear_cross_entropy: group is a DeviceMesh"),  # type: ignore[arg-type]
     ]
     for product in (linear_all_reduce, linear_reduce_scatter, all_gather_linear):
         name = product.__name__
         given.append((lambda f=product: f(x, w, None, mesh), f"{name}: group is a DeviceMesh: {no_group}"))  # type: ignore
-        given.append((lambda f=product: f(spread, w, None, group), f"{name}: x {is_spread}"))  # type: ignore[misc]
+        given.append((lambda f=product: f(dtensor, w, None, group), f"{name}: x {is_dtensor}"))  # type: ignore[misc]
     for collective in (collectives.all_gather, collectives.reduce_scatter, collectives.all_to_all):
         name = collective.__name__
         given.append((lambda f=collective: f(scalar, group), f"{name}: x has shape (): expected at least one"))  # type: ignore
     for collective in (collectives.all_gather, collectives.all_reduce, collectives.all_reduce_max):
         name = collective.__name__
-        given.append((lambda f=collective: f(spread, group), f"{name}: x {is_spread}"))  # type: ignore[misc]
+        given.append((lambda f=collective: f(dtensor, group), f"{name}: x {is_dtensor}"))  # type: ignore[misc]
         given.append((lambda f=collective: f(x, "tp"), f"{name}: group is 'tp': expected a process group, or None"))  # type: ignore
     return given
 

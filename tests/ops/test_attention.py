@@ -382,7 +382,10 @@ def _lengths(*ends: int) -> Options:
         ({"v": torch.zeros(1, 2, 3, 16).half()}, "v is torch.float16, q is torch.float32: expected one dtype"),
         ({"k": torch.zeros(1, 2, 3, 16, device="meta")}, "k is on meta, q on cpu: expected one device"),
         ({"q": torch.zeros(1, 3, 3, 16)}, "k has 2 heads, q 3: expected a divisor of q's"),
-        ({"q": torch.zeros(1, 4, 4, 16)}, "of 4 queries to 3 keys: expected at least as many keys, or q_offset"),
+        (
+            {"q": torch.zeros(1, 4, 4, 16)},
+            "4 queries and 3 keys: expected at least as many keys as queries, or a q_offset",
+        ),
         ({"window": 0}, "window 0: expected at least 1"),
         ({"scale": 0.0}, "scale 0.0: expected a positive number"),
         ({"dropout_p": 1.0}, "dropout_p 1.0: expected 0 <= dropout_p < 1"),

@@ -89,7 +89,7 @@ PROGRAMS: dict[str, Program] = {
 
 def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[str, str]]:
     """Let rank `odd` call each program differently and return the errors. All ranks continue after each program."""
-    group, said = dist.group.WORLD, []
+    group, messages = dist.group.WORLD, []
     assert group is not None
     set_settings(fingerprint=fingerprint)
     try:
@@ -99,14 +99,14 @@ def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[s
                     continue  # only `direct` computes float64
                 try:
                     run(dist.get_rank() == odd, group)
-                    said.append((title, "nothing"))
+                    messages.append((title, "nothing"))
                 except Disagreement as error:
-                    said.append((title, str(error)))
+                    messages.append((title, str(error)))
                 total = collectives.all_reduce(torch.tensor([float(dist.get_rank())]), group)
                 assert total.item() == sum(range(group.size())), title
     finally:
         set_settings(fingerprint=False)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def _disagree(name: Implementation, fingerprint: bool, odd: int) -> list[tuple[s
 def test_errors_on_all_ranks_show_both_sides_and_ranks_continue(
     name: Implementation, fingerprint: bool, world: int
 ) -> None:
-    for said in pool(world).run(_disagree, name, fingerprint, world - 1):
-        for title, text in said:
+    for messages in pool(world).run(_disagree, name, fingerprint, world - 1):
+        for title, text in messages:
             sides = [part[2:].rstrip(", ") for part in text.split("rank ")[1:]]
             assert len(sides) == len(set(sides)) == 2, (title, text)

@@ -41,7 +41,7 @@ def test_plain_tensors_and_wrong_shapes() -> None:
     assert torch.equal(gather_whole(x), torch.ones(2, 3))
     with pytest.raises(ValueError, match="does not fit"):
         load_whole_(x, torch.ones(3, 2))
-    with pytest.raises(ValueError, match=r"read a part of shape \(1, 3\) for one of \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"read a tensor of shape \(1, 3\): expected \(2, 3\)"):
         load_part_(x, lambda slices: torch.ones(1, 3))
 
 

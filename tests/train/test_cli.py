@@ -204,11 +204,11 @@ BAD = [
     (["--parallel.cp", "17"], "cp 17 is more than the 16 tokens of a sequence"),
     (
         ["--parallel.cp", "3", "--parallel.cp-schedule", "ulysses"],
-        "3 ranks cannot share 4 heads; ring and all_gather",
+        "3 ranks cannot divide 4 heads; ring and all_gather",
     ),
     (
         ["--parallel.cp", "4", "--parallel.tp", "2", "--parallel.cp-schedule", "ulysses"],
-        "4 ranks cannot share 2 heads; ring and all_gather can, and so can ulysses_ring with one of [2]",
+        "4 ranks cannot divide 2 heads; ring and all_gather can be used, and so can ulysses_ring with one of [2]",
     ),
     (
         ["--parallel.cp", "2", "--parallel.cp-schedule", "ulysses_ring"],

@@ -62,7 +62,7 @@ class ColumnParallelLinear(OnMesh, nn.Linear):
         check_activation(activation)
         if activation in GATED and parts != 2:
             raise ValueError(
-                f"activation {activation!r} wants the gate and the other half packed: parts=2, not {parts}"
+                f"activation {activation!r} with parts={parts}: expected parts=2, gate and up packed in one weight"
             )
         if activation in GATED and gather_output:
             raise ValueError("gather_output is not defined for a gated activation: gather after the next layer")

@@ -41,7 +41,7 @@ class PositionEmbedding(OnMesh, nn.Embedding):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: the layer has a mesh and takes a table by `load_state_dict`."""
-        raise ValueError(f"{cls.__name__}.from_pretrained is not there: make the layer, then call its load_state_dict")
+        raise ValueError(f"{cls.__name__}.from_pretrained is not supported: create the layer and call load_state_dict")
 
     def reset_parameters(self) -> None:
         """Initialise the table as nn.Embedding does, equally on all ranks."""

@@ -92,7 +92,7 @@ class VocabParallelEmbedding(OnMesh, nn.Embedding):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ValueError: `from_embedding` takes the mesh too."""
         raise ValueError(
-            f"{cls.__name__}.from_pretrained is not there: call {cls.__name__}.from_embedding("
+            f"{cls.__name__}.from_pretrained is not supported: call {cls.__name__}.from_embedding("
             "torch.nn.Embedding.from_pretrained(...), device_mesh=...)"
         )
 

@@ -109,7 +109,8 @@ def attention(
     if q_offset is None:
         q_offset = tk - tq if causal and cu_seqlens_q is None else 0
         if q_offset < 0:
-            raise ValueError(f"attention of {tq} queries to {tk} keys: expected at least as many keys, or q_offset")
+            expected = "expected at least as many keys as queries, or a q_offset"
+            raise ValueError(f"attention: {tq} queries and {tk} keys: {expected}")
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k, head_rows, key)
     options: dict[str, Any] = {
         "causal": causal,
@@ -160,11 +161,11 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, plain: bool) -> tuple[Lite
     if q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 128:
         return "triton", f"cuDNN takes half types and multiples of 8 up to 128, not {q.dtype} and heads of {q.shape[3]}"
     if any(x.stride(3) != 1 for x in (q, k, v)):
-        return "triton", "scaled_dot_product_attention holds all scores where the elements of a head are not adjacent"
+        return "triton", "scaled_dot_product_attention stores all scores if the elements of a head are not adjacent"
     if torch.are_deterministic_algorithms_enabled():
-        return "triton", "deterministic algorithms are asked for, and cuDNN's gradients are not"
+        return "triton", "deterministic algorithms are required, and cuDNN's gradients are not deterministic"
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
-        return "triton", "no gradient is wanted, and cuDNN would make a plan for each length"
+        return "triton", "no gradient is required, and cuDNN would make a plan for each length"
     return "torch", "scaled_dot_product_attention: cuDNN on compute capability 9.0 and 10.0"
 
 

@@ -73,8 +73,8 @@ def product(
 
 def activated(preactivation: Tensor, activation: str | None, keep: bool) -> tuple[Tensor, Tensor | None]:
     """Return (act(preactivation), preactivation if there is an activation and `keep`, otherwise None)."""
-    kept = preactivation if keep and activation is not None else None
-    return apply_activation(preactivation, activation), kept
+    returned = preactivation if keep and activation is not None else None
+    return apply_activation(preactivation, activation), returned
 
 
 def preactivation_gradient(

@@ -59,7 +59,9 @@ def check_context(length: int, heads: int, ranks: int, schedule: str, balance: s
     if ranks > length:
         raise ValueError(f"cp {ranks} is more than the {length} tokens of a sequence")
     if schedule != "ulysses_ring" and ulysses != 1:
-        raise ValueError(f"{ulysses} ranks exchange heads beside a ring: that is schedule ulysses_ring, not {schedule}")
+        raise ValueError(
+            f"schedule {schedule} with {ulysses} ranks that exchange heads: expected schedule ulysses_ring"
+        )
     if schedule == "ulysses_ring" and (not 1 < ulysses < ranks or ranks % ulysses):
         raise ValueError(f"schedule ulysses_ring: {ulysses} of cp {ranks} exchange heads: expected a divisor between")
     exchanging = {"ulysses": ranks, "ulysses_ring": ulysses}.get(schedule, 1)
@@ -67,7 +69,8 @@ def check_context(length: int, heads: int, ranks: int, schedule: str, balance: s
         fitting = _divisors(ranks, heads)
         others = f", and so can ulysses_ring with one of {fitting}" if fitting else ""
         raise ValueError(
-            f"schedule {schedule}: {exchanging} ranks cannot share {heads} heads; ring and all_gather can{others}"
+            f"schedule {schedule}: {exchanging} ranks cannot divide {heads} heads;"
+            f" ring and all_gather can be used{others}"
         )
 
 

@@ -39,7 +39,7 @@ def load_part_(parameter: Tensor, read: Callable[[Slices], Tensor]) -> None:
         return
     part = read(slices)
     if part.shape != local.shape:
-        raise ValueError(f"read a part of shape {tuple(part.shape)} for one of {tuple(local.shape)}")
+        raise ValueError(f"read a tensor of shape {tuple(part.shape)}: expected {tuple(local.shape)}")
     local.copy_(part)
 
 

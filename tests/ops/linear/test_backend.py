@@ -172,8 +172,8 @@ def _warned() -> list[str]:
 
 
 def test_a_fallback_is_reported_once_by_one_rank() -> None:
-    said = ["tensor-parallel products are direct: there are no kernels for float64"]
-    assert pool(3).run(_warned) == [said, [], said]
+    messages = ["tensor-parallel products are direct: there are no kernels for float64"]
+    assert pool(3).run(_warned) == [messages, [], messages]
 
 
 PRODUCTS = (
@@ -228,7 +228,7 @@ def _in_rounds() -> None:
 
 
 def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(parallel_linear_module._made, dist.group.WORLD, {type(products): products})
+    patch.setitem(parallel_linear_module._implementations, dist.group.WORLD, {type(products): products})
 
 
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
@@ -265,7 +265,7 @@ def test_copy_engines_gather_large_shards(world: int) -> None:
 def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
     """Return the errors if the last rank has one row more; known: the numbers of rows that ranks agreed on before."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
-    said = []
+    messages = []
     with implementation(name):
         for product in PRODUCTS:
             for rows in known:
@@ -273,10 +273,10 @@ def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
             odd = _case(4 if rank == world - 1 else 3)
             with pytest.raises(ValueError) as caught:
                 product.run(odd, product.leaves(odd, group), group)
-            said.append(str(caught.value))
+            messages.append(str(caught.value))
             for rows in (3, 4):
                 product.check(_case(rows), group)
-    return said
+    return messages
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
 )
 def test_unequal_numbers_of_rows_are_refused(name: Implementation, known: tuple[int, ...]) -> None:
     world = 2 if name == "fused" else 3
-    for rank, said in enumerate(pool(world).run(_uneven, name, known)):
-        for product, text in zip(PRODUCTS, said, strict=True):
+    for rank, messages in enumerate(pool(world).run(_uneven, name, known)):
+        for product, text in zip(PRODUCTS, messages, strict=True):
             operator = product.function.__name__
             times = world if operator == "linear_reduce_scatter" else 1
             if name == "collective":

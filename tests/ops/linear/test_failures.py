@@ -16,7 +16,7 @@ from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
-from tpfuse.ops.linear.backend import _made
+from tpfuse.ops.linear.backend import _implementations
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
@@ -51,7 +51,9 @@ def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
 
 def _by_copy_engines(group: dist.ProcessGroup) -> None:
     """Make copy engines, not the products themselves, gather from now on."""
-    _made.setdefault(group, {})[FusedLinear] = FusedLinear(connect(group, torch.device("cpu")), engine_bytes=0)
+    _implementations.setdefault(group, {})[FusedLinear] = FusedLinear(
+        connect(group, torch.device("cpu")), engine_bytes=0
+    )
 
 
 def _set_timeout(seconds: float, group: dist.ProcessGroup, name: Implementation) -> None:

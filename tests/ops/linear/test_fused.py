@@ -152,39 +152,39 @@ def test_products_that_slots_cannot_hold_take_several_rounds() -> None:
 class Stream:
     """A stream in place of a GPU's, which records in order which streams wait for it and for which it waits."""
 
-    def __init__(self, name: str, said: list[str]) -> None:
-        self.name, self._said = name, said
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self._calls = name, calls
 
     def wait_stream(self, other: "Stream") -> None:
-        self._said.append(f"{self.name} waits for {other.name}")
+        self._calls.append(f"{self.name} waits for {other.name}")
 
 
 @contextlib.contextmanager
-def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
-    """Run the products as on a GPU within the block, with a stream for engines; `said` receives the driver calls."""
-    engine, current = Stream("engines", said), Stream("current", said)
+def _streams(products: FusedLinear, calls: list[str]) -> Iterator[None]:
+    """Run the products as on a GPU within the block, with a stream for engines; `calls` receives the driver calls."""
+    engine, current = Stream("engines", calls), Stream("current", calls)
 
     def launched(kernel: Any, *arguments: Any, **options: Any) -> None:
-        before = len(said)
+        before = len(calls)
         launch(kernel, *arguments, **options)
-        said[before:] = [kernel.fn.__name__]  # without the copies of the interpreter
+        calls[before:] = [kernel.fn.__name__]  # without the copies of the interpreter
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in NAMES:
-                said.append(NAMES[func])
+                calls.append(NAMES[func])
             return func(*args, **(kwargs or {}))
 
     def signal(*arguments: Any) -> None:
-        said.append("word")
+        calls.append("word")
         real_signal(*arguments)
 
     @contextlib.contextmanager
     def guard(op: str, *, kernel: bool) -> Iterator[None]:
-        said.append("guard")
+        calls.append("guard")
         with real_guard(op, kernel=kernel):
             yield
-        said.append("end")
+        calls.append("end")
 
     real_signal, real_guard = products.memory.signal, products.memory.guard
     with pytest.MonkeyPatch.context() as patch, Copies():
@@ -201,7 +201,7 @@ def _streams(products: FusedLinear, said: list[str]) -> Iterator[None]:
 
 def _driver_calls(step: str) -> list[str]:
     """Return the driver calls of one operator with engines, after others that allocated its buffers."""
-    products, said = FusedLinear(_memory(), engine_bytes=1), []
+    products, calls = FusedLinear(_memory(), engine_bytes=1), []
     world = products.memory.world
     x, weight, grad = torch.zeros(4, 8), torch.zeros(6, 8), torch.zeros(4 * world, 6)
 
@@ -219,9 +219,9 @@ def _driver_calls(step: str) -> list[str]:
     products.all_gather(x, [weight], [None], None, False)
     products.all_gather_backward([grad], x, [weight], [True], True)
     products.variant(engines=True, other_tiles=False).reduce_scatter(grad, weight.t(), None, None)
-    with _streams(products, said):
+    with _streams(products, calls):
         run()
-    return said
+    return calls
 
 
 NAMES = {torch.ops.aten.copy_.default: "copy", torch.ops.aten.mm.default: "mm"}
@@ -247,13 +247,13 @@ def test_driver_calls_of_a_gather(world: int) -> None:
 def test_driver_calls_of_a_scatter(world: int) -> None:
     """There are 3 n calls between the two waits of the streams for n ranks, 24 at tp 8."""
     sent = ["await_part_kernel", "copy", "word"] * (world - 1)
-    said = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
-    assert pool(world).run(_driver_calls, "scatter") == [said] * world
+    calls = ["guard", BEFORE, "open_copies_kernel", SCATTER, *sent, "sum_parts_kernel", AFTER, "end"]
+    assert pool(world).run(_driver_calls, "scatter") == [calls] * world
 
 
 def test_copies_are_waited_for_if_the_overlapped_product_fails() -> None:
-    for said in pool(2).run(_driver_calls, "backward that fails"):
-        assert said[:2] == ["guard", BEFORE] and said[-1] == AFTER and SCATTER not in said
+    for calls in pool(2).run(_driver_calls, "backward that fails"):
+        assert calls[:2] == ["guard", BEFORE] and calls[-1] == AFTER and SCATTER not in calls
 
 
 def test_copies_have_the_highest_priority(monkeypatch: pytest.MonkeyPatch) -> None:

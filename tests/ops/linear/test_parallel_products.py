@@ -168,8 +168,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
         {"weight": W[:5], "bias": None, "activation": "geglu"},
         "weight has 5 rows: geglu expects an even number, [gate | up]",
     ),
-    (ROWS[:1], {"weight": [], "bias": []}, "0 weights and 0 biases: expected as many, one or more"),
-    (ROWS[:1], {"weight": [W, W], "bias": [B]}, "2 weights and 1 biases: expected as many, one or more"),
+    (ROWS[:1], {"weight": [], "bias": []}, "0 weights and 0 biases: expected at least one weight and as many biases"),
+    (
+        ROWS[:1],
+        {"weight": [W, W], "bias": [B]},
+        "2 weights and 1 biases: expected at least one weight and as many biases",
+    ),
     (
         ROWS[:1],
         {"weight": [W, W], "bias": [B, B], "activation": "swiglu"},

@@ -40,19 +40,20 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
     (
         _draw((1, 6, 4, 16)),
         {"schedule": "ulysses"},
-        "ring_attention: schedule ulysses: 4 ranks cannot divide 6 heads, 6 of keys: schedules ring and all_gather can",
+        "ring_attention: schedule ulysses: 4 ranks cannot divide 6 heads of q and 6 of k:"
+        " schedules ring and all_gather can be used",
     ),
     (
         _draw((1, 12, 4, 16), (1, 3, 4, 16)),
         {"schedule": "ulysses"},
-        "ring_attention: schedule ulysses: 4 ranks cannot divide 12 heads, 3 of keys: schedules ring and all_gather"
-        " can",
+        "ring_attention: schedule ulysses: 4 ranks cannot divide 12 heads of q and 3 of k:"
+        " schedules ring and all_gather can be used",
     ),
     (
         _draw((1, 3, 4, 16)),
         {"schedule": "ulysses_ring", "group": "pair"},
-        "ring_attention: schedule ulysses_ring: 2 ranks cannot divide 3 heads, 3 of keys: schedules ring and all_gather"
-        " can",
+        "ring_attention: schedule ulysses_ring: 2 ranks cannot divide 3 heads of q and 3 of k:"
+        " schedules ring and all_gather can be used",
     ),
     (
         _draw(),
@@ -70,16 +71,16 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
     (
         _draw(),
         {"length": 17},
-        "ring_attention: q has 4 tokens: expected 6 on each of 4 ranks for 17 tokens, zigzag (pad them:"
-        " SequenceLayout.shard does)",
+        "ring_attention: q has 4 tokens: expected 6 on each of 4 ranks for 17 tokens, zigzag"
+        " (SequenceLayout.shard pads them)",
     ),
     (
         _draw((1, 4, 5, 16)),
         {},  # zigzag has two chunks on each rank
-        "ring_attention: q has 5 tokens: expected 6 on each of 4 ranks for 20 tokens, zigzag (pad them:"
-        " SequenceLayout.shard does)",
+        "ring_attention: q has 5 tokens: expected 6 on each of 4 ranks for 20 tokens, zigzag"
+        " (SequenceLayout.shard pads them)",
     ),
-    (_draw(k=(1, 4, 6, 16)), {}, "ring_attention: k has 6 tokens, q 4: expected as many"),
+    (_draw(k=(1, 4, 6, 16)), {}, "ring_attention: k has 6 tokens, q has 4: expected the same number"),
     (_draw(v=(1, 4, 4, 8)), {}, "ring_attention: v has shape (1, 4, 4, 8): expected (1, 4, 4, 16)"),
     (_draw(k=(1, 3, 4, 16)), {}, "ring_attention: k has 3 heads, q 4: expected a divisor of q's"),
     (
@@ -126,7 +127,7 @@ def _refused(name: Implementation) -> list[str]:
     All ranks continue afterwards. name "auto": while cases are measured.
     """
     pair = mesh_of(2, 2)["dp"].get_group(), mesh_of(2, 2)["tp"].get_group()
-    world, said = dist.new_group(), []
+    world, messages = dist.new_group(), []
     measured = measuring(20, file=Path("/proc/none")) if name == "auto" else contextlib.nullcontext()
     with implementation(name), measured:
         for inputs, options, _ in BAD:
@@ -134,9 +135,9 @@ def _refused(name: Implementation) -> list[str]:
             dist.barrier()
             together = _complaint(inputs, options, world, pair)
             assert alone in (None, together)
-            said.append(together)
+            messages.append(together)
         _works(4, world)
-    return said
+    return messages
 
 
 def _complaint(inputs: dict[str, Tensor], options: dict[str, Any], group: Any, pair: Any) -> str:
@@ -156,8 +157,8 @@ def _works(n: int, group: Any, schedule: Any = "auto") -> None:
 
 @pytest.mark.parametrize("name", ["direct", *exhaustive("collective", "fused", "auto")])
 def test_bad_input_is_refused_before_ranks_communicate(name: Implementation) -> None:
-    for said in pool(4).run(_refused, name):
-        assert said == [expected for _, _, expected in BAD]
+    for messages in pool(4).run(_refused, name):
+        assert messages == [expected for _, _, expected in BAD]
 
 
 def _uneven(name: Implementation, schedule: str, odd: int) -> str:
@@ -185,8 +186,8 @@ def _uneven(name: Implementation, schedule: str, odd: int) -> str:
     ],
 )
 def test_unequal_numbers_of_tokens_are_refused(name: Implementation, schedule: str) -> None:
-    for said in pool(4).run(_uneven, name, schedule, 1):
-        assert "ring_attention" in said and "\n" not in said and "6" in said and "4" in said
+    for messages in pool(4).run(_uneven, name, schedule, 1):
+        assert "ring_attention" in messages and "\n" not in messages and "6" in messages and "4" in messages
 
 
 STEPS = ("ring", "ring backward", "all_gather", "ulysses backward")

@@ -139,10 +139,10 @@ def test_shards_keep_integers_and_gradients() -> None:
     [
         ((3, 4), "a sequence of 3 tokens cannot be sharded over 4 ranks"),
         ((0, 1), "a sequence of 0 tokens cannot be sharded over 1 ranks"),
-        ((8, 4, "zigzag", 8), "4 ranks, 8 of them for Ulysses: expected a divisor"),
-        ((8, 0), "0 ranks, 1 of them for Ulysses: expected a divisor"),
-        ((8, 4, "zigzag", 3), "4 ranks, 3 of them for Ulysses: expected a divisor"),
-        ((8, 4, "zigzag", 0), "4 ranks, 0 of them for Ulysses: expected a divisor"),
+        ((8, 4, "zigzag", 8), "4 ranks, 8 of them exchange heads: expected a divisor of 4"),
+        ((8, 0), "0 ranks, 1 of them exchange heads: expected at least one rank"),
+        ((8, 4, "zigzag", 3), "4 ranks, 3 of them exchange heads: expected a divisor of 4"),
+        ((8, 4, "zigzag", 0), "4 ranks, 0 of them exchange heads: expected a divisor of 4"),
         ((8, 4, "zig-zag"), "balance 'zig-zag': expected one of zigzag, contiguous, striped"),
     ],
 )

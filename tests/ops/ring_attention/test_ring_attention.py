@@ -168,14 +168,14 @@ def _run(way: _Way, sequence: _Sequence, inputs: Whole, attend: Any = ring_atten
 
 def _wrong(way: _Way, sequence: _Sequence, found: Whole, truth: _Truth, names: Sequence[str] = NAMES) -> list[str]:
     """Return a line for each tensor that differs from the truth by more than it may."""
-    layout, rank, said = way.layout(sequence.length), dist.get_rank(), []
+    layout, rank, errors = way.layout(sequence.length), dist.get_rank(), []
     for name in names:
         expected = layout.shard(truth.whole[name], rank, 2, value=-torch.inf if name == "lse" else 0.0)
         same = found[name].double() == expected  # infinities among them
         error = (found[name].double() - expected).abs().masked_fill(same, 0).nan_to_num(nan=torch.inf).max().item()
         if found[name].shape != expected.shape or not error <= truth.bounds[name]:
-            said.append(f"rank {rank} {way} {sequence}: {name} is off by {error:.2e} (> {truth.bounds[name]:.2e})")
-    return said
+            errors.append(f"rank {rank} {way} {sequence}: {name} is off by {error:.2e} (> {truth.bounds[name]:.2e})")
+    return errors
 
 
 def _heads(way: _Way, grouped: bool, least: int = 4) -> dict[str, int]:
@@ -197,14 +197,14 @@ MASKS = (
 
 def _products(name: Implementation, stride: int) -> list[str]:
     """Check every stride-th combination; a stride coprime to the numbers of options meets every pair of options."""
-    said = []
+    errors = []
     products = itertools.product(_ways(dist.get_world_size()), MASKS, (False, True))
     with implementation(name):
         for way, mask, grouped in itertools.islice(products, 0, None, stride):
             sequence = replace(mask, **_heads(way, grouped))
             truth = _truth(sequence, 1)
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
-    return said
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -224,13 +224,13 @@ def test_every_schedule_balance_mask_and_number_of_heads(name: Implementation, w
 
 def _in_dtype(name: Implementation, dtype: torch.dtype, masks: Sequence[int]) -> list[str]:
     """Check each schedule with one of the masks, in turn."""
-    said: list[str] = []
+    errors: list[str] = []
     with implementation(name):
         for i, way in enumerate(_ways(dist.get_world_size())):
             sequence = replace(MASKS[masks[i % len(masks)]], dtype=dtype, **_heads(way, i % 2 == 1))
             truth = _truth(sequence, 2)
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
-    return said
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_the_error_of_bfloat16_does_not_grow_with_the_ring(name: Implementation,
 
 def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
     """Run two forwards before their backwards, as in a model, with other data in every call and late ranks."""
-    late, said = random.Random(dist.get_rank()), []
+    late, errors = random.Random(dist.get_rank()), []
     ways = [way for way in _ways(dist.get_world_size()) if way.balance == "zigzag"]
     with implementation(name):
         for call in range(0, calls, 2):
@@ -288,8 +288,8 @@ def _layers(name: Implementation, calls: int, dtype: torch.dtype) -> list[str]:
                 time.sleep(late.random() * 2e-3 if late.random() < 0.3 else 0)
                 result["out"].backward(grad)
                 found = {key: x if key in ("out", "lse") else x.grad for key, x in result.items()}
-                said += _wrong(way, sequence, found, truth)
-    return said
+                errors += _wrong(way, sequence, found, truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def _dropped(
     schedules: Sequence[str] = ("ring", "all_gather", "ulysses", "ulysses_ring"),
 ) -> list[str]:
     """Check dropout with head_rows of another part of the batch, and with the sequence's width and a larger one."""
-    key, said = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
+    key, errors = dropout_keys(torch.empty(0), 7, 3, 2)[1], []
     for way, i, width in itertools.product(_ways(dist.get_world_size()), masks, widths):
         if way.balance not in balances or way.schedule not in schedules:
             continue
@@ -330,8 +330,8 @@ def _dropped(
         dropout = {"dropout_p": 0.3, "key": key, "head_rows": rows, "dropout_width": width}
         truth = _unsharded(sequence, _truth(sequence, 4).inputs, dropout)
         with implementation(name):
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
-    return said
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs, **dropout), truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_direct_and_collective_agree_to_the_bit(dtype: torch.dtype, masks: Seque
 
 def _rare_cases(name: Implementation, stride: int) -> list[str]:
     """Check documents that leave some or all ranks without visible keys, as few tokens as ranks, and other scales."""
-    world, said = dist.get_world_size(), []
+    world, errors = dist.get_world_size(), []
     blind = [_Sequence(48, documents=documents) for documents in ((0, 3, 9), (0, 0), (0, 0, 1))]
     short = [_Sequence(length, causal=causal) for length in (world, world + 1, 2 * world) for causal in (True, False)]
     with implementation(name):
@@ -398,11 +398,11 @@ def _rare_cases(name: Implementation, stride: int) -> list[str]:
         for way, case in itertools.islice(products, 0, None, stride):
             sequence = replace(case, **_heads(way, grouped=False))
             truth = _truth(sequence, 6)
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
             scaled = truth.inputs | {"q": truth.inputs["q"] * 2}  # with half of the scale, only dQ differs
             result = _run(way, sequence, scaled, scale=0.5 / SIZE**0.5)
-            said += _wrong(way, sequence, result | {"q": 2 * result["q"]}, truth)
-    return said
+            errors += _wrong(way, sequence, result | {"q": 2 * result["q"]}, truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_ranks_that_see_nothing_and_the_shortest_sequences(name: Implementation,
 
 def _packed(name: Implementation) -> list[str]:
     """Check views of [B, n, 3, H, D] as q, k and v, as a projection returns them, and as the output's gradient."""
-    sequence, said = MASKS[0], []
+    sequence, errors = MASKS[0], []
     truth = _truth(sequence, 7)
     for way in _ways(dist.get_world_size()):
         if way.ulysses in (1, 2, 4):
@@ -427,8 +427,8 @@ def _packed(name: Implementation) -> list[str]:
                 out, lse = ring_attention(q, k, v, group=way.group, return_lse=True, **options)
                 out.backward(shards["grad"].transpose(2, 3).contiguous().transpose(2, 3))
             gradients = dict(zip("qkv", (x.transpose(1, 2) for x in packed.grad.unbind(2)), strict=True))
-            said += _wrong(way, sequence, {"out": out.detach(), "lse": lse} | gradients, truth)
-    return said
+            errors += _wrong(way, sequence, {"out": out.detach(), "lse": lse} | gradients, truth)
+    return errors
 
 
 @pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
@@ -437,7 +437,7 @@ def test_inputs_need_not_be_contiguous(name: Implementation) -> None:
 
 
 def _some_gradients(name: Implementation) -> list[str]:
-    said = []
+    errors = []
     for way, wanted in itertools.product(_ways(dist.get_world_size()), ("q", "k", "v", "kv", "")):
         sequence = replace(MASKS[0], **_heads(way, grouped=False))
         truth = _truth(sequence, 8)
@@ -456,8 +456,8 @@ def _some_gradients(name: Implementation) -> list[str]:
         assert torch.equal(again, out) and not again.requires_grad
         assert all((x.grad is not None) == (key in wanted) for key, x in shards.items())
         found = {"out": out.detach()} | {key: shards[key].grad for key in wanted}
-        said += _wrong(way, sequence, found, truth, tuple(found))
-    return said
+        errors += _wrong(way, sequence, found, truth, tuple(found))
+    return errors
 
 
 @pytest.mark.parametrize("name", ["direct", *exhaustive("collective")])
@@ -472,7 +472,7 @@ def _second_group() -> dist.ProcessGroup:
 
 def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length: int) -> list[str]:
     """Run two groups of the same ranks; between one's forward and backward, the other group and products run."""
-    said, rank, world = [], dist.get_rank(), dist.get_world_size()
+    errors, rank, world = [], dist.get_rank(), dist.get_world_size()
     way, layout = _Way("ring"), SequenceLayout(length, world)
     weight = torch.ones(2, 3, dtype=dtype, requires_grad=True)
     for call in range(rounds):
@@ -488,8 +488,8 @@ def _in_two_groups(name: Implementation, rounds: int, dtype: torch.dtype, length
         for truth, leaves, grad, out, lse in runs:
             out.backward(grad)
             found = {"out": out.detach(), "lse": lse} | {key: x.grad for key, x in leaves.items()}
-            said += _wrong(way, sequence, found, truth)
-    return said
+            errors += _wrong(way, sequence, found, truth)
+    return errors
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("direct", 2), *exhaustive(("collective", 3))])
@@ -499,7 +499,7 @@ def test_two_groups_at_the_same_time(name: Implementation, rounds: int) -> None:
 
 def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str]:
     """Check few and small cases, since kernels are interpreted. chosen: the indices of the schedules."""
-    said, world = [], dist.get_world_size()
+    errors, world = [], dist.get_world_size()
     ways = [_Way("ring"), _Way("all_gather"), _Way("ring", "striped"), _Way("all_gather", "contiguous")]
     ways += [_Way("ulysses", ulysses=world), *([_Way("ulysses_ring", ulysses=2)] if world == 4 else [])]
     with implementation("fused"), warnings.catch_warnings():
@@ -510,8 +510,8 @@ def _fused(dtype: torch.dtype, grouped: bool, chosen: Sequence[int]) -> list[str
             heads = {"heads": 2 * way.ulysses, "kv_heads": way.ulysses if grouped else 2 * way.ulysses}
             sequence = replace(mask, dtype=dtype, **heads)
             truth = _truth(sequence, 9)
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
-    return said
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs), truth)
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[s
     way, computed = _Apart("auto"), []
     length = 20 + 2 * len(wanted) + compiled  # other cases in each test: decisions last as long as the job
     sequence = _Sequence(length, heads=2, kv_heads=2, dtype=F32)
-    truth, said = _new_truth(sequence, 1), []
+    truth, errors = _new_truth(sequence, 1), []
     attend, attend_backward = ring_module._attend, ring_module._attend_backward
     call = torch.compile(ring_attention, backend="aot_eager") if compiled else ring_attention
 
@@ -592,12 +592,12 @@ def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[s
         patch.setattr(ring_module, "_attend", slowed)
         patch.setattr(ring_module, "_attend_backward", recorded)
         with measuring(20, file=Path(file)) as found:
-            said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+            errors += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
         computed.clear()
-        said += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
+        errors += _wrong(way, sequence, _run(way, sequence, truth.inputs, call), truth)
     taken = {decision.taken for decision in found.decisions.values()}
     context = ContextParallel(DeviceMesh.from_group(way.group, "cpu"))
-    return said, computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
+    return errors, computed, taken, str(context.plan(length, 2, SIZE, torch.empty(0)))
 
 
 @pytest.mark.parametrize(
@@ -610,8 +610,8 @@ def _measured(wanted: str, compiled: bool, file: str) -> tuple[list[str], list[s
 )
 def test_the_schedule_that_is_measured_to_be_the_fastest_is_taken(tmp_path: Path, wanted: str, compiled: bool) -> None:
     schedule, kind = wanted.split()
-    for said, computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
-        assert (said, taken) == ([], {wanted})
+    for errors, computed, taken, plan in pool(2).run(_measured, wanted, compiled, str(tmp_path / "decisions.json")):
+        assert (errors, taken) == ([], {wanted})
         # the backward of the usual implementation is autograd's, outside of a graph
         count = 2 if compiled or kind == "collective" else 1
         assert [name.replace("auto", "direct") for name in computed] == [wanted] * count

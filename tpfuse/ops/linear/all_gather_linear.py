@@ -41,11 +41,11 @@ class _AllGatherLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *kept = ctx.saved_tensors
-        weights, preactivations = kept[: ctx.count], kept[ctx.count :]
+        x, *saved = ctx.saved_tensors
+        weights, preactivations = saved[: ctx.count], saved[ctx.count :]
         needs_x, _, _, *needs = ctx.needs_input_grad
         triples = zip(grads, preactivations, needs[ctx.count :], strict=True)
-        pairs = [preactivation_gradient(grad, kept, ctx.activation, bias) for grad, kept, bias in triples]
+        pairs = [preactivation_gradient(grad, before, ctx.activation, bias) for grad, before, bias in triples]
         lefts = [left for left, _ in pairs]
         grad_x, grad_weights = ctx.products.all_gather_backward(lefts, x, weights, needs[: ctx.count], needs_x)
         return grad_x, None, None, *grad_weights, *(sums for _, sums in pairs)
@@ -125,7 +125,8 @@ def _check(
 ) -> None:
     operator = "all_gather_linear"
     if not weights or len(biases) != len(weights):
-        raise ValueError(f"{operator}: {len(weights)} weights and {len(biases)} biases: expected as many, one or more")
+        numbers = f"{len(weights)} weights and {len(biases)} biases"
+        raise ValueError(f"{operator}: {numbers}: expected at least one weight and as many biases")
     if activation in GATED and not single:
         raise ValueError(f"{operator}: {activation} expects one weight, [gate | up], not {len(weights)}")
     for weight, bias in zip(weights, biases, strict=True):

@@ -102,7 +102,7 @@ class MeasuredLinear:
     ) -> None:
         """usual: the implementation for products without a decision."""
         self._group, self._device, self._dtype, self._usual = group, device, dtype, usual
-        self._made: dict[str, ParallelLinear] = {}
+        self._implementations: dict[str, ParallelLinear] = {}
         self.decisions: dict[Product, Decision] = {}
 
     def all_gather(
@@ -151,20 +151,20 @@ class MeasuredLinear:
 
     def _run_with(self, name: str, run: Callable[[ParallelLinear], _T]) -> _T:
         """Return run(the implementation called `name`), in which collectives are of the same implementation."""
-        if name == self._usual and name in self._made:
-            return run(self._made[name])
+        if name == self._usual and name in self._implementations:
+            return run(self._implementations[name])
         with implementation(cast(Implementation, name.partition(" ")[0])):
-            products = self._made.get(name)
+            products = self._implementations.get(name)
             if products is None:
                 products = _implementation(choose_implementation(self._device, self._dtype, self._group), self._group)
                 if isinstance(products, FusedLinear):
                     products = products.variant(**FUSED[name])
-                self._made[name] = products
+                self._implementations[name] = products
             return run(products)
 
 
 _Kind = type[CollectiveLinear] | type[DirectLinear] | type[FusedLinear]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, ParallelLinear]] = WeakKeyDictionary()
+_implementations: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, ParallelLinear]] = WeakKeyDictionary()
 _measured: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, torch.dtype], MeasuredLinear]] = WeakKeyDictionary()
 _warned: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
 
@@ -182,7 +182,9 @@ def parallel_linear(x: Tensor, group: dist.ProcessGroup) -> ParallelLinear:
 def measured_products(group: dist.ProcessGroup) -> dict[Product, Decision]:
     """Return the decisions that the group has measured, in the order of the measurements."""
     return {
-        product: decision for made in _measured.get(group, {}).values() for product, decision in made.decisions.items()
+        product: decision
+        for products in _measured.get(group, {}).values()
+        for product, decision in products.decisions.items()
     }
 
 
@@ -196,13 +198,13 @@ def _measured_linear(device: torch.device, dtype: torch.dtype, group: dist.Proce
 
 
 def _implementation(choice: Choice, group: dist.ProcessGroup) -> ParallelLinear:
-    made = _made.setdefault(group, {})
+    of_group = _implementations.setdefault(group, {})
     match choice.implementation:
         case "fused":
-            return made.get(FusedLinear) or made.setdefault(FusedLinear, FusedLinear(_memory(choice)))
+            return of_group.get(FusedLinear) or of_group.setdefault(FusedLinear, FusedLinear(_memory(choice)))
         case "direct":
-            return made.get(DirectLinear) or made.setdefault(DirectLinear, DirectLinear(_memory(choice)))
-    return made.get(CollectiveLinear) or made.setdefault(CollectiveLinear, CollectiveLinear(group))
+            return of_group.get(DirectLinear) or of_group.setdefault(DirectLinear, DirectLinear(_memory(choice)))
+    return of_group.get(CollectiveLinear) or of_group.setdefault(CollectiveLinear, CollectiveLinear(group))
 
 
 def _memory(choice: Choice) -> SymmetricMemory:

@@ -57,7 +57,7 @@ class LocalRing:
 
 
 _Kind = type[CollectiveRing] | type[DirectRing] | type[FusedRing]
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Ring]] = WeakKeyDictionary()
+_implementations: WeakKeyDictionary[dist.ProcessGroup, dict[_Kind, Ring]] = WeakKeyDictionary()
 
 
 def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
@@ -65,11 +65,11 @@ def ring_of(x: Tensor, group: dist.ProcessGroup | None) -> Ring:
     if group is None:
         return LocalRing()
     choice = choose_implementation(x.device, x.dtype, group)
-    made = _made.setdefault(group, {})
+    of_group = _implementations.setdefault(group, {})
     if choice.memory is not None and choice.implementation != "collective":
         kind = DirectRing if choice.implementation == "direct" else FusedRing
-        return made.get(kind) or made.setdefault(kind, kind(choice.memory))
-    return made.get(CollectiveRing) or made.setdefault(CollectiveRing, CollectiveRing(group))
+        return of_group.get(kind) or of_group.setdefault(kind, kind(choice.memory))
+    return of_group.get(CollectiveRing) or of_group.setdefault(CollectiveRing, CollectiveRing(group))
 
 
 def attend_ring(
@@ -113,5 +113,5 @@ def check_call(
     """Raise ValueError that names the argument, what was received and what is accepted."""
     sequences = check_tensors(operator, q, k, v, cu_seqlens=cu_seqlens)
     if k.shape[2] != q.shape[2]:
-        raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q {q.shape[2]}: expected as many")
+        raise ValueError(f"{operator}: k has {k.shape[2]} tokens, q has {q.shape[2]}: expected the same number")
     check_scores(operator, q, sequences, window, scale, dropout_p, key, head_rows, key_name="key")

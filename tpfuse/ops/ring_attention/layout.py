@@ -36,7 +36,8 @@ class SequenceLayout:
         if self.balance not in BALANCES:
             raise ValueError(f"balance {self.balance!r}: expected one of {', '.join(BALANCES)}")
         if self.world < 1 or self.ulysses < 1 or self.world % self.ulysses:
-            raise ValueError(f"{self.world} ranks, {self.ulysses} of them for Ulysses: expected a divisor")
+            expected = "at least one rank" if self.world < 1 else f"a divisor of {self.world}"
+            raise ValueError(f"{self.world} ranks, {self.ulysses} of them exchange heads: expected {expected}")
         if self.length < self.world:
             raise ValueError(f"a sequence of {self.length} tokens cannot be sharded over {self.world} ranks")
 

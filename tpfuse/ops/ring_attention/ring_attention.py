@@ -225,11 +225,11 @@ def choose_schedule(
         return "ring", "one rank"
     choice = choose_implementation(device, dtype, group).implementation
     if choice == "fused":
-        return "all_gather", "one launch takes the blocks from their owners"
+        return "all_gather", "one launch reads the blocks of all owners"
     if _divides(world, shape[1], kv_heads) and (choice == "collective" or kv_heads % world == 0):
-        return "ulysses", "the heads can be divided, and it moves the least"
+        return "ulysses", "the heads can be divided, and it moves the fewest bytes"
     if choice == "direct":
-        return "ring", f"{world} ranks cannot divide the heads; blocks are read where they are"
+        return "ring", f"{world} ranks cannot divide the heads; blocks are read in place"
     batch, _, tokens, size = shape
     if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
         return "all_gather", f"{world} ranks cannot divide {shape[1]} heads"
@@ -400,7 +400,7 @@ def _placement(
     if layout.local_length != n:
         raise ValueError(
             f"{name}: q has {n} tokens: expected {layout.local_length} on each of {world} ranks for {length} tokens,"
-            f" {balance} (pad them: SequenceLayout.shard does)"
+            f" {balance} (SequenceLayout.shard pads them)"
         )
     if cu_seqlens is not None:
         check_cumulative(name, "cu_seqlens", cu_seqlens, length)
@@ -414,8 +414,8 @@ def _placement(
         return _Placement(schedule, layout, block_group, None, ring_rank, None)
     if not _divides(exchanging, heads, k.shape[1]):
         raise ValueError(
-            f"{name}: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads, {k.shape[1]} of keys:"
-            " schedules ring and all_gather can"
+            f"{name}: schedule {schedule}: {exchanging} ranks cannot divide {heads} heads of q and {k.shape[1]} of k:"
+            " schedules ring and all_gather can be used"
         )
     token_slices = _token_slices(layout, ring_rank * exchanging, exchanging)
     return _Placement(schedule, layout, block_group, ulysses, ring_rank, token_slices)

@@ -170,10 +170,10 @@ def _attend_backward(
     if call.dropout_p or not q.is_cpu:
         return _define_backward(grad, q, k, v, out, lse, _tiles(q, rectangle, source, call), call.scale)
     _, additive = _masks(q, rectangle)
-    found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = _flash_backward(
         grad, q, k, v, out, lse, 0.0, rectangle.causal, attn_mask=additive, scale=call.scale
     )
-    return found
+    return gradients
 
 
 def _masks(q: Tensor, rectangle: Rectangle) -> tuple[Tensor | None, Tensor | None]:
