@@ -121,15 +121,15 @@ def account(
     sizes_of_reducers: dict[tuple[bool, torch.dtype], list[int]] = {}  # bytes of the buckets of each reducer
     unsent = 0
     for layout in layouts:
-        kept = _dtype(layout.dtype, gradient_dtype)
+        whole_dtype = _dtype(layout.dtype, gradient_dtype)
         sent = _dtype(layout.dtype, reduce_dtype or gradient_dtype)
         one_rank = layout.world == 1
-        total += _bucket(layout, min(stage, 1) if one_rank else stage, kept, sent)
+        total += _bucket(layout, min(stage, 1) if one_rank else stage, whole_dtype, sent)
         if stage == 2 and not one_rank:
             key = layout.kind == "partial", sent
             sizes_of_reducers.setdefault(key, []).append(layout.size * sent.itemsize)
             if accumulating:  # the gradients that are not sent yet are in this buffer
-                total += MemoryAccount(gradients=layout.size * kept.itemsize)
+                total += MemoryAccount(gradients=layout.size * whole_dtype.itemsize)
             else:
                 unsent = max(unsent, _elements(layout) * layout.dtype.itemsize)
     reduce_buffers = [min(GRADIENT_BUFFERS, len(sizes)) * max(sizes) for sizes in sizes_of_reducers.values()]
@@ -179,12 +179,12 @@ def _padded_shard(shape: tuple[int, ...], world: int) -> int:
     return -(-size // world) * (math.prod(shape) // size)
 
 
-def _bucket(layout: BucketLayout, stage: int, kept: torch.dtype, sent: torch.dtype) -> MemoryAccount:
+def _bucket(layout: BucketLayout, stage: int, whole_dtype: torch.dtype, sent: torch.dtype) -> MemoryAccount:
     """Return the bytes that a rank holds of one bucket all the time."""
     state = layout.state_dtype.itemsize
-    widths = Widths(layout.dtype.itemsize, kept.itemsize, state, state if layout.dtype in HALF else 0, state)
+    widths = Widths(layout.dtype.itemsize, whole_dtype.itemsize, state, state if layout.dtype in HALF else 0, state)
     size, shard = layout.size, layout.size // layout.world
-    buffers = size * sent.itemsize if stage < 2 and sent != kept else 0
+    buffers = size * sent.itemsize if stage < 2 and sent != whole_dtype else 0
     if stage == 1 and layout.world > 1 and sent != layout.state_dtype:
         buffers += shard * state  # sums of gradients that are sent in less than float32 have their own buffer
     padding = (size - _elements(layout)) * layout.dtype.itemsize

@@ -22,10 +22,9 @@ def take_partial_gradients(model: nn.Module) -> set[str]:
     names = set()
     for prefix, module in model.named_modules():
         sums = getattr(module, "sum_gradients", False)
-        if sums or (
-            isinstance(sums, Borrowed) and sums.own
-        ):  # or the module did so before other buckets took the model
-            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (torch declares the attributes of modules as modules)
+        # The value is `Borrowed`, and its own value true, if the module summed before other buckets took the model.
+        if sums or (isinstance(sums, Borrowed) and sums.own):
+            setattr(module, "sum_gradients", Borrowed(False, own=True))  # noqa: B010 (attributes have modules' type)
             names |= {name for name, _ in module.named_parameters(prefix, recurse=False)}
     return names
 

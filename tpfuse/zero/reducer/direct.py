@@ -177,9 +177,8 @@ class DirectReducer(GradientReducer):
 
     def squared_norm(self, index: int) -> Tensor:
         squares = self._squared_norms[index]
-        if (
-            self.stage == 0 or self._inter_node is not None or squares is None
-        ):  # with other nodes these are the squares of a partial sum
+        # At stage 0 and with other nodes, these are not the squares of `reduced_shard`.
+        if self.stage == 0 or self._inter_node is not None or squares is None:
             return super().squared_norm(index)
         return squares
 

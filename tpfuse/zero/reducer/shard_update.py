@@ -103,13 +103,13 @@ class ShardUpdate:
         for start, stop, weight_decay in ((a, cut, rates.weight_decay), (cut, b, 0.0)):
             if start == stop:
                 continue
-            place, inside = slice(start, stop), slice(start - a, stop - a)
+            in_shard, in_block = slice(start, stop), slice(start - a, stop - a)
             adamw_(
-                [values[inside] if self.master is None else self.master[place]],
-                [gradient[inside]],
-                [self.exp_avg[place]],
-                [self.exp_avg_sq[place]],
-                [None if self.master is None else values[inside]],
+                [values[in_block] if self.master is None else self.master[in_shard]],
+                [gradient[in_block]],
+                [self.exp_avg[in_shard]],
+                [self.exp_avg_sq[in_shard]],
+                [None if self.master is None else values[in_block]],
                 lr=rates.lr,
                 beta1=rates.beta1,
                 beta2=rates.beta2,
