@@ -62,15 +62,14 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
     model = nn.ParameterList([nn.Parameter(x.clone()) for x in before.view(shape)])
     engine, optimizer = engine_of(model, 1, dist.group.WORLD)
     for bucket in engine.buckets:
-        room = bucket.reducer.gradient_buffer(bucket.index)
+        assert bucket.accumulated is not None
         for segment in bucket.layout.segments:
-            bucket.layout.view(room, segment).copy_(gradient.view(shape)[int(segment.name)])
+            bucket.layout.view(bucket.accumulated, segment).copy_(gradient.view(shape)[int(segment.name)])
 
     def call() -> None:
         engine.start(last=True)
-        for bucket in engine.buckets:  # as if a backward pass had put there what is in their rooms
-            bucket.pending.clear()
-            bucket.without_gradient.clear()
+        for bucket in engine.buckets:  # as if a backward pass had accumulated the gradients
+            bucket.take_all()
         engine.finish(sums=norm)
         if norm:  # the sums take the gradients' place, which so grow from call to call
             engine.squared_norm().item()

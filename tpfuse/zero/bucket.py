@@ -1,7 +1,8 @@
-"""A bucket of parameters and gradients on one rank: its layout, its reducer, and which gradients have arrived."""
+"""A bucket of parameters and gradients on one rank: it collects gradients, and its reducer reduces them."""
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tpfuse.zero.bucket_layout import BucketLayout
@@ -12,20 +13,23 @@ from tpfuse.zero.reducer.base import GradientReducer
 class Bucket:
     """A bucket on this rank: bucket `index` of its reducer.
 
-    accumulated: the tensor [size] in which gradients are accumulated; None at stage 2 while there is none.
-    reduce_buffer: the reducer's buffer for the gradients of the last micro-batch at stage 2, from the bucket's turn on.
-    waiting: the gradients that wait for that turn, by segment. pending: the segments whose gradient of this micro-batch
-    has not arrived. without_gradient: the segments that have had no gradient in this step.
+    gradient_dtype: the dtype in which gradients are accumulated. accumulated: the tensor [size] in which gradients are
+    accumulated; None at stage 2 while there is none.
+
+    For each micro-batch call `begin`, then `take` for each gradient. In the last micro-batch of a step call
+    `copy_waiting` when the bucket's turn comes, and `start_reduce`; after the backward pass `end_backward`, then read
+    `reduced_shard`. `drop` instead of the rest discards the step's gradients.
     """
 
     layout: BucketLayout
     reducer: GradientReducer
     index: int
+    gradient_dtype: torch.dtype
     accumulated: Tensor | None = None
-    reduce_buffer: Tensor | None = None
-    waiting: dict[int, Tensor] = field(default_factory=dict)
-    pending: set[int] = field(default_factory=set)
-    without_gradient: set[int] = field(default_factory=set)
+    _reduce_buffer: Tensor | None = None  # the reducer's buffer at stage 2, from the bucket's turn to its reduction
+    _waiting: dict[int, Tensor] = field(default_factory=dict)  # gradients that wait for that turn, by segment
+    _pending: set[int] = field(default_factory=set)  # segments whose gradient of this micro-batch has not arrived
+    _without_gradient: set[int] = field(default_factory=set)  # segments that have had no gradient in this step
 
     @property
     def values(self) -> Tensor:
@@ -46,3 +50,110 @@ class Bucket:
     def reduced_shard(self) -> Tensor:
         """Return the sum over all ranks of the gradients of this rank's shard, between `finish()` and the next step."""
         return self.reducer.reduced_shard(self.index)
+
+    def squared_norm(self) -> Tensor:
+        """Return the squared norm of `reduced_shard`, float64 []."""
+        return self.reducer.squared_norm(self.index)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether all gradients of this micro-batch have arrived."""
+        return not self._pending
+
+    @property
+    def untouched(self) -> bool:
+        """Return whether no gradient of this micro-batch has arrived."""
+        return len(self._pending) == len(self.layout.segments)
+
+    def awaits(self, segment: int) -> bool:
+        """Return whether the gradient of this segment has not arrived in this micro-batch."""
+        return segment in self._pending
+
+    def keep_gradients(self) -> None:
+        """Accumulate gradients in one tensor from now on, if the reducer keeps them from step to step."""
+        if self.reducer.keeps_gradients:
+            buffer = self.reducer.gradient_buffer(self.index)
+            if buffer.dtype != self.gradient_dtype:
+                buffer = torch.zeros_like(buffer, dtype=self.gradient_dtype)
+            self.accumulated = buffer
+
+    def begin(self, *, first: bool) -> None:
+        """Begin a micro-batch. first: whether it is the first of its step."""
+        self._pending = set(range(len(self.layout.segments)))
+        if first:
+            self._without_gradient = set(self._pending)
+
+    def take(self, segment: int, gradient: Tensor, *, last: bool) -> None:
+        """Take the gradient of a segment. last: whether the micro-batch is the last of its step.
+
+        The gradient is accumulated. If the bucket has accumulated none in this step, as at stage 2, a gradient of the
+        last micro-batch waits for the bucket's turn instead.
+        """
+        if self.accumulated is None and last:
+            self._waiting[segment] = gradient
+        else:
+            sum_so_far = self.layout.view(self._accumulation_buffer(), self.layout.segments[segment])
+            if segment in self._without_gradient:
+                sum_so_far.copy_(gradient)
+            else:
+                sum_so_far.add_(gradient)
+        self._without_gradient.discard(segment)
+        self._pending.discard(segment)
+
+    def take_all(self) -> None:
+        """Treat all gradients as taken, after the caller has written them to `accumulated`."""
+        self._pending.clear()
+        self._without_gradient.clear()
+
+    def copy_waiting(self) -> None:
+        """Copy the waiting gradients, if there are any, into the reducer's buffer. This frees their memory."""
+        if self._waiting:
+            self._copy_waiting()
+
+    def _copy_waiting(self) -> Tensor:
+        """Copy the waiting gradients into the reducer's buffer, which is requested on the first call; return it."""
+        if self._reduce_buffer is None:
+            self._reduce_buffer = self.reducer.gradient_buffer(self.index)
+        for segment, gradient in self._waiting.items():
+            self.layout.view(self._reduce_buffer, self.layout.segments[segment]).copy_(gradient)
+        self._waiting.clear()
+        return self._reduce_buffer
+
+    def _accumulation_buffer(self) -> Tensor:
+        if self.accumulated is None:
+            self.accumulated = torch.zeros(self.layout.size, dtype=self.gradient_dtype, device=self.values.device)
+        return self.accumulated
+
+    def start_reduce(self) -> None:
+        """Start the reduction of the bucket's gradients; the gradient of a segment that had none is zero."""
+        layout, accumulated = self.layout, self.accumulated
+        if accumulated is None:
+            buffer = self._copy_waiting()
+            ends = [0, *(segment.stop for segment in layout.segments)]
+            starts = [*(segment.start for segment in layout.segments), layout.size]
+            for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too
+                buffer[start:end].zero_()
+        else:
+            buffer = self.reducer.gradient_buffer(self.index)
+        for segment in self._without_gradient:
+            layout.view(buffer if accumulated is None else accumulated, layout.segments[segment]).zero_()
+        if accumulated is not None and accumulated is not buffer:
+            buffer.copy_(accumulated)
+        if not self.reducer.keeps_gradients:
+            self.accumulated = self._reduce_buffer = None
+        self.reducer.start_reduce(self.index)
+
+    def reduce(self) -> None:
+        """Wait until `reduced_shard` is computed. Raises PeerTimeout."""
+        self.reducer.reduced_shard(self.index)
+
+    def end_backward(self) -> None:
+        """Free waiting gradients and the reducer's buffer, also after an error in the backward pass."""
+        self._waiting.clear()
+        self._reduce_buffer = None
+
+    def drop(self) -> None:
+        """Free the gradients of a step that is not reduced."""
+        self.end_backward()
+        if not self.reducer.keeps_gradients:
+            self.accumulated = None

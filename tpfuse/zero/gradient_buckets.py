@@ -127,9 +127,7 @@ class GradientBuckets(MicroBatches):
         for bucket in self.buckets:
             self._move_parameters(bucket)
         for bucket in self.buckets:
-            if bucket.reducer.keeps_gradients:
-                buffer, dtype = bucket.reducer.gradient_buffer(bucket.index), self._dtype(bucket.layout, gradient_dtype)
-                bucket.accumulated = buffer if buffer.dtype == dtype else torch.zeros_like(buffer, dtype=dtype)
+            bucket.keep_gradients()
         self._record_parameters()
 
     def _open(
@@ -152,7 +150,7 @@ class GradientBuckets(MicroBatches):
             self.reducers.append(reducer)
             self.reasons.append(reason)
             reducer_of |= {id(layout): (reducer, index) for index, layout in enumerate(family)}
-        return [Bucket(layout, *reducer_of[id(layout)]) for layout in layouts]
+        return [Bucket(x, *reducer_of[id(x)], self._dtype(x, self._gradient_dtype)) for x in layouts]
 
     @staticmethod
     def _dtype(layout: BucketLayout, choice: GradientDtype) -> torch.dtype:
@@ -173,67 +171,25 @@ class GradientBuckets(MicroBatches):
 
     def _take(self, bucket: Bucket, index: int, gradient: Tensor) -> None:
         """Take a gradient of the bucket's segment `index`, which has arrived."""
-        segment = bucket.layout.segments[index]
+        name = bucket.layout.segments[index].name
         if gradient.layout is not torch.strided:
-            raise ValueError(f"{segment.name} has a sparse gradient: expected a dense one (sparse=False)")
-        if not self._accumulating or (self._last and index not in bucket.pending):
-            raise ValueError(_WITHOUT_GRADIENT.format(name=segment.name))
-        if bucket.accumulated is None and self._last:
-            bucket.waiting[index] = gradient
-            if bucket is self.buckets[self._next]:
-                self._copy_waiting(bucket)  # so that its memory is free for the next gradients
-        else:
-            sum_so_far = bucket.layout.view(self._accumulation_buffer(bucket), segment)
-            if index in bucket.without_gradient:
-                sum_so_far.copy_(gradient)
-            else:
-                sum_so_far.add_(gradient)
-        bucket.without_gradient.discard(index)
-        bucket.pending.discard(index)
-        if self._last and not bucket.pending:
+            raise ValueError(f"{name} has a sparse gradient: expected a dense one (sparse=False)")
+        if not self._accumulating or (self._last and not bucket.awaits(index)):
+            raise ValueError(_WITHOUT_GRADIENT.format(name=name))
+        bucket.take(index, gradient, last=self._last)
+        if self._last and bucket is self.buckets[self._next]:
+            bucket.copy_waiting()  # so that its memory is free for the next gradients
+        if self._last and bucket.complete:
             self._start_reductions(complete=True)
-
-    def _accumulation_buffer(self, bucket: Bucket) -> Tensor:
-        if bucket.accumulated is None:
-            dtype = self._dtype(bucket.layout, self._gradient_dtype)
-            bucket.accumulated = torch.zeros(bucket.layout.size, dtype=dtype, device=bucket.values.device)
-        return bucket.accumulated
 
     def _start_reductions(self, *, complete: bool) -> None:
         """Start the reduction of the next buckets in order. complete: stop at the first one that lacks a gradient."""
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if complete and bucket.pending:
+            if complete and not bucket.complete:
                 return
-            self._fill(bucket)
-            bucket.reducer.start_reduce(bucket.index)
+            bucket.start_reduce()
             self._next += 1
-
-    def _fill(self, bucket: Bucket) -> None:
-        layout, accumulated = bucket.layout, bucket.accumulated
-        if accumulated is None:
-            buffer = self._copy_waiting(bucket)
-            ends = [0, *(segment.stop for segment in layout.segments)]
-            starts = [*(segment.start for segment in layout.segments), layout.size]
-            for start, end in zip(ends, starts, strict=True):  # the padding between segments is in the norm too
-                buffer[start:end].zero_()
-        else:
-            buffer = bucket.reducer.gradient_buffer(bucket.index)
-        for index in bucket.without_gradient:
-            layout.view(buffer if accumulated is None else accumulated, layout.segments[index]).zero_()
-        if accumulated is not None and accumulated is not buffer:
-            buffer.copy_(accumulated)
-        if not bucket.reducer.keeps_gradients:
-            bucket.accumulated = bucket.reduce_buffer = None
-
-    def _copy_waiting(self, bucket: Bucket) -> Tensor:
-        """Copy the bucket's waiting gradients into the reducer's buffer, which is requested here on the first call."""
-        if bucket.reduce_buffer is None:
-            bucket.reduce_buffer = bucket.reducer.gradient_buffer(bucket.index)
-        for index, gradient in bucket.waiting.items():
-            bucket.layout.view(bucket.reduce_buffer, bucket.layout.segments[index]).copy_(gradient)
-        bucket.waiting.clear()
-        return bucket.reduce_buffer
 
     def _begin_micro_batch(self, *, first: bool, last: bool) -> None:
         if first:
@@ -245,9 +201,7 @@ class GradientBuckets(MicroBatches):
             if isinstance(parameter, DTensor) and _has_hooks(parameter):
                 withdraw_leaf(parameter)
         for bucket in self.buckets:
-            bucket.pending = set(range(len(bucket.layout.segments)))
-            if first:
-                bucket.without_gradient = set(bucket.pending)
+            bucket.begin(first=first)
 
     def _complete(self, *, sums: bool) -> None:
         try:
@@ -256,16 +210,15 @@ class GradientBuckets(MicroBatches):
                 reducer.end_backward()
             if sums:
                 for bucket in self.buckets:
-                    bucket.reducer.reduced_shard(bucket.index)
+                    bucket.reduce()
         finally:
             for bucket in self.buckets:
-                bucket.waiting.clear()
-                bucket.reduce_buffer = None
+                bucket.end_backward()
             for name, parameter in self.trained.items():
                 parameter.grad = self._taken_gradients[name]
 
     def _reducing(self) -> bool:
-        return any(len(bucket.pending) < len(bucket.layout.segments) for bucket in self.buckets)
+        return not all(bucket.untouched for bucket in self.buckets)
 
     def _abandon(self, *, begun: bool) -> None:
         for reducer in self.reducers:
@@ -274,10 +227,7 @@ class GradientBuckets(MicroBatches):
 
     def _drop(self) -> None:
         for bucket in self.buckets:
-            bucket.waiting.clear()
-            bucket.reduce_buffer = None
-            if not bucket.reducer.keeps_gradients:
-                bucket.accumulated = None
+            bucket.drop()
 
     @property
     def traffic(self) -> Traffic:
@@ -310,7 +260,7 @@ class GradientBuckets(MicroBatches):
             whole = self.stage == 0 and bucket.reducer.shard_index > 0
             twice = bucket.layout.kind == "replicated" and self._model_rank > 0
             if not (whole or twice):
-                total += bucket.reducer.squared_norm(bucket.index)
+                total += bucket.squared_norm()
         return total
 
     def is_owner(self, bucket: Bucket, index: int) -> bool:
