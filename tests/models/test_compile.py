@@ -45,7 +45,7 @@ def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
 
 
 @pytest.mark.parametrize("name", exhaustive("torch", "triton"))
-def test_logits_and_losses(name: Kernels) -> None:
+def test_logits_and_losses_are_those_of_the_eager_model(name: Kernels) -> None:
     model = GPT(GPTConfig(61, 8, 32, 1, 2))
     initialize(model, 1)
     torch._dynamo.reset()
@@ -159,5 +159,5 @@ def _several_weights() -> None:
         assert torch.equal(found, expected)
 
 
-def test_several_weights_of_one_gather() -> None:
+def test_several_products_of_one_gather_are_one_graph() -> None:
     pool(2).run(_several_weights)

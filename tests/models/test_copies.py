@@ -97,11 +97,11 @@ def _every_layer() -> None:
             _check(layer, lambda each, x=x: each(x).square().sum())  # type: ignore[misc]
 
 
-def test_layers_of_one_rank() -> None:
+def test_layers_of_one_rank_can_be_copied() -> None:
     _every_layer()
 
 
-def test_layers_of_two_ranks() -> None:
+def test_layers_of_two_ranks_can_be_copied() -> None:
     pool(2).run(_every_layer)
 
 
@@ -119,7 +119,7 @@ def _every_gpt() -> None:
             _check(*_gpt(1, tp, cp))
 
 
-def test_the_gpt() -> None:
+def test_the_gpt_can_be_copied() -> None:
     pool(2).run(_every_gpt)
 
 
@@ -150,5 +150,5 @@ def _taken(stage: int, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_model_whose_parameters_buckets_have(tp: int) -> None:
+def test_a_copy_of_a_model_with_buckets_has_none(tp: int) -> None:
     pool(2).run(_taken, 2, tp)

@@ -59,7 +59,7 @@ def _slices() -> None:
         local_slices(DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False))
 
 
-def test_slices_are_where_fully_shard_puts_them() -> None:
+def test_local_slices_are_those_of_fully_shard() -> None:
     pool(4).run(_slices)
 
 

@@ -32,7 +32,7 @@ def _naive(model: GPT, ids: Tensor, tokens: int) -> Tensor:
     ("length", "use_cache"),
     [(5, True), (15, True), (17, True), (16, False), *exhaustive((1, True), (16, True), (20, True), (5, False))],
 )
-def test_greedy_at_every_length(length: int, use_cache: bool) -> None:
+def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int, use_cache: bool) -> None:
     model = _model()
     prompts = integers(2, 2, length, low=0, high=100, dtype=torch.int64)
     expected = _naive(model, prompts, 20)
@@ -52,7 +52,7 @@ def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     ("lengths", "temperature", "use_cache"),
     [((3, 7, 5), 0.0, True), ((7, 15, 17), 0.9, True), *exhaustive(((2, 9), 0.9, False), ((16, 20), 0.0, True))],
 )
-def test_padded_prompts_are_continued_as_each_alone(
+def test_padded_prompts_are_continued_as_each_of_them_alone(
     lengths: tuple[int, ...], temperature: float, use_cache: bool
 ) -> None:
     model = _model()
@@ -93,13 +93,15 @@ def _on_ranks(temperature: float, top_k: int | None, use_cache: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(*pairwise(world=[2, 4, 1], temperature=[0.7, 0.0], top_k=[5, None], use_cache=[True, False]))
-def test_same_text_on_any_number_of_ranks(world: int, temperature: float, top_k: int | None, use_cache: bool) -> None:
+def test_the_text_is_the_same_on_any_number_of_ranks(
+    world: int, temperature: float, top_k: int | None, use_cache: bool
+) -> None:
     expected = _text(_model(), temperature, top_k)
     for text in pool(world).run(_on_ranks, temperature, top_k, use_cache):
         assert torch.equal(text, expected)
 
 
-def test_seeds() -> None:
+def test_equal_seeds_draw_equal_text_and_other_seeds_do_not() -> None:
     model = _model()
     texts = [generate(model, PROMPTS, 20, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
@@ -135,7 +137,7 @@ def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float 
     assert ((shares - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-12).all()
 
 
-def test_no_tokens() -> None:
+def test_generating_no_tokens_returns_the_prompt() -> None:
     assert torch.equal(generate(_model(), PROMPTS, 0), PROMPTS)
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
     assert torch.equal(generate(_model(), PROMPTS, 0, attention_mask=mask), PROMPTS)

@@ -150,7 +150,7 @@ def _spread(
         ),
     ],
 )
-def test_context_ranks_give_losses_and_gradients_of_one(
+def test_context_parallel_ranks_give_the_losses_and_gradients_of_one_rank(
     tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int
 ) -> None:
     pool(tp * cp).run(_spread, tp, cp, schedule, balance, length, ulysses)
@@ -167,7 +167,7 @@ def _spread_generation(cp: int) -> None:
 
 
 @pytest.mark.parametrize("cp", [3, *exhaustive(4)])
-def test_context_ranks_generate_what_one_does(cp: int) -> None:
+def test_context_parallel_ranks_generate_the_text_of_one_rank(cp: int) -> None:
     """The prompt has no token for each rank, and the window is full before the end and moves on."""
     pool(cp).run(_spread_generation, cp)
 
@@ -182,7 +182,7 @@ def _does_not_spread() -> None:
         GPT(CONFIG, context_mesh=context, context_schedule="ulysses_ring")
 
 
-def test_contexts_that_cannot_be_are_refused() -> None:
+def test_impossible_context_parallel_layouts_are_refused() -> None:
     pool(4).run(_does_not_spread)
 
 
@@ -213,7 +213,7 @@ def test_errors_are_those_of_one_rank_in_the_same_dtype(world: int, dtype: torch
     pool(world).run(_training_dtypes, dtype)
 
 
-def test_dropout_follows_the_sequence_not_its_place() -> None:
+def test_dropout_depends_on_the_sequence_and_not_on_its_row() -> None:
     model = _model()
     ids, targets = _batch(4, 13, 101)
     whole = model(ids, targets, dropout_at=(3, 4))
@@ -286,7 +286,7 @@ def test_torch_clips_by_the_norm_of_one_rank(world: int) -> None:
     pool(world).run(_clip)
 
 
-def test_work_per_token() -> None:
+def test_flops_per_token_are_counted() -> None:
     config = GPTConfig(vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12)
     model = GPT(config, device="meta")
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and "bias" not in name)

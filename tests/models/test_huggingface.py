@@ -108,7 +108,7 @@ def test_round_trip_keeps_every_bit(folder: Path, tmp_path: Path, world: int) ->
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_dtypes_settings_and_half_types(tmp_path: Path) -> None:
+def test_a_bfloat16_model_keeps_its_dtype_and_settings(tmp_path: Path) -> None:
     pool(1).run(_save, tmp_path, True, torch.bfloat16)
     model = load_pretrained(tmp_path, dtype=torch.bfloat16)
     assert model.config == GPTConfig(101, 16, 48, 2, 12, dropout=0.1)
@@ -134,7 +134,7 @@ def test_names_without_prefix_tied_heads_and_buffers(theirs: "GPT2LMHeadModel", 
     assert (load_pretrained(folder / "model.safetensors")(IDS) - expected).abs().max() < 1e-5
 
 
-def test_files_in_pieces(theirs: "GPT2LMHeadModel", tmp_path: Path) -> None:
+def test_weights_in_several_files_are_read(theirs: "GPT2LMHeadModel", tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")
     assert (tmp_path / "model.safetensors.index.json").is_file() and not (tmp_path / "model.safetensors").exists()
     logits = pool(2).run(_logits, tmp_path, torch.float32)[0]
@@ -207,7 +207,7 @@ def test_missing_and_damaged_files_are_refused(folder: Path, tmp_path: Path) -> 
         load_pretrained(folder)
 
 
-def test_a_pickle_is_named_with_what_converts_it(
+def test_a_pickle_is_refused_with_a_command_that_converts_it(
     theirs: "GPT2LMHeadModel", folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "model.safetensors").unlink()
@@ -242,7 +242,7 @@ def _does_not_fit(folder: Path) -> None:
         load_pretrained(folder, device_mesh=tensor_mesh())
 
 
-def test_a_mesh_that_cannot_hold_the_model(folder: Path) -> None:
+def test_a_mesh_that_cannot_hold_the_model_is_refused(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"n_head": 3}))
     pool(2).run(_does_not_fit, folder)

@@ -93,7 +93,7 @@ def test_two_steps_of_accumulation_and_a_graph_that_is_kept() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-def test_what_a_block_keeps_on_one_rank() -> None:
+def test_a_block_saves_the_bytes_of_the_formula_on_one_rank() -> None:
     assert _per_layer("none") == 4 * M * (16 * C + 4 + H)
     assert _per_layer("selective") == 4 * M * (11 * C + 4)
     assert _per_layer("full") == 4 * M * C
@@ -110,7 +110,7 @@ def _kept_by_tensor_ranks(world: int) -> None:
             assert _per_layer("full", device_mesh=mesh) == 4 * m * C
 
 
-def test_what_a_block_keeps_on_two_tensor_ranks() -> None:
+def test_a_block_saves_the_bytes_of_the_formula_on_two_tensor_parallel_ranks() -> None:
     pool(2).run(_kept_by_tensor_ranks, 2)
 
 
@@ -126,7 +126,7 @@ def _kept_by_context_ranks(world: int) -> None:
     assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
 
 
-def test_what_a_block_keeps_on_two_context_ranks() -> None:
+def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() -> None:
     pool(2).run(_kept_by_context_ranks, 2)
 
 
@@ -151,7 +151,7 @@ def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
 @pytest.mark.parametrize(
     ("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 1, "auto"), (1, 2, "ulysses"))]
 )
-def test_inputs_of_second_layers_are_let_go(tp: int, cp: int, schedule: Schedule) -> None:
+def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
     pool(tp * cp).run(_let_go, tp, cp, schedule)
 
 
@@ -204,7 +204,7 @@ def _with_buckets() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-def test_under_gradient_buckets() -> None:
+def test_gradients_are_the_same_under_gradient_buckets() -> None:
     pool(2).run(_with_buckets)
 
 
@@ -222,7 +222,7 @@ def _fully_sharded() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-def test_under_fully_shard() -> None:
+def test_gradients_are_the_same_under_fully_shard() -> None:
     pool(2).run(_fully_sharded)
 
 
@@ -259,7 +259,7 @@ def test_without_gradients_and_with_a_cache_nothing_changes(name: Recompute) -> 
     torch.testing.assert_close(torch.cat(pieces, 1), expected)
 
 
-def test_the_function_runs_twice_and_its_user_once() -> None:
+def test_a_recomputed_function_runs_twice_and_its_consumer_once() -> None:
     runs = []
 
     def function(x: Tensor) -> Tensor:
@@ -285,6 +285,6 @@ def test_the_function_runs_twice_and_its_user_once() -> None:
     torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=0)
 
 
-def test_names_that_are_not_known() -> None:
+def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="recompute 'some': expected one of none, selective, full"):
         GPT(CONFIG, recompute="some")

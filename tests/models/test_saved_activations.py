@@ -79,7 +79,7 @@ def _all_modes(tp: int, cp: int, schedule: Schedule) -> None:
         ),
     ],
 )
-def test_one_rank(recompute: Recompute, dtype: torch.dtype) -> None:
+def test_saved_bytes_on_one_rank(recompute: Recompute, dtype: torch.dtype) -> None:
     for config, sequences in itertools.product(SIZES, (1, 3)):
         counted = _counted(config, sequences, dtype, recompute, tp=1, cp=1, schedule="auto")
         assert counted == saved_bytes(MicroBatch(config, sequences, config.n_positions, dtype, triton=False), recompute)
@@ -89,7 +89,7 @@ def test_one_rank(recompute: Recompute, dtype: torch.dtype) -> None:
     ("recompute", "name"),
     [("none", "torch"), *exhaustive(("none", "triton"), ("selective", "torch"), ("full", "torch"))],
 )
-def test_autocast(recompute: Recompute, name: Kernels) -> None:
+def test_saved_bytes_under_autocast(recompute: Recompute, name: Kernels) -> None:
     config, dtype = SIZES[0], torch.float32
     with kernels(name):
         counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto", autocast=True)
@@ -99,7 +99,7 @@ def test_autocast(recompute: Recompute, name: Kernels) -> None:
     assert counted == saved_bytes(batch, recompute) - hidden
 
 
-def test_a_loss_in_several_chunks() -> None:
+def test_saved_bytes_of_a_loss_in_several_chunks() -> None:
     config = GPTConfig(61, 400, 16, 1, 2)
     for dtype in (torch.float32, torch.bfloat16):
         counted = _counted(config, 3, dtype, "none", tp=1, cp=1, schedule="auto")
@@ -110,7 +110,7 @@ def test_a_loss_in_several_chunks() -> None:
     ("tp", "cp", "schedule"),
     [(2, 1, "auto"), (1, 2, "ulysses"), *exhaustive((1, 2, "ring"), (1, 2, "all_gather"), (2, 2, "ring"))],
 )
-def test_ranks(tp: int, cp: int, schedule: Schedule) -> None:
+def test_saved_bytes_on_several_ranks(tp: int, cp: int, schedule: Schedule) -> None:
     pool(tp * cp).run(_all_modes, tp, cp, schedule)
 
 
@@ -125,7 +125,7 @@ def test_interpreted_kernels(recompute: Recompute, dropout: float, dtype: torch.
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_masks_that_torch_keeps(recompute: Recompute) -> None:
+def test_saved_bytes_with_masks_that_torch_saves(recompute: Recompute) -> None:
     config = GPTConfig(61, 12, 32, 2, 2, dropout=0.2)
     batch = MicroBatch(config, 3, 12, torch.float32, triton=False)
     assert _counted(config, 3, torch.float32, recompute, tp=1, cp=1, schedule="auto") == saved_bytes(batch, recompute)

@@ -1,4 +1,4 @@
-"""A small text and the flags of a run that takes moments."""
+"""Fixtures: a small text, and the flags of a run that takes a moment."""
 
 import random
 import signal
@@ -13,13 +13,13 @@ from tpfuse.train.launch import STOP_SIGNALS
 
 @pytest.fixture(autouse=True)
 def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests do not ask how fast this machine is."""
+    """Shortens the probe of the peak rate, since these tests do not measure the speed of this machine."""
     monkeypatch.setattr(hardware, "PROBE_SECONDS", 0.01)
 
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """Puts the signal handlers back that a run in this process replaces."""
+    """Restores the signal handlers, which a run in this process replaces."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
@@ -28,7 +28,7 @@ def _signals() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About 6,000 characters that can be learned."""
+    """Writes a text of about 6,000 characters that a model can learn, and returns its path."""
     words = "the cat sat on a mat and saw that the dog was at the door of the house".split()
     generator = random.Random(0)
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -38,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def flags(text: Path) -> list[str]:
-    """Flags of a tiny run on that text; `--out` is left to the test."""
+    """Returns the flags of a tiny run on that text. The test adds `--out`."""
     return (
         f"--data.path {text} --model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16"
         " --train.steps 12 --train.batch 8 --train.eval-every 6 --train.eval-batches 2 --train.log-every 3"

@@ -1,13 +1,11 @@
 """Runs saves that are killed, or whose disk fails, at their k-th operation, for every k.
 
-`sweep` runs in a process that never starts a thread, and forks the ranks of each save. In a rank, every call by which
-the os module changes the disk is counted; at the k-th it is killed before or after the call (kill), or the call fails
-(fail). `sweep` returns how many calls there are of each kind, which outcomes occurred, and a line for everything that
-is not as it must be.
+`sweep` runs in a process that never starts a thread, and forks the ranks of each save. Each rank counts the calls by
+which the os module changes the disk. At the k-th call, the rank is killed before or after the call (kill), or the call
+fails (fail). `sweep` returns how many calls there are of each kind, which outcomes occurred, and a line for each error.
 
-Before each save the run holds steps 8 and 9, what an earlier crash left behind, and a damaged step 10 if asked for.
-Saving step 10 with keep=2 has to leave exactly step 10 or exactly step 9 as what loads, and saving step 11 afterwards
-has to work.
+Before each save, the run holds steps 8 and 9, the remains of an earlier crash, and on request a damaged step 10. After
+saving step 10 with keep=2, exactly step 10 or exactly step 9 must load, and saving step 11 afterwards must work.
 """
 
 import collections
@@ -48,7 +46,7 @@ def whole(name: str, step: int) -> torch.Tensor:
 
 
 def shards_of(step: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """The weight in two columns of rows; the rest by the last rank, so that each rank writes something."""
+    """Returns shards of the weight on all ranks and of the other tensors on the last, so that each rank writes some."""
     shards = {}
     for name, (shape, _) in SHAPES.items():
         cuts = [tuple((0, size) for size in shape)]
@@ -71,12 +69,12 @@ def save(run: Path, step: int, group: dist.ProcessGroup | None = None, warn=prin
 
 
 def is_planted(line: str) -> bool:
-    """Whether a warning is about the damaged step 10 that was there from the beginning."""
+    """Returns whether a warning is about the damaged step 10 that was placed there before the save."""
     return "step-10/manifest.json: expected the step of step-10, found step 8" in line
 
 
 def what_loads(run: Path) -> int:
-    """The step that loads, after every tensor and the state have been compared with what that step had."""
+    """Returns the step that loads, after comparing every tensor and the state with those of that step."""
     said: list[str] = []
     saved = checkpoint.newest_good(run, warn=said.append)
     assert saved is not None and all(map(is_planted, said)), f"damaged checkpoints: {said}"
@@ -90,7 +88,7 @@ def what_loads(run: Path) -> int:
 
 
 class Disk:
-    """Counts the calls that change the disk, and does at the k-th what is asked (k 0: nothing)."""
+    """Counts the calls that change the disk, and makes the k-th one fail in the given mode (k 0: none)."""
 
     def __init__(self, mode: str, k: int) -> None:
         self.mode, self.k, self.log = mode, k, []
@@ -116,7 +114,7 @@ class Disk:
             code, lasting = FAILURES[self.mode]
             if self.k and (len(self.log) == self.k or (lasting and len(self.log) > self.k)):
                 if code:
-                    # A full disk takes a part of the write before it says so, and still lets go of files.
+                    # A full disk accepts a part of the write before it fails, and files can still be removed.
                     if name == "write" and len(self.log) == self.k:
                         self.functions[name](args[0], args[1][: len(args[1]) // 2])
                     if code == errno.EIO or name not in ("unlink", "rmdir", "rename"):
@@ -133,7 +131,7 @@ class Disk:
 
 
 def rank_main(run: Path, rank: int, world: int, mode: str, k: int) -> dict[str, object]:
-    """Saves step 10 on the given disk; unless ranks were to be killed, then looks at it and saves step 11."""
+    """Saves step 10 on the given disk. Unless ranks are killed, checks the result afterwards and saves step 11."""
     group = None
     collective._PATIENCE = 0.0  # nobody reads which rank is missing
     if world > 1:
@@ -173,7 +171,7 @@ def fork(run: Path, rank: int, *args) -> int:
 
 
 def ranks(run: Path, world: int, victim: int, mode: str, k: int) -> list[dict[str, object] | None]:
-    """What each rank reports; None from one that was killed."""
+    """Returns the report of each rank; None for a rank that was killed."""
     children = [fork(run, rank, world, mode, k if rank == victim else 0) for rank in range(world)]
     deadline, late = Deadline(DEADLINE), False
     for child in children:
@@ -216,9 +214,9 @@ def check_failed(run: Path, victim: int, mode: str, reports) -> int:
 
 
 def check(run: Path, world: int, victim: int, mode: str, k: int, *, durable: bool) -> int:
-    """One save that is struck at the victim's k-th call; the step that loads. Raises AssertionError.
+    """Runs one save with a failure at the victim's k-th call, and returns the step that loads. Raises AssertionError.
 
-    durable: whether step 10 is on the disk by then.
+    durable: whether step 10 is durable on the disk at that call.
     """
     reports = ranks(run, world, victim, mode, k)
     loads = check_failed(run, victim, mode, reports) if mode in FAILURES else check_killed(run, victim, reports)
@@ -227,7 +225,7 @@ def check(run: Path, world: int, victim: int, mode: str, k: int, *, durable: boo
     assert loads in (9, 10), f"step {loads} loads"
     assert what_loads(run) == 11, "step 11 does not load"
     left = {path.name for path in run.iterdir()}
-    # A damaged step 10 that was not replaced is left for somebody to look at.
+    # A damaged step 10 that was not replaced is left for a person to inspect.
     left -= {"step-10"} if loads == 9 and is_damaged(run / "step-10") else set()
     assert left == {"step-11", f"step-{loads}"}, f"left behind: {left}"
     return loads
@@ -247,15 +245,15 @@ def prepare(template: Path, damaged: bool) -> None:
 
 
 def sweep(kind: str, world: int, damaged: bool, every: int, folder: Path) -> dict[str, object]:
-    """Strikes at every call of each victim; where `every` is not 1, at each `every`-th call of one after the other."""
-    torch.set_num_threads(1)  # a thread of torch's would not survive the fork
+    """Fails every call of each victim. If `every` is not 1, fails each `every`-th call, of the victims in turn."""
+    torch.set_num_threads(1)  # a thread of torch would not survive the fork
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     safetensors_file.CHUNK_BYTES = 32
     template = folder / "template"
     prepare(template, damaged)
     shutil.copytree(template, folder / "untouched")
     logs = [report["log"] for report in ranks(folder / "untouched", world, 0, "kill before", 0)]
-    # The last rename but one is that of step 10 (the last: that of step 8, which goes); an fsync makes it durable.
+    # The last rename but one is that of step 10, which an fsync makes durable. The last is that of step 8.
     durable = [call for call, name in enumerate(logs[0], 1) if name == "rename"][-2] + 1
     assert logs[0][durable - 1] == "fsync"
     outcomes, problems, cases = collections.Counter(), [], 0

@@ -1,11 +1,11 @@
-"""Runs `tpfuse train` under random faults, and checks what has to hold whatever happens.
+"""Runs `tpfuse train` under random faults, and checks the properties that must hold under each of them.
 
     python tests/train/random_faults.py --count 200 --seed 1
 
 Each case draws a layout and a fault: a signal to any process in any phase, a limit of the system, a full disk, a closed
 standard output, a damaged or crafted file. The command must end in time with a documented status, leave no process and
-no traceback, and say in a few lines what was wrong. Afterwards the run must go on to the very bytes of an undisturbed
-one, or be refused in one line. Needs root for the disk that is full.
+no traceback, and say in a few lines what was wrong. Afterwards the run must continue to exactly the bytes of an
+undisturbed run, or be refused in one line. The full disk needs root.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CRAFTED = (
 
 
 class Command:
-    """A command under way; every process that it starts has its mark in the environment."""
+    """A running command. Every process that it starts has the command's mark in its environment."""
 
     def __init__(self, arguments: list[str], limits: dict[int, int], stdout: str | None = None) -> None:
         self.mark = str(uuid.uuid4())
@@ -67,7 +67,7 @@ class Command:
         )  # fmt: skip
 
     def processes(self) -> list[int]:
-        """All that carry the mark, the command itself first."""
+        """Returns all processes with the mark, the command itself first."""
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ class Command:
         return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
 
     def end(self) -> tuple[int | None, str, list[str]]:
-        """(status, stderr, what is wrong with how it ended)."""
+        """Waits for the end and returns (status, stderr, the errors in how it ended)."""
         wrong = []
         try:
             _, err = self.process.communicate(timeout=patient(LIMIT))
@@ -105,7 +105,7 @@ class Command:
 
 
 class Undisturbed:
-    """Runs without a fault, one for each layout, made when they are first asked for."""
+    """Runs without a fault, one for each layout, which are made at their first use."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._runs = root, dict[str, Path]()
@@ -113,11 +113,11 @@ class Undisturbed:
         self.text.write_text("the cat sat on the mat and saw that the dog was at the door of the house. " * 80)
 
     def arguments(self, layout: str, out: Path) -> list[str]:
-        """Of the command that makes such a run."""
+        """Returns the arguments of the command that makes such a run."""
         return f"train --data.path {self.text} {RUN} {layout} --out {out}".split()
 
     def run(self, layout: str) -> Path:
-        """The folder of the run."""
+        """Returns the folder of the run."""
         if layout not in self._runs:
             folder = self._root / f"undisturbed-{len(self._runs)}"
             status, err, wrong = Command(self.arguments(layout, folder), {}).end()
@@ -128,7 +128,7 @@ class Undisturbed:
 
 
 class Case:
-    """One random fault in a folder of its own. told: what it was; wrong: what did not hold."""
+    """A random fault in a folder of its own. told: a description of the fault; wrong: the properties that failed."""
 
     def __init__(self, seed: str, root: Path, undisturbed: Undisturbed) -> None:
         self.random = random.Random(seed)
@@ -138,7 +138,7 @@ class Case:
         self.told, self.wrong = "", list[str]()
 
     def run(self) -> str:
-        """Does one kind of fault, and returns the kind."""
+        """Runs one kind of fault, and returns the kind."""
         kinds: dict[str, Callable[[], None]] = {
             "signal": self.signals, "limit": self.limit, "disk": self.full_disk, "output": self.output,
             "damage": self.damage, "removed": self.removed,
@@ -152,11 +152,11 @@ class Case:
         return kind
 
     def arguments(self, out: Path, *, resume: bool = False) -> list[str]:
-        """Of the command; a run that goes on takes everything but its folder from its own configuration."""
+        """Returns the arguments of the command. A resumed run takes all options but its folder from its config.toml."""
         return f"train --resume --out {out}".split() if resume else self.undisturbed.arguments(self.layout, out)
 
     def ended(self, command: Command, statuses: tuple[int, ...], disturbed: str) -> int | None:
-        """Notes what is wrong with how a command ended; returns its status."""
+        """Records the errors in how a command ended, and returns its status."""
         status, err, wrong = command.end()
         if status not in statuses:
             wrong.append(f"status {status}, expected one of {statuses}")
@@ -164,19 +164,19 @@ class Case:
         return status
 
     def goes_on(self, out: Path) -> None:
-        """The run can be resumed, or begun again where nothing of it is there, and ends in the same bytes."""
+        """Checks that the run can be resumed, or started again if it has no files, and ends in the same bytes."""
         status = self.ended(Command(self.arguments(out, resume=True), {}), (0, 2), "resumed")
         if status == 2:
             self.ended(Command(self.arguments(out), {}), (0,), "begun again")
         self.same(out)
 
     def same(self, out: Path) -> None:
-        """The last checkpoint is that of an undisturbed run."""
+        """Checks that the last checkpoint is that of an undisturbed run."""
         if digest(out) != digest(self.undisturbed.run(self.layout)):
             self.wrong.append(f"the last checkpoint differs from that of an undisturbed run: {digest(out)}")
 
     def signals(self) -> None:
-        """One or two signals, to the command or a rank."""
+        """Sends one or two signals to the command or a rank."""
         out = self.folder / "run"
         command = Command(self.arguments(out), {})
         fatal = False
@@ -187,7 +187,7 @@ class Case:
             if not processes:
                 break
             index = self.random.randrange(len(processes))
-            if index == 0 and name == "SIGSTOP":  # nobody could end that
+            if index == 0 and name == "SIGSTOP":  # such a process could not be ended
                 name = "SIGKILL"
             self.told += f"{name} to process {index} after {delay:.1f} s; "
             fatal = fatal or (index == 0 and name not in ("SIGTERM", "SIGINT"))
@@ -196,13 +196,13 @@ class Case:
             if name == "SIGSTOP":  # a process that is stopped cannot end with its parent
                 break
         negative = tuple(-getattr(signal, name) for name in SIGNALS) if fatal or not self.layout else ()
-        # A person's signal before Python has installed a handler ends the command as it ends any other.
+        # A signal that comes before Python has installed a handler ends the command as it ends any other process.
         early = (-signal.SIGTERM, -signal.SIGINT, 130, 128 + signal.SIGTERM)
         self.ended(command, (0, 1, *negative, *early), "disturbed")
         self.goes_on(out)
 
     def limit(self) -> None:
-        """A limit of the system on files or memory."""
+        """Sets a limit of the system on files or memory."""
         out = self.folder / "run"
         kind, value = self.random.choice(
             [
@@ -216,7 +216,7 @@ class Case:
         self.goes_on(out)
 
     def full_disk(self) -> None:
-        """The run's folder is on a disk that is soon full."""
+        """Places the run's folder on a disk that is soon full."""
         disk, size = self.folder / "disk", self.random.randrange(8, 1500) * 1024
         disk.mkdir()
         self.told = f"a disk of {size} bytes"
@@ -232,14 +232,14 @@ class Case:
             subprocess.run(["umount", str(disk)], check=False)
 
     def output(self) -> None:
-        """Nothing can be said."""
+        """Closes or fills the standard output, so that the command cannot print."""
         self.told = "standard output is full"
         out = self.folder / "run"
         self.ended(Command(self.arguments(out), {}, stdout="/dev/full"), (0,), "disturbed")
         self.same(out)
 
     def removed(self) -> None:
-        """The folder goes away."""
+        """Removes the run's folder while it trains."""
         delay, out = self.random.uniform(0.0, 8.0), self.folder / "run"
         self.told = f"the folder is removed after {delay:.1f} s"
         command = Command(self.arguments(out), {})
@@ -251,7 +251,7 @@ class Case:
             self.goes_on(out)
 
     def damage(self) -> None:
-        """A file of a run that has ended is damaged, and the run goes on or speaks."""
+        """Damages a file of a run that has ended, and checks that the run continues or reports an error."""
         out = self.folder / "run"
         shutil.copytree(self.undisturbed.run(self.layout), out)
         shutil.rmtree(out / f"step-{STEPS}")
@@ -259,7 +259,7 @@ class Case:
         file = self.random.choice(files)
         how = self.random.choice(("flipped", "cut", "crafted", "pipe", "folder", "endless"))
         if file.name == "config.toml" and how == "flipped":
-            how = "cut"  # another digit is another valid configuration
+            how = "cut"  # a changed digit gives another valid configuration
         self.told = f"{file.relative_to(out)} {how}"
         content = bytearray(file.read_bytes())
         file.unlink()
@@ -284,7 +284,7 @@ class Case:
 
 
 def digest(run: Path) -> str:
-    """The checksums of the last checkpoint's files."""
+    """Returns the checksums of the last checkpoint's files."""
     try:
         return json.dumps(json.loads((run / f"step-{STEPS}" / "manifest.json").read_text())["files"], sort_keys=True)
     except (OSError, ValueError) as error:
@@ -292,15 +292,15 @@ def digest(run: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the cases of the command line and prints the counts; returns 1 where one went wrong."""
+    """Runs the cases of the command line and prints the counts. Returns 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first case, to run one again")
     options = parser.parse_args(arguments)
     good, bad = collections.Counter[str](), collections.Counter[str]()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background without it
-    # Ctrl-C ends the loop: the counts so far are told.
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
+    # Ctrl-C ends the loop, and the counts so far are printed.
     with tempfile.TemporaryDirectory(prefix="random-faults-") as name, contextlib.suppress(KeyboardInterrupt):
         root = Path(name)
         undisturbed = Undisturbed(root)

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit by bit, on any layout, and the old ones are kept as promised."""
+"""Checkpoints load bit by bit on any layout, and old checkpoints are kept as documented."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ STATE = {"layout": {"tp": 2}, "rate": 0.1, "lowest loss": math.inf, "ε": ["a", 
 
 
 def wholes(seed: int) -> dict[str, Tensor]:
-    """Global tensors of random bits, NaNs with payloads among them."""
+    """Returns global tensors of random bits, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, (shape, dtype) in SHAPES.items():
@@ -54,7 +54,8 @@ def whole_shards(seed: int) -> dict[str, list[Shard]]:
 
 
 def grid_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """Every tensor cut into a random grid, some cells empty, some held by several ranks of which one writes."""
+    """Cuts every tensor into a random grid. Some cells are empty, and some are held by several ranks, one of which
+    writes."""
     choose = random.Random(seed)
     shards = {}
     for name, whole in wholes(seed).items():
@@ -92,7 +93,7 @@ def load_grid(folder: Path, seed: int) -> bool:
 
 
 def assert_loads(saved: checkpoint.Checkpoint, expected: dict[str, list[Shard]]) -> None:
-    """What is loaded into shards of junk equals the expected shards bit by bit."""
+    """Loads into shards filled with other values, and checks that they equal the expected shards bit by bit."""
     shards = {
         name: [Shard(p.shape, p.slices, torch.ones_like(p.tensor).contiguous(), False) for p in held]
         for name, held in expected.items()
@@ -116,7 +117,7 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
-def test_round_trip_of_one_rank(tmp_path):
+def test_one_rank_loads_what_it_saved(tmp_path):
     run = tmp_path / "new" / "run"
     assert save_whole(run, 5) == run / "step-5"
     assert names(run / "step-5") == ["manifest.json", "rank-00000.safetensors"]
@@ -147,7 +148,7 @@ def test_files_are_read_by_the_safetensors_library(tmp_path, monkeypatch, chunk)
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(2, 1), (3, 2), *exhaustive((1, 2), (2, 5), (3, 5), (4, 5))])
-def test_resharding_from_and_to_random_grids(tmp_path, world, seeds):
+def test_random_grids_of_shards_load_into_one_another(tmp_path, world, seeds):
     for seed in range(seeds):
         folder = tmp_path / f"{seed}" / "step-1"
         assert pool(world).run(save_grid, folder.parent, seed) == [str(folder)] * world
@@ -209,7 +210,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path, change):
     assert shards["one"][0].tensor.item() == 7.0
 
 
-def test_parts_that_contradict_themselves(tmp_path):
+def test_shards_whose_slices_and_shapes_disagree_are_refused(tmp_path):
     wrong = Shard((4, 4), ((0, 2), (0, 4)), torch.zeros(4, 4), True)
     with pytest.raises(ValueError, match="shard of w"):
         checkpoint.save(tmp_path, 1, {"w": [wrong]}, {}, keep=0, group=None, warn=silent)
@@ -222,7 +223,7 @@ def test_parts_that_contradict_themselves(tmp_path):
 
 
 def save_wrong(run: Path, what: str) -> str:
-    """Saves what cannot be saved, then what can: every rank must have come out of the first in step."""
+    """Saves shards that cannot be saved and then shards that can. Every rank must leave the first call in step."""
     rank, group = dist.get_rank(), dist.group.WORLD
     rows = {"gap": (rank * 5, rank * 5 + 4), "overlap": (0, 10), "shape": (rank * 5, rank * 5 + 5)}
     start, stop = rows.get(what, (rank * 5, rank * 5 + 5))
@@ -258,7 +259,7 @@ def test_errors_of_one_rank_reach_all(tmp_path, what, first, second):
     assert names(tmp_path) == ["step-2"]
 
 
-def test_keeps_the_newest(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 10, 9, 30):
         assert save_whole(tmp_path, step, keep=3 if step > 2 else 0)
     assert names(tmp_path) == ["step-10", "step-30", "step-9"]
@@ -266,13 +267,13 @@ def test_keeps_the_newest(tmp_path):
     assert names(tmp_path) == ["step-31"]
 
 
-def test_a_step_saved_late_is_kept_beside_newer_ones(tmp_path):
+def test_a_step_saved_later_than_newer_steps_is_kept(tmp_path):
     for step in (10, 20, 5):
         save_whole(tmp_path, step, keep=1)
     assert names(tmp_path) == ["step-20", "step-5"]
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path):
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save_whole(tmp_path, step)
     flip(tmp_path / "step-3" / "rank-00000.safetensors", -1)
@@ -311,7 +312,7 @@ def test_a_damaged_step_is_replaced(tmp_path):
     assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_shards(1))
 
 
-def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
+def test_files_that_are_no_checkpoints_are_left_alone(tmp_path):
     (tmp_path / "step-7.txt").write_text("mine")
     (tmp_path / "step-007").mkdir()
     (tmp_path / "metrics.jsonl").write_text("{}")
@@ -322,14 +323,14 @@ def test_what_is_not_a_checkpoint_is_left_alone(tmp_path):
     assert names(tmp_path) == ["metrics.jsonl", "step-007", "step-2", "step-7.txt"]
 
 
-def test_a_file_that_is_not_the_manifests_is_found_while_loading(tmp_path):
-    """Between verification and loading, or on a rank that did not verify."""
+def test_a_file_that_differs_from_the_manifest_is_found_while_loading(tmp_path):
+    """The file differs between verification and loading, or on a rank that did not verify it."""
     folder = save_whole(tmp_path, 1)
     saved = checkpoint.open_checkpoint(folder)
     (folder / "rank-00000.safetensors").write_bytes(b"junk")
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected \d+ bytes, found 4 bytes"):
         saved.load(whole_shards(1))
-    saved.sound.add("rank-00000.safetensors")  # what it was when it was verified
+    saved.sound.add("rank-00000.safetensors")  # the bytes when it was verified
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors: expected a readable safetensors file"):
         saved.load(whole_shards(1))
     other = tmp_path / "other"
@@ -340,7 +341,7 @@ def test_a_file_that_is_not_the_manifests_is_found_while_loading(tmp_path):
 
 
 def cut_shards(seed: int, rank: int, world: int) -> dict[str, list[Shard]]:
-    """Every tensor in two column shards if it can be, and of each flat part a random range for each rank."""
+    """Cuts every tensor into two column shards if possible, and gives each rank a random range of the elements."""
     choose = random.Random(seed)
     shards: dict[str, list[Shard]] = {}
     for name, whole in wholes(seed).items():
@@ -370,7 +371,7 @@ def load_cut(folder: Path, seed: int) -> bool:
 
 
 @pytest.mark.parametrize(("world", "seeds"), [(3, 1), *exhaustive((1, 3), (3, 5))])
-def test_several_parts_of_a_tensor_on_a_rank(tmp_path, world, seeds):
+def test_a_rank_saves_several_shards_of_one_tensor(tmp_path, world, seeds):
     for seed in range(seeds):
         folder = tmp_path / f"{seed}" / "step-1"
         assert pool(world).run(save_cut, folder.parent, seed) == [str(folder)] * world
@@ -386,7 +387,7 @@ def test_several_parts_of_a_tensor_on_a_rank(tmp_path, world, seeds):
                 assert_loads(saved, grid_shards(seed, rank, ranks))
 
 
-def test_keys_are_the_tensors_name_and_then_numbered(tmp_path):
+def test_keys_are_the_name_of_the_tensor_and_a_number_from_the_second_on(tmp_path):
     whole = torch.arange(12.0).view(3, 4)
     shards = {"w": [shard(whole, ((1, 2), (0, 4)), False), *(shard(whole, ((i, i + 1), (0, 4))) for i in range(3))]}
     folder = checkpoint.save(tmp_path, 1, shards, {}, keep=0, group=None, warn=silent)
@@ -406,7 +407,7 @@ def test_keys_are_the_tensors_name_and_then_numbered(tmp_path):
 
 
 def as_format_1(folder: Path) -> None:
-    """The manifest that the first release would have written."""
+    """Converts a manifest to the one that the first release would have written."""
     file = folder / "manifest.json"
     table = json.loads(file.read_bytes())
     del table["sha256"]
@@ -427,7 +428,7 @@ def test_format_1_still_loads(tmp_path):
 
 
 def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -> list[Slices]:
-    """Rectangles made by cutting one of them after the other in two."""
+    """Returns the rectangles that result from cutting a random one in two again and again."""
     whole = [tuple((0, size) for size in shape)]
     for _ in range(cuts):
         index, dimension = choose.randrange(len(whole)), choose.randrange(len(shape))
@@ -439,12 +440,12 @@ def random_partition(choose: random.Random, shape: tuple[int, ...], cuts: int) -
     return whole
 
 
-def test_flaws_of_partitions_are_those_that_counting_every_element_finds():
+def test_flaws_of_partitions_agree_with_counting_every_element():
     choose = random.Random(0)
     pinwheel = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1)), ((1, 2), (1, 2))]
     assert manifest.flaw((3, 3), pinwheel) is None
     assert "holds 1" in str(manifest.flaw((3, 3), pinwheel[:-1]))
-    covered = [((0, 5), (0, 1)), ((1, 2), (1, 2)), ((3, 4), (0, 1))]  # the first reaches past the second to the third
+    covered = [((0, 5), (0, 1)), ((1, 2), (1, 2)), ((3, 4), (0, 1))]  # the first overlaps the second and the third
     assert "overlaps" in str(manifest.flaw((5, 2), covered))
     for _ in range(300):
         shape = tuple(choose.randint(1, 5) for _ in range(choose.randint(1, 3)))
@@ -463,8 +464,8 @@ def test_flaws_of_partitions_are_those_that_counting_every_element_finds():
         assert ("no slice holds" in found) == bool(count.eq(0).any() and not count.gt(1).any())
 
 
-def test_no_two_slices_of_a_large_run_need_be_compared(monkeypatch):
-    """Those of 64 ranks: 8 column shards, of each of which 8 ranks have a range."""
+def test_slices_of_a_large_run_are_not_compared_pair_by_pair(monkeypatch):
+    """The run has 64 ranks: 8 column shards, and 8 ranks with a range of each."""
     saved: list[Slices] = []
     for column in range(8):
         cuts = [0, *(4096 * 128 // 8 * rank + 7 + 2096 * column for rank in range(1, 8)), 4096 * 128]

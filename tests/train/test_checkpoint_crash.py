@@ -1,4 +1,4 @@
-"""Killed or failed at any single operation on the disk, a save leaves exactly the old or exactly the new step."""
+"""A save that is killed or fails at any single disk operation leaves exactly the old or exactly the new step."""
 
 import importlib.util
 import tempfile
@@ -11,7 +11,7 @@ from tpfuse.testing.tiers import exhaustive
 
 
 def swept(kind: str, world: int, damaged: bool, every: int, folder: str) -> dict:
-    """What the harness finds. The process is not this one: the harness changes the os module and forks."""
+    """Runs the harness in another process, since it changes the os module and forks, and returns its results."""
     spec = importlib.util.spec_from_file_location("crash_harness", Path(__file__).with_name("crash_harness.py"))
     assert spec is not None and spec.loader is not None
     harness = importlib.util.module_from_spec(spec)
@@ -29,13 +29,13 @@ def swept(kind: str, world: int, damaged: bool, every: int, folder: str) -> dict
         ),
     ],
 )
-def test_at_every_operation(kind, world, step_10, every):
-    # In memory where that is possible: what is tested is the order of the calls, not the disk's own patience.
+def test_a_save_struck_at_every_operation_leaves_the_old_or_the_new_step(kind, world, step_10, every):
+    # The folder is in memory if possible: the test is about the order of the calls, not about the speed of the disk.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         report = run_apart(swept, kind, world, step_10 == "damaged", every, folder)
     assert report["problems"] == []
-    # The sweep has seen what it is there for.
+    # The sweep has reached the outcomes that it is meant to test.
     for calls in report["calls"]:
         assert calls["write"] >= 4 and calls["fsync"] >= 1
     assert report["calls"][0]["rename"] >= 2 and report["calls"][0]["fsync"] >= 5

@@ -1,4 +1,4 @@
-"""Every damage is found and named, and the newest checkpoint without any is what loads."""
+"""Every damage to a checkpoint is found and named, and the newest undamaged checkpoint loads."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def save(run: Path, step: int) -> Path:
 
 
 def loaded_step(saved: checkpoint.Checkpoint | None) -> int:
-    """The step whose tensors and state those are, whole."""
+    """Returns the step whose tensors and state the checkpoint holds in full."""
     assert saved is not None
     a, b = torch.zeros(3, 5), torch.zeros(7, dtype=torch.int64)
     saved.load({"a": [Shard((3, 5), ((0, 3), (0, 5)), a, False)], "b": [Shard((7,), ((0, 7),), b, False)]})
@@ -41,7 +41,7 @@ def run(tmp_path):
 
 
 def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
-    """One warning that names the file, with what was expected and found, and step `to` is what loads."""
+    """Checks that step `to` loads, and returns the one warning, which must name the file and what was expected."""
     said: list[str] = []
     assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == to
     assert len(said) == 3 - to
@@ -60,7 +60,7 @@ def test_every_flipped_byte_is_found(run, name, every):
     sound = file.read_bytes()
     assert len(sound) > 200
     for index in range(0, len(sound), every):
-        # All bits of what comes first, where lengths, the header and the manifest's own digest are.
+        # All bits of the first bytes are flipped, where lengths, the header and the manifest's own digest are.
         for bit in range(8) if index < 100 else [index % 8]:
             damaged = bytearray(sound)
             damaged[index] ^= 1 << bit
@@ -84,7 +84,7 @@ def test_every_truncation_is_found(run, name, every):
 
 @pytest.mark.parametrize("name", [DATA, "manifest.json"])
 @pytest.mark.parametrize("instead", ["nothing", "folder", "link to nothing"])
-def test_files_that_are_not_there(run, name, instead):
+def test_missing_files_are_found(run, name, instead):
     file = run / "step-3" / name
     file.unlink()
     if instead == "folder":
@@ -100,7 +100,7 @@ def test_a_file_in_place_of_the_folder(run):
     assert_falls_back(run, "manifest.json")
 
 
-def test_an_older_one_if_need_be_and_an_error_if_there_is_none(run):
+def test_an_older_checkpoint_loads_if_newer_ones_are_damaged_and_else_an_error(run):
     (run / "step-3" / DATA).write_bytes(b"")
     (run / "step-2" / "manifest.json").unlink()
     assert_falls_back(run, DATA, to=1)
@@ -112,7 +112,7 @@ def test_an_older_one_if_need_be_and_an_error_if_there_is_none(run):
     assert len(said) == 2 and f"step-3/{DATA}: expected" in str(caught.value)
 
 
-def test_the_folder_of_another_step(run):
+def test_a_manifest_in_the_folder_of_another_step_is_found(run):
     (run / "step-3").rename(run / "step-4")
     said: list[str] = []
     assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == 2
@@ -155,8 +155,8 @@ def file_elsewhere(table):
         (lambda table: table["tensors"]["a"]["slices"][0].update(key=["a"]), "is ['a']: expected str"),
     ],
 )
-def test_manifests_that_are_wrong_in_themselves(run, change, found):
-    """With a digest that is right: what another program, or another version, might write."""
+def test_inconsistent_manifests_are_found(run, change, found):
+    """The digest is right, as in a manifest that another program, or another version, might write."""
     file = run / "step-3" / "manifest.json"
     table = json.loads(file.read_bytes())
     del table["sha256"]

@@ -1,4 +1,4 @@
-"""The commands, in this process: what they print, write and return. Ranks of their own: test_launch."""
+"""The commands in this process: their output, files and status. test_launch.py runs them with several ranks."""
 
 import ast
 import contextlib
@@ -43,7 +43,7 @@ from tpfuse.zero import offload
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """A finished run with its folder left alone by the tests."""
+    """Makes a finished run, whose folder the tests must not change."""
     out = tmp_path_factory.mktemp("trained") / "run"
     flags = (
         f"--data.path {text} --data.tokenizer chars --model.n-layer 2 --model.n-embd 32 --model.n-head 4"
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return out
 
 
-def test_a_run_leaves_what_it_promises(trained: Path) -> None:
+def test_a_run_writes_its_files(trained: Path) -> None:
     rows = read_metrics(trained / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 12]
     names = {"step", "loss", "val_loss", "lr", "grad_norm", "tokens_per_second", "mfu", "memory_bytes", "seconds"}
@@ -72,7 +72,7 @@ def test_a_run_leaves_what_it_promises(trained: Path) -> None:
     assert (trained / "config.toml").read_text().count("[") == 8
 
 
-def test_the_first_and_the_last_lines(trained: Path, text: Path) -> None:
+def test_a_run_prints_its_first_and_last_lines(trained: Path, text: Path) -> None:
     out = (trained.parent / "said").read_text()
     assert out.startswith(f"reading  {text}\nmodel    2 layers"), "before torch is imported"
     first, last = (row["val_loss"] for row in read_metrics(trained / "metrics.jsonl") if row["step"] in (0, 12))
@@ -86,7 +86,7 @@ def test_the_first_and_the_last_lines(trained: Path, text: Path) -> None:
     assert re.search(measured, out, re.M)
 
 
-def test_resuming_finishes_bit_exactly(trained: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     shutil.rmtree(copy / "step-12")
@@ -102,14 +102,14 @@ def test_resuming_finishes_bit_exactly(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_resuming_a_finished_run_trains_on_with_more_steps(trained: Path, tmp_path: Path) -> None:
+def test_a_finished_run_resumes_with_more_steps(trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 0
     assert (copy / "step-15").is_dir()
 
 
-def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_prints_the_prompt_and_its_continuation(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for flags in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1"], ["--seed", "2"], ["--top-k", "1"]):
         assert run(["sample", str(trained), "--prompt", "the c", "--tokens", "40", *flags]) == 0
@@ -119,7 +119,7 @@ def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert texts[2] != texts[3]
 
 
-def test_several_samples_of_a_prompt_from_a_file(
+def test_several_samples_continue_a_prompt_from_a_file(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompt.txt").write_text("the c")
@@ -240,7 +240,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 def test_a_disk_without_space_for_the_optimizer(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Said before anything is written: how much is needed, how much there is."""
+    """The error comes before anything is written, and says how much space is needed and how much there is."""
     full = os.statvfs_result((4096, 4096, 1000, 2, 2, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     monkeypatch.setattr(offload, "_IN_MEMORY", ())
@@ -270,7 +270,7 @@ def one_error(capfd: pytest.CaptureFixture[str]) -> str:
     return errors[0]
 
 
-def test_gpt2_tokenizer_without_network(
+def test_the_gpt2_tokenizer_without_a_network_is_an_error(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*_: object) -> None:
@@ -291,7 +291,7 @@ def test_an_existing_run_needs_resume(trained: Path, flags: list[str], capfd: py
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
-def test_resume_with_another_model(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resuming_with_another_model_is_refused(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     assert run(["train", "--resume", "--out", str(trained), "--model.n-layer", "3"]) == 2
     assert "different model: n_layer is 2 in the checkpoint and 3 in the options" in one_error(capfd)
@@ -300,7 +300,9 @@ def test_resume_with_another_model(trained: Path, capfd: pytest.CaptureFixture[s
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
-def test_resume_with_other_data(trained: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resuming_with_other_data_is_refused(
+    trained: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other.txt").write_text(text.read_text()[::-1])
     flags = ["--data.path", str(tmp_path / "other.txt"), "--data.tokenizer", "chars"]
     assert run(["prepare", "--out", str(tmp_path / "data"), *flags]) == 0
@@ -316,7 +318,7 @@ def test_resume_with_other_data(trained: Path, text: Path, tmp_path: Path, capfd
 SHORT = ["--train.steps", "4", "--train.eval-every", "4", "--train.save-every", "0"]
 
 
-def test_validation_data_of_its_own(
+def test_validation_may_have_its_own_text(
     text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, val = tmp_path / "run", tmp_path / "val.txt"
@@ -343,7 +345,7 @@ def test_validation_data_of_its_own(
     assert "was validated on tokens with SHA-256" in one_error(capfd)
 
 
-def test_a_run_on_shards_goes_on_with_the_same_ones(
+def test_a_run_on_several_token_files_resumes_with_the_same_ones(
     text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tokens = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.uint16)
@@ -369,7 +371,7 @@ def test_a_run_on_shards_goes_on_with_the_same_ones(
     ],
     ids=["shorter", "overwritten"],
 )
-def test_token_files_that_change_during_the_run(
+def test_token_files_that_change_during_the_run_are_found(
     change: Callable[[Path], object],
     message: str,
     flags: list[str],
@@ -400,7 +402,7 @@ def test_too_little_memory_is_one_line(
 
 
 def test_options_that_a_full_disk_has_emptied(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Default options would train on, silently; and a resume does not empty the file any more."""
+    """An empty file must not mean default options, and resuming does not empty the file."""
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     (copy / "config.toml").write_text("")
@@ -442,7 +444,7 @@ def test_a_folder_has_one_run_at_a_time(trained: Path, tmp_path: Path, capfd: py
 def test_a_ruined_model_does_not_replace_a_good_checkpoint(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The update of step 4 overflows; its loss was still finite."""
+    """The update of step 4 overflows, although its loss was still finite."""
     out = tmp_path / "run"
     assert (
         run(["train", *flags, "--train.save-every", "1", "--train.keep", "1", "--train.steps", "3", "--out", str(out)])
@@ -454,7 +456,7 @@ def test_a_ruined_model_does_not_replace_a_good_checkpoint(
     assert [path.name for path in out.glob("step-*")] == ["step-3"]
 
 
-def test_a_run_folder_that_is_removed_is_said(
+def test_a_removed_run_folder_ends_the_run_with_an_error(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
@@ -470,7 +472,7 @@ def test_a_run_folder_that_is_removed_is_said(
     assert f"step 10 was not saved: the run's folder {out} has been removed" in one_error(capfd)
 
 
-def test_training_goes_on_when_nobody_reads_what_it_says(flags: list[str], tmp_path: Path) -> None:
+def test_training_continues_without_a_reader_of_its_output(flags: list[str], tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -497,7 +499,9 @@ def damage(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_damaged_checkpoints(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_resume_skips_damaged_checkpoints_and_fails_if_all_are_damaged(
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "run"
     shutil.copytree(trained, copy)
     damage(copy / "step-12" / "rank-00000.safetensors")
@@ -532,7 +536,7 @@ def test_a_failed_save_warns_and_is_tried_again(
     assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-10", "step-12"]
 
 
-def test_a_full_disk_at_the_end_is_said(
+def test_a_full_disk_at_the_end_is_an_error(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tpfuse.train import durable
@@ -577,7 +581,7 @@ def test_metrics_survive_a_full_disk(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert capfd.readouterr().err.count("cannot write metrics of step 2: No space left on device") == 1
 
 
-def test_the_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_png_shows_both_losses_and_the_unigram_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
     draw_losses(tmp_path, None)
@@ -595,7 +599,7 @@ def test_the_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert axes.get_title() == f"Loss of {tmp_path}"
 
 
-def test_a_narrow_terminal_loses_what_matters_least() -> None:
+def test_a_narrow_terminal_omits_the_least_important_values() -> None:
     row = Row(40, 3.3073, 3.1, 1.6e-3, 1.13, 1000.0, 0.03, 2**29, 1.0)
     whole = "step 40/400  loss 3.3073  grad norm 1.13  lr 1.6e-03  val loss 3.1000  1.0k tokens/s  MFU 3%  GPU 512 MiB"
 
@@ -636,7 +640,7 @@ def test_a_terminal_keeps_the_evaluations_above_the_bar(tmp_path: Path, monkeypa
 def test_time_left_and_mfu_are_those_of_the_recent_steps(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a clock that gives a step 60 s and an evaluation an hour, after a probe that another process has stopped."""
+    """On this clock a step takes 60 s and an evaluation an hour, and another process has slowed down the probe."""
     monkeypatch.setattr(loop, "peak_flops", lambda *_: (1.0, "measured"))
     now = [0.0]
     monkeypatch.setattr(loop, "perf_counter", lambda: now[0])
@@ -660,7 +664,7 @@ def test_time_left_and_mfu_are_those_of_the_recent_steps(
 
 
 def test_the_mean_loss_is_that_of_the_steps_since_the_last_row(trained: Path, tmp_path: Path) -> None:
-    """Beside a run of the same steps that writes a row for each."""
+    """The expected means come from a run of the same steps that writes a row for each step."""
     every = ["--config", str(trained / "config.toml"), "--train.log-every", "1", "--out", str(tmp_path / "run")]
     assert run(["train", *every]) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]]
@@ -668,7 +672,7 @@ def test_the_mean_loss_is_that_of_the_steps_since_the_last_row(trained: Path, tm
     assert means == pytest.approx([sum(losses[start : start + 3]) / 3 for start in range(0, 12, 3)], rel=1e-12)
 
 
-def test_the_probe_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_the_peak_rate_takes_its_full_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "PROBE_SECONDS", 0.2)
     start = time.perf_counter()
     rate, source = hardware.peak_flops(torch.device("cpu"), torch.float32)
@@ -711,7 +715,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     assert "transformer.h.0." in error or "transformer.wte" in error
 
 
-def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([]) == 2
     assert run(["--help"]) == 0
     assert run(["trian"]) == 2
@@ -753,7 +757,7 @@ def test_help_and_mistakes_and_the_first_line_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacks(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
@@ -766,8 +770,10 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.processes
-def test_the_tab_key_completes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What bash would fill in, asked of the function that the script gives it."""
+def test_the_completion_script_completes_commands_and_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script's function is called in bash, as bash calls it for the tab key."""
     assert run(["--completion", "bash"]) == 0
     script = capfd.readouterr().out
     (name,) = re.findall(r"^complete -o default -F (\w+) tpfuse$", script, re.MULTILINE)
@@ -795,7 +801,7 @@ def test_help_fits_a_terminal(
     text = capsys.readouterr().out
     assert "None" not in text and "(default: )" not in text
     assert max(map(len, text.splitlines()[1:])) <= 80, "but for the usage, which tyro writes on one line"
-    if command == "train":  # a text that has two lines in the source
+    if command == "train":  # this text has two lines in the source
         assert "interpreted) or torch. (default: auto)" in " ".join(text.replace("│", "").split())
 
 
@@ -814,7 +820,7 @@ def test_help_texts_are_sentences() -> None:
     assert seen > 60
 
 
-def test_sample_bad_input(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_of_sample_is_one_line(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cases = {
         "expected the folder of a run": [],
         "holds no checkpoint": [str(tmp_path)],

@@ -54,7 +54,9 @@ def test_compiled_steps_have_the_same_losses(
     np.testing.assert_allclose(compiled, plain, rtol=1e-5 if autocast == "none" else 3e-3)
 
 
-def test_a_machine_without_a_compiler(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_without_a_compiler_is_an_error(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("/nowhere/g++",)}):
         assert run(["train", *flags, "--train.compile", "--out", str(tmp_path / "run")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
@@ -62,7 +64,7 @@ def test_a_machine_without_a_compiler(flags: list[str], tmp_path: Path, capfd: p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_that_cannot_be_compiled(
+def test_a_model_that_cannot_be_compiled_is_an_error(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:

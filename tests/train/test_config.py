@@ -1,4 +1,4 @@
-"""Where an option's value comes from, and what is said of one that nobody knows."""
+"""The sources of an option's value, and the errors for unknown options."""
 
 import tomllib
 from pathlib import Path
@@ -13,7 +13,7 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.options import TrainCommand
 
 
-def test_flags_win_over_file_over_preset_over_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_which_overrides_the_preset_and_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text('[model]\npreset = "gpt2-350m"\nn-layer = 3\n[optim]\nlr = 1\n[train]\nseed = 7\n')
     options = parse_train(["--config", str(file), "--train.seed", "8", "--model.no-bias"])
@@ -25,7 +25,7 @@ def test_flags_win_over_file_over_preset_over_defaults(tmp_path: Path) -> None:
     assert parse_train([]).model.preset == "tiny"
 
 
-def test_what_is_resolved_gives_the_same_run_again(tmp_path: Path) -> None:
+def test_resolved_options_give_the_same_run_again(tmp_path: Path) -> None:
     options = parse_train(["--model.n-embd", "64", "--data.path", "a/b.txt", "--optim.beta2", "0.5"])
     file = tmp_path / "config.toml"
     file.write_text(tomli_w.dumps(resolved(options)))
@@ -63,7 +63,7 @@ def test_every_preset_file_has_its_name() -> None:
         (["--resume", "--out", "absent"], "no run to resume in absent"),
     ],
 )
-def test_bad_flags(arguments: list[str], message: str) -> None:
+def test_bad_flags_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse_train(arguments)
     assert "\n" not in str(caught.value)
@@ -86,7 +86,7 @@ def test_bad_flags(arguments: list[str], message: str) -> None:
         ("[train", "expected TOML, found text that the parser rejects"),
     ],
 )
-def test_bad_files(tmp_path: Path, content: str, message: str) -> None:
+def test_bad_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "my.toml"
     file.write_text(content)
     with pytest.raises(UserError, match=message):
@@ -100,7 +100,7 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path: Path) -> None:
     assert (again.model.n_layer, again.train.steps, again.resume) == (2, 99, True)
 
 
-def test_prepare(tmp_path: Path) -> None:
+def test_prepare_takes_flags_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("[data]\ntokenizer = 'chars'\n")
     options = parse_prepare(["--out", str(tmp_path / "x"), "--config", str(file), "--data.path", "t.txt"])
@@ -119,7 +119,7 @@ def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:
     assert parse_train(["--config", str(file), "--optim.warmup", "3"]).optim.warmup == 3
 
 
-def test_the_switch_of_the_kernels_is_kept() -> None:
+def test_the_option_kernels_is_kept_in_the_configuration() -> None:
     options = parse_train(["--kernels", "torch"])
     assert resolved(options)["kernels"] == "torch"
     with pytest.raises(UserError, match="kernels"):

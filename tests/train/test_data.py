@@ -38,7 +38,7 @@ def open_token_file(path: Path) -> TokenFiles:
 
 
 def write_shard(path: Path, tokens: np.ndarray, magic: int = MAGIC) -> Path:
-    """As llm.c's scripts write them: no JSON."""
+    """Writes a token file as llm.c's scripts do, without a JSON file."""
     header = np.zeros(256, dtype="<i4")
     header[:3] = magic, 1, len(tokens)
     path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
@@ -58,7 +58,7 @@ def file_tokenizer() -> FileTokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer.of_text(TEXT)])
-def test_text_survives_tokens_and_json(tokenizer: ByteTokenizer | CharTokenizer) -> None:
+def test_text_is_the_same_after_encoding_and_after_json(tokenizer: ByteTokenizer | CharTokenizer) -> None:
     again = from_json(json.loads(json.dumps(tokenizer.as_json())))
     tokens = again.encode(TEXT)
     assert tokens.dtype == np.uint16
@@ -72,7 +72,7 @@ def test_chars_are_numbered_in_sorted_order() -> None:
         CharTokenizer.of_text("hello").encode("jazz".replace("j", "h").replace("a", "e"))
 
 
-def test_a_file_of_the_tokenizers_library(tmp_path: Path) -> None:
+def test_a_tokenizer_file_of_the_library_is_read(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(file_tokenizer().as_json()["json"])
     tokenizer = build_tokenizer(str(path), "")
@@ -137,8 +137,8 @@ def test_the_end_of_the_tokens_is_for_validation(tmp_path: Path) -> None:
     assert (train[:].tolist(), val[:].tolist()) == (tokens[:90].tolist(), tokens[90:].tolist())
 
 
-def test_shards_are_one_sequence(tmp_path: Path) -> None:
-    """Batches do not depend on where the tokens were cut; a shard may be empty, or shorter than a window."""
+def test_token_files_are_one_sequence(tmp_path: Path) -> None:
+    """Batches do not depend on where the tokens were split. A file may be empty, or shorter than a window."""
     tokens = np.random.default_rng(0).integers(0, 256, 600).astype(np.uint16)
     files = open_token_files(write_shards(tmp_path, tokens, [100, 100, 107, 400]), ByteTokenizer)
     assert files.counts == (100, 0, 7, 293, 200) and files.count == 600
@@ -153,13 +153,13 @@ def test_shards_are_one_sequence(tmp_path: Path) -> None:
 
 
 def test_batches_of_one_file_are_those_of_earlier_versions(tmp_path: Path) -> None:
-    """Runs that were begun then go on as they would have."""
+    """So runs that were begun with an earlier version continue unchanged."""
     file = write_token_file(tmp_path, (np.arange(1000) % 251).astype(np.uint16), ByteTokenizer(), "test")
     ids, _ = Windows(file.open(), 4, 1337, "train", 3).sequences(5, 0, 3, torch.device("cpu"))
     assert ids.tolist() == [[134, 135, 136, 137], [166, 167, 168, 169], [153, 154, 155, 156]]
 
 
-def test_files_that_paths_name(tmp_path: Path) -> None:
+def test_paths_name_files_folders_and_patterns(tmp_path: Path) -> None:
     shards = write_shards(tmp_path, np.arange(300), [100, 200])
     (tmp_path / ".hidden.bin").write_bytes(b"")
     pattern = tmp_path / "web_train_*.bin"
@@ -181,9 +181,7 @@ def test_files_that_paths_name(tmp_path: Path) -> None:
         token_paths(tmp_path)
 
 
-def test_shards_without_a_tokenizer_are_those_of_the_one_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_without_a_tokenizer_get_the_one_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpfuse.train.tokenizer._gpt2", file_tokenizer)
     write_shards(tmp_path, np.arange(300) % 3, [100, 200])
     for name in ("bytes", "chars"):
@@ -194,7 +192,7 @@ def test_shards_without_a_tokenizer_are_those_of_the_one_that_is_named(
     assert files.source == f"3 files, {tmp_path / 'web_train_000000.bin'} to web_train_000002.bin"
 
 
-def test_all_shards_have_a_tokenizer_or_none(tmp_path: Path) -> None:
+def test_either_all_files_or_none_name_a_tokenizer(tmp_path: Path) -> None:
     tokens = np.arange(9, dtype=np.uint16)
     write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "a")
     write_token_file(tmp_path, tokens, ByteTokenizer(), "test", "b")
@@ -208,8 +206,8 @@ def test_all_shards_have_a_tokenizer_or_none(tmp_path: Path) -> None:
         open_token_files(both, pytest.fail)
 
 
-def test_other_shards_have_another_digest(tmp_path: Path) -> None:
-    """Without reading every token: header, first, last and two blocks between."""
+def test_other_token_files_have_another_digest(tmp_path: Path) -> None:
+    """The digest reads the header, the first and last blocks and two between them, but not every token."""
     tokens = np.random.default_rng(1).integers(0, 256, 50_000).astype(np.uint16)
 
     def digest(tokens: np.ndarray, cuts: list[int]) -> str:
@@ -240,7 +238,9 @@ def test_a_file_without_a_header_says_what_to_do(tmp_path: Path) -> None:
         (lambda raw: raw[:HEADER_BYTES] + b"\xff" * 1000, "token 65535 at .* is outside the vocabulary of 256"),
     ],
 )
-def test_files_that_change_while_they_are_read(tmp_path: Path, change: Callable[[bytes], bytes], message: str) -> None:
+def test_files_that_change_while_they_are_read_are_found(
+    tmp_path: Path, change: Callable[[bytes], bytes], message: str
+) -> None:
     path = write_shard(tmp_path / "a.bin", np.arange(500) % 256)
     windows = Windows(open_token_file(path).open(), 128, 0, "train", 4)
     windows.sequences(0, 0, 4, torch.device("cpu"))
@@ -249,8 +249,8 @@ def test_files_that_change_while_they_are_read(tmp_path: Path, change: Callable[
         windows.sequences(0, 0, 4, torch.device("cpu"))
 
 
-def test_more_files_than_may_be_open_at_first(tmp_path: Path) -> None:
-    """1024 is the usual limit; a data set may have more files."""
+def test_the_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    """The usual limit is 1024 files, and a data set may have more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     paths = write_shards(tmp_path, np.arange(240), [2 * i for i in range(1, 120)])
     try:
@@ -260,7 +260,7 @@ def test_more_files_than_may_be_open_at_first(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_validation_of_its_own(tmp_path: Path) -> None:
+def test_validation_may_have_its_own_files(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("abc" * 10)
     (tmp_path / "val.txt").write_text("abd")
     train, val = read_data(DataOptions(tmp_path / "train.txt", tmp_path / "val.txt", "chars"))
@@ -326,8 +326,8 @@ def test_every_window_can_be_drawn() -> None:
     assert set(starts.tolist()) == {0, 1, 2, 3}, "the last window ends with the last token"
 
 
-def test_a_run_goes_on_with_the_tokens_that_it_has_kept(tmp_path: Path) -> None:
-    """Whatever has become of its text since."""
+def test_a_resumed_run_uses_the_tokens_in_its_folder(tmp_path: Path) -> None:
+    """It does so even if its text has changed or is missing."""
     run, text = tmp_path / "run", tmp_path / "text"
     kept = write_token_file(run / "data", np.zeros(9, np.uint16), ByteTokenizer(), "test").paths[0]
     (run / "config.toml").write_text(f"[data]\npath = '{text}'\n")
@@ -347,14 +347,14 @@ def test_a_run_goes_on_with_the_tokens_that_it_has_kept(tmp_path: Path) -> None:
     assert kept_tokens(run, DataOptions()) == (kept, None), "the default text"
 
 
-def test_unigram_loss() -> None:
+def test_unigram_loss_is_that_of_counted_tokens() -> None:
     train = np.array([0] * 6 + [1] * 2, dtype=np.uint16)
     expected = -0.5 * (np.log(7 / 11) + np.log(3 / 11))
     assert unigram_loss(train, np.array([0, 1], dtype=np.uint16), 3) == pytest.approx(expected)
 
 
 def test_unigram_loss_counts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """np.bincount makes int64 of what it is given: 80 GB of 10 billion tokens."""
+    """np.bincount converts its argument to int64, which would be 80 GB for 10 billion tokens."""
     tokens = np.random.default_rng(0).integers(0, 50, 400_000).astype(np.uint16)
     whole = unigram_loss(tokens, tokens[:1000], 50)
     monkeypatch.setattr(batches, "_CHUNK", 1000)

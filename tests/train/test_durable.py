@@ -13,7 +13,7 @@ from tpfuse.train.checkpoint import Shard
 from tpfuse.train.durable import DurableFile, make_folder, remove, sha256_of, sync_folder
 
 
-def test_writes_all_of_it_whatever_the_system_takes(tmp_path, monkeypatch):
+def test_all_bytes_are_written_if_the_system_takes_few_at_a_time(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:7]))
     with DurableFile(tmp_path / "a") as file:
@@ -25,7 +25,7 @@ def test_writes_all_of_it_whatever_the_system_takes(tmp_path, monkeypatch):
     assert file.size == 62 and file.sha256 == hashlib.sha256(content).hexdigest() == sha256_of(tmp_path / "a")
 
 
-def test_does_not_write_over_a_file(tmp_path):
+def test_an_existing_file_is_not_overwritten(tmp_path):
     (tmp_path / "a").write_text("mine")
     with pytest.raises(FileExistsError, match="/a'"):
         DurableFile(tmp_path / "a")
@@ -44,13 +44,13 @@ def test_errors_name_the_file(tmp_path, monkeypatch, call):
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
-def test_a_system_that_writes_nothing_is_an_error(tmp_path, monkeypatch):
+def test_a_write_of_no_bytes_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda *_: 0)
     with pytest.raises(OSError, match=r"wrote 0 bytes: '.*/a'"), DurableFile(tmp_path / "a") as file:
         file.write(b"x")
 
 
-def test_removes_links_and_not_what_they_point_to(tmp_path):
+def test_links_are_removed_and_their_targets_are_not(tmp_path):
     make_folder(tmp_path / "b" / "c")
     (tmp_path / "b" / "c" / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "b")
@@ -62,7 +62,7 @@ def test_removes_links_and_not_what_they_point_to(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(name, path, …) of every call that changes the disk, in order."""
+    """Records (name, path, …) of every call that changes the disk, in order."""
     record, paths = [], {}
 
     def recorded(name):
@@ -90,8 +90,8 @@ def calls(monkeypatch):
 
 
 def test_everything_is_synced_before_it_is_relied_upon(tmp_path, calls):
-    """fsync of every file after its last write, and of the staging folder after its last file, before the rename;
-    of the run's folder after the rename, before an older checkpoint goes."""
+    """Every file is synced after its last write, and the staging folder after its last file, before the rename. The
+    run's folder is synced after the rename, before an older checkpoint is deleted."""
     run = tmp_path.resolve() / "run"
     tensors = {name: [Shard((9, 9), ((0, 9), (0, 9)), torch.ones(9, 9), True)] for name in "abc"}
     for step in (1, 2):
@@ -108,7 +108,7 @@ def test_everything_is_synced_before_it_is_relied_upon(tmp_path, calls):
         assert last_file < calls.index(("fsync", staging)) < rename
         assert not [entry for entry in calls[rename + 1 :] if entry[0] in ("write", "create")]
         assert calls[rename + 1] == ("fsync", run)
-    # The order of the removal: away from its name, durably, and only then file by file.
+    # A checkpoint is first renamed, which is made durable, and only then removed file by file.
     deleting = run / ".deleting-step-1"
     assert calls[rename + 2 : rename + 4] == [("rename", run / "step-1", deleting), ("fsync", run)]
     assert {entry[1] for entry in calls[rename + 4 :]} == {deleting, *(deleting / file.name for file in files)}

@@ -1,4 +1,4 @@
-"""`tpfuse evaluate`: every token is predicted once, and the line says of what."""
+"""`tpfuse evaluate` predicts every token once and names the text."""
 
 import math
 import re
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("count", [2, 8, 9, 10, 24, 25, 60])
 def test_every_token_is_predicted_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows of 8 tokens, 3 of them in a forward pass."""
+    """A forward pass has 3 windows of 8 tokens."""
     monkeypatch.setattr(evaluate, "_TOKENS", 24)
     model = GPT(GPTConfig(61, 8, 16, 2, 4), dtype=torch.float64)
     initialize(model, 1)
@@ -59,7 +59,9 @@ def result(capfd: pytest.CaptureFixture[str], *arguments: str) -> re.Match[str]:
     return found
 
 
-def test_the_validation_tokens_of_a_run(trained: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_validation_tokens_of_a_run_are_evaluated(
+    trained: Path, text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = result(capfd, str(trained))
     validation = int(len(text.read_text()) * 0.1)
     assert (found[4], found[5]) == (str(validation - 1), f"the end of {text}")

@@ -1,4 +1,4 @@
-"""Runs as a person starts them: in processes of their own, with ranks that can be stopped and killed."""
+"""Runs in processes of their own, as users start them, with ranks that can be stopped and killed."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ENDLESS = ["--train.steps", "1000000", "--train.log-every", "1", "--train.eval-e
 
 
 class Started:
-    """A command under way. Every process that it starts carries its mark in the environment."""
+    """A running command. Every process that it starts has the command's mark in its environment."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.mark = f"TPFUSE_TEST={uuid.uuid4()}"
@@ -37,11 +37,11 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            process_group=0,  # not a session: the scheduler shares processors among sessions, not processes
+            process_group=0,  # no new session: the scheduler divides processors among sessions
         )
 
     def wait_for(self, word: str) -> None:
-        """Reads stdout until a line with `word` comes."""
+        """Reads stdout until a line contains `word`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if word in line:
@@ -53,7 +53,7 @@ class Started:
         return self.process.returncode, out, err
 
     def left(self) -> list[int]:
-        """Processes with the mark that are still there."""
+        """Returns the processes with the mark that still run."""
         found = []
         for folder in Path("/proc").iterdir():
             try:
@@ -64,7 +64,7 @@ class Started:
         return found
 
     def ranks(self) -> list[int]:
-        """The processes that compute, which are those that torch has given several threads."""
+        """Returns the processes that compute, which are those with several threads of torch."""
         return [
             pid
             for pid in self.left()
@@ -95,7 +95,7 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.processes
-def test_ranks_of_its_own_and_of_torchrun_train_alike(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_ranks_of_tpfuse_and_of_torchrun_train_alike(start: Callable[..., Started], tmp_path: Path) -> None:
     double = ("--train.dtype", "float64", "--model.dropout", "0.1")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
     commands = {
@@ -130,13 +130,13 @@ def test_context_parallel_ranks_of_torchrun_train_as_one_rank(
 
 
 def _decisions(step: Path) -> dict[str, str]:
-    """What a checkpoint says is taken for each case."""
+    """Returns the implementation of each case in a checkpoint."""
     cases = json.loads((step / "manifest.json").read_text())["state"]["decisions"]["cases"]
     return {case: decision["taken"] for case, decision in cases.items()}
 
 
 @pytest.mark.processes
-def test_a_run_that_goes_on_takes_what_it_measured_in_its_first_step(
+def test_a_resumed_run_uses_the_measurements_of_its_first_step(
     start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_takes_what_it_measured_in_its_first_step(
 @pytest.mark.parametrize(
     ("number", "to_all"), [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.processes)]
 )
-def test_stop_saves_and_can_be_resumed(
+def test_a_stopped_run_saves_and_can_be_resumed(
     start: Callable[..., Started], tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     run = tmp_path / "run"
@@ -191,7 +191,7 @@ def test_stop_saves_and_can_be_resumed(
 
 
 @pytest.mark.processes
-def test_stop_during_the_start(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_signal_during_the_start_stops_the_run(start: Callable[..., Started], tmp_path: Path) -> None:
     command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
     wait_until(command.ranks, "a rank has started", 120.0)
     command.process.send_signal(signal.SIGTERM)
@@ -210,7 +210,7 @@ def test_ctrl_c_before_training_is_one_line(start: Callable[..., Started], tmp_p
 
 
 @pytest.mark.processes
-def test_one_rank_of_torchrun_stops_all(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(start: Callable[..., Started], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
     command = start(*ENDLESS, "--out", str(tmp_path / "run"), program=torchrun)
     command.wait_for("step 3/")
@@ -234,7 +234,7 @@ def test_a_killed_rank_ends_the_run(start: Callable[..., Started], tmp_path: Pat
 
 @pytest.mark.processes
 def test_a_token_file_that_gets_shorter_ends_all_ranks(start: Callable[..., Started], tmp_path: Path) -> None:
-    """With a line that names the file, and not by SIGBUS as in a process that has mapped it."""
+    """The error names the file. SIGBUS, which would kill a process that has mapped the file, does not occur."""
     command = start(*ENDLESS, "--parallel.dp", "2", "--out", str(tmp_path / "run"))
     command.wait_for("step 3/")
     os.truncate(tmp_path / "run" / "data" / "tokens.bin", 1024)
@@ -265,10 +265,8 @@ def test_a_rank_that_hangs_is_named(start: Callable[..., Started], tmp_path: Pat
 
 
 @pytest.mark.processes
-def test_a_run_that_was_stopped_for_longer_than_the_deadline_goes_on(
-    start: Callable[..., Started], tmp_path: Path
-) -> None:
-    """Ctrl-Z, and `fg` a while later."""
+def test_a_run_suspended_for_longer_than_the_deadline_continues(start: Callable[..., Started], tmp_path: Path) -> None:
+    """The signals are those of Ctrl-Z, and of `fg` a while later."""
     timeout, run = patient(3.0), tmp_path / "run"
     command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", f"{timeout:.1f}", "--out", str(run))
     command.wait_for("step 3/")
@@ -300,7 +298,7 @@ def test_a_killed_parent_leaves_no_rank(
     assert not list(temporary.glob("tpfuse*")), "no file to meet through is left behind"
 
 
-# A program that starts ranks whose imports take for ever (rank 0 of two, unless all is given), or that do not end.
+# This program starts ranks whose imports never end (those of rank 0 of two, or of all ranks), or that do not end.
 RANKS = """
 import sys, time
 from tpfuse.train import launch
@@ -323,7 +321,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_ranks_that_still_import_end_with_their_parent(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_ranks_that_are_still_importing_end_with_their_parent(start: Callable[..., Started], tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     command = start(program=(str(tmp_path / "ranks.py"), "import"))
     wait_until(lambda: len(command.ranks()) == 2, "the parent has started both")
@@ -357,7 +355,7 @@ def test_a_rank_that_does_not_start_is_named(start: Callable[..., Started], tmp_
 
 @dataclass
 class _Ended:
-    """A rank's process as `_reason` sees it."""
+    """The part of a rank's process that `_reason` reads."""
 
     exitcode: int
     pid: int = 7
@@ -367,7 +365,7 @@ def _ranks(*errors: RunError | None) -> list[launch._Rank]:
     return [launch._Rank(n, _Ended(-9 if e is None else 1), None, e) for n, e in enumerate(errors)]  # type: ignore[arg-type]
 
 
-def test_the_rank_that_knows_best_speaks_for_all() -> None:
+def test_the_most_informative_error_of_a_rank_is_reported() -> None:
     def reason(*errors: RunError | None, killed: int | None = None) -> str:
         ranks = _ranks(*errors)
         silent = [rank for rank in ranks if rank.error is None]
@@ -383,7 +381,7 @@ def test_the_rank_that_knows_best_speaks_for_all() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing", "speaks"), [(0, (), True), (1, (), False), (1, (0,), True)])
-def test_under_torchrun_the_first_rank_that_is_there_speaks(
+def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rank: int,
@@ -413,7 +411,7 @@ def test_a_second_signal_ends_the_ranks_at_once(start: Callable[..., Started], t
 
 
 @pytest.mark.processes
-def test_shared_memory_that_is_refused_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_failed_allocation_of_shared_memory_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
     limited = f"{limit}; from tpfuse.__main__ import main; main()"
     command = start("--parallel.tp", "2", "--out", str(tmp_path / "run"), program=("-c", limited, "train"))
@@ -436,7 +434,7 @@ def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Callable[..., Starte
 
 
 @pytest.mark.processes
-def test_bad_input_under_torchrun_is_said_once(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_bad_input_under_torchrun_is_reported_once(start: Callable[..., Started], tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
     command = start("--parallel.tp", "4", "--out", str(tmp_path / "run"), program=torchrun)
     status, _, err = command.end()

@@ -1,4 +1,4 @@
-"""`tpfuse memory`: what it prints, that it counts the shapes that ranks really have, and what it refuses."""
+"""`tpfuse memory` prints a table, counts the shapes that real ranks have, and refuses bad input."""
 
 import inspect
 from pathlib import Path
@@ -26,12 +26,12 @@ SMALL = 20_000  # bytes of gradients of a bucket, so that there are several, and
 
 
 def _table(text: str) -> dict[str, list[int]]:
-    """Bytes by kind, stage by stage."""
+    """Returns the bytes in the table by kind, one number for each stage."""
     rows = [line.split() for line in text.splitlines()]
     return {row[0]: [int(x.replace(",", "")) for x in row[3::3]] for row in rows if len(row) > 3 and row[2] == "GiB"}
 
 
-def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
@@ -41,7 +41,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(table) == [
         "parameters", "gradients", "master", "moments", "buffers", "activations", "total", "padding"
     ]  # fmt: skip
-    n = 124_439_808  # one rank has no padding but what eight equal shards of 16 want
+    n = 124_439_808  # one rank has only the padding that eight equal shards of 16 need
     assert 2 * n <= table["parameters"][0] == table["parameters"][1] == table["parameters"][2] <= 2 * n + 2**16
     assert table["moments"][1] * 8 == table["moments"][0] == 2 * table["master"][0] == 4 * table["parameters"][0]
     assert len(set(table["activations"])) == 1
@@ -49,7 +49,7 @@ def test_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(column[:6]) == column[6]
 
 
-def test_a_note_says_that_micro_batches_are_accumulated_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_note_says_that_micro_batches_accumulate_whole_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
     alone = capsys.readouterr().out
     assert "Gradients:" not in alone
@@ -62,7 +62,7 @@ def test_a_note_says_that_micro_batches_are_accumulated_whole(capsys: pytest.Cap
     assert "Gradients:" not in capsys.readouterr().out
 
 
-def test_less_is_held_where_more_is_computed_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputing_more_holds_less(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for recompute in ("none", "selective", "full"):
         assert run(["memory", "tiny", "--stage", "1", "--recompute", recompute]) == 0
@@ -72,7 +72,7 @@ def test_less_is_held_where_more_is_computed_again(capsys: pytest.CaptureFixture
     assert found[0] > found[1] > found[2]
 
 
-def test_a_file_and_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gives_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
     assert run(["memory", str(file), "--ranks", "16"]) == 0
@@ -83,7 +83,9 @@ def test_a_file_and_its_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not dist.is_initialized()
 
 
-def test_what_the_configuration_says_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_options_of_zero_are_taken_from_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, tables = tmp_path / "run.toml", []
     for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):
         file.write_text(f'[train]\ndtype = "bfloat16"\n[zero]\n{zero}\n')
@@ -105,7 +107,7 @@ def test_what_the_configuration_says_of_zero(tmp_path: Path, capsys: pytest.Capt
 
 
 def _real(tp: int, dp: int) -> MemoryAccount:
-    """Of the buckets that ranks make."""
+    """Returns the bytes of the buckets that real ranks make."""
     mesh = mesh_of(dp, tp)
     model = GPT(GPTConfig(61, 16, 48, 3, 4), device_mesh=mesh["tp"], device="cpu")
     buckets = GradientBuckets(
@@ -170,7 +172,9 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytes
     assert not printed.out
 
 
-def test_a_vocabulary_that_the_text_decides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\ntokenizer = "chars"\n')
     assert run(["memory", str(file)]) == 2

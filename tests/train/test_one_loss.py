@@ -1,5 +1,5 @@
-"""From one seed, every layout trains to the same losses and the same weights; so do torch's kernels and Triton's, and
-ranks however they communicate, in tensor-parallel products and in attention over context-parallel ones."""
+"""From one seed, every layout trains to the same losses and weights. So do torch's kernels and Triton's, and all
+implementations of communication, in tensor-parallel products and in attention over context-parallel ranks."""
 
 import functools
 from dataclasses import replace
@@ -22,8 +22,8 @@ from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, Tr
 from tpfuse.train.setup import ulysses_ranks
 from tpfuse.train.trainer import Trainer
 
-# 61 tokens: no tp divides the vocabulary; 36 sequences: dp 1, 2, 3 with 1, 2, 3 micro-batches; 7 positions: the
-# tokens of a micro-batch are not always a multiple of tp, and no cp divides a sequence.
+# No tp divides the vocabulary of 61 tokens. 36 sequences suit dp 1, 2, 3 with 1, 2, 3 micro-batches. With 7 positions,
+# the tokens of a micro-batch are not always a multiple of tp, and no cp divides a sequence.
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
 STEPS, BATCH = 20, 36
 
@@ -41,7 +41,7 @@ def options_for(
 
 
 def trainer_for(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trainer, Windows]:
-    """A trainer in the group that all running ranks form, and batches of a sequence that can be learned."""
+    """Returns a trainer in the group of all running ranks, and batches of a sequence that can be learned."""
     mesh = None
     if dist.get_world_size() > 1:
         parallel = options.parallel
@@ -97,7 +97,9 @@ def test_every_implementation_gives_the_same_losses_and_weights(tp: int, name: I
 @pytest.mark.parametrize(
     ("tp", "dp", "cp", "accumulation"), [(2, 1, 2, 3), *exhaustive((1, 1, 2, 1), (1, 1, 4, 3), (1, 2, 2, 2))]
 )
-def test_every_context_parallel_layout_gives_the_same(tp: int, dp: int, cp: int, accumulation: int) -> None:
+def test_every_context_parallel_layout_gives_the_same_losses_and_weights(
+    tp: int, dp: int, cp: int, accumulation: int
+) -> None:
     check_layout(tp, dp, accumulation, "auto", ParallelOptions(cp=cp))
 
 
@@ -110,14 +112,14 @@ def test_every_context_parallel_layout_gives_the_same(tp: int, dp: int, cp: int,
         *exhaustive(("ulysses", "direct"), ("ulysses", "collective"), ("ulysses_ring", "direct")),
     ],
 )
-def test_every_schedule_gives_the_same(schedule: Schedule, name: Implementation) -> None:
+def test_every_schedule_gives_the_same_losses_and_weights(schedule: Schedule, name: Implementation) -> None:
     check_layout(1, 1, 2, name, ParallelOptions(cp=4, cp_schedule=schedule))
 
 
 @pytest.mark.parametrize(
     ("schedule", "balance"), exhaustive(("ring", "contiguous"), ("ulysses", "striped"), ("ulysses_ring", "striped"))
 )
-def test_every_balance_gives_the_same(schedule: Schedule, balance: Balance) -> None:
+def test_every_balance_gives_the_same_losses_and_weights(schedule: Schedule, balance: Balance) -> None:
     check_layout(1, 1, 2, "auto", ParallelOptions(cp=4, cp_schedule=schedule, cp_balance=balance))
 
 
@@ -174,7 +176,7 @@ def test_runs_are_bitwise_reproducible_and_learn_in_every_dtype(tp: int, dtype: 
 
 
 class ProductDtypes(TorchDispatchMode):
-    """The dtypes of the first operands of all matrix products, attention's among them."""
+    """Records the dtypes of the first operands of all matrix products, including those of attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +189,7 @@ class ProductDtypes(TorchDispatchMode):
 
 
 def trained_in(tp: int, stage: int, train: dict[str, str]) -> tuple[list[float], set[torch.dtype], set[torch.dtype]]:
-    """Losses; the dtypes of products in steps and in an evaluation; and those of what a checkpoint holds."""
+    """Returns losses, the dtypes of products in steps and in an evaluation, and the dtypes in a checkpoint."""
     options = options_for(tp, dist.get_world_size() // tp, 1, **train)
     trainer, windows = trainer_for(replace(options, zero=ZeroOptions(stage=stage)))
     with ProductDtypes() as products:
@@ -204,8 +206,8 @@ def trained_in(tp: int, stage: int, train: dict[str, str]) -> tuple[list[float],
         *exhaustive((1, 1, 0, "float16"), (2, 1, 2, "bfloat16"), (2, 1, 3, "bfloat16"), (4, 2, 3, "float16")),
     ],
 )
-def test_autocast_computes_in_the_half_type_and_keeps_the_rest(world: int, tp: int, stage: int, half: str) -> None:
-    """A loss of about 4 nats that bfloat16 computes is off by its rounding, 2^-8 of it, at the most."""
+def test_autocast_computes_products_in_16_bits_and_keeps_the_rest(world: int, tp: int, stage: int, half: str) -> None:
+    """The error of a loss of about 4 nats in bfloat16 is at most its rounding, 2^-8 of it."""
     plain, in_plain, _ = pool(world).run(trained_in, tp, stage, {"dtype": "float32"})[0]
     losses, in_products, kept = pool(world).run(trained_in, tp, stage, {"dtype": "float32", "autocast": half})[0]
     assert in_plain == {torch.float32} and in_products == {getattr(torch, half)}
@@ -224,7 +226,7 @@ def trained_by(
     steps: int = 10,
     products: Implementation = "auto",
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Losses and weights after some steps of 63 tokens, which tp does not divide."""
+    """Returns the losses and weights after some steps of 63 tokens, which tp does not divide."""
     config = GPTConfig(vocab_size=61, n_positions=7, n_embd=64, n_layer=layers, n_head=4, dropout=dropout)
     options = options_for(tp, 1, 1, dtype=dtype)
     small = replace(options, train=replace(options.train, batch=9, micro_batch=9))
@@ -235,8 +237,11 @@ def trained_by(
 
 
 def distance(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    """Between all weights but the biases of the keys: softmax makes their gradients 0, and AdamW what rounding leaves
-    of them as large as any other, so that they only tell how the errors fell."""
+    """Returns the distance between all weights except the biases of the keys.
+
+    Softmax makes the gradients of these biases 0, and AdamW scales the rounding errors that remain to the size of any
+    other update, so that these biases show nothing but rounding errors.
+    """
     differences = {name: found[name].double() - truth[name] for name in truth}
     for name, difference in differences.items():
         if name.endswith("c_attn.bias"):
@@ -258,7 +263,7 @@ def test_triton_kernels_train_as_torchs_do(tp: int, dtype: str, dropout: float, 
 
 @pytest.mark.parametrize(("tp", "steps", "layers"), exhaustive((2, 3, 2), (4, 3, 1)))
 def test_fused_products_train_as_torchs_do(tp: int, steps: int, layers: int) -> None:
-    """They alone are interpreted here, among torch's operators."""
+    """Here only these kernels are interpreted, and torch's operators compute the rest."""
     found = pool(tp).run(trained_by, "torch", tp, "float32", 0.0, layers, steps, "fused")
     check_noise(found[0], "float32", 0.0, layers, steps)
 
@@ -266,7 +271,7 @@ def test_fused_products_train_as_torchs_do(tp: int, steps: int, layers: int) -> 
 def check_noise(
     found: tuple[torch.Tensor, dict[str, torch.Tensor]], dtype: str, dropout: float, layers: int, steps: int
 ) -> None:
-    """Raises AssertionError where training is farther from float64's than torch's in this dtype twice over."""
+    """Raises AssertionError if training is more than twice as far from float64's as torch's in this dtype."""
     truth, weights = pool(1).run(trained_by, "torch", 1, "float64", dropout, layers, steps)[0]
     plain, plain_weights = pool(1).run(trained_by, "torch", 1, dtype, dropout, layers, steps)[0]
     losses, own_weights = found

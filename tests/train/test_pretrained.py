@@ -1,4 +1,4 @@
-"""Weights that a run starts from, and weights that leave it: `--init-from` and `tpfuse export`."""
+"""`--init-from` starts a run from given weights, and `tpfuse export` writes the weights of a run."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ TRAINING = (
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """A tokenizer file of the words of the text, with a token that ends a text."""
+    """Writes a tokenizer file whose tokens are the words of the text and a token that ends a text."""
     vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", *sorted(set(text.read_text().split()))])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -58,13 +58,13 @@ def _trained(folder: Path, text: Path, *flags: str) -> Path:
 
 @pytest.fixture(scope="module")
 def chars(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """A finished run on the characters of the text."""
+    """Makes a finished run on the characters of the text."""
     return _trained(tmp_path_factory.mktemp("chars") / "run", text, "--data.tokenizer", "chars")
 
 
 @pytest.fixture(scope="module")
 def worded(tmp_path_factory: pytest.TempPathFactory, text: Path, words: Path) -> Path:
-    """A finished run on its words."""
+    """Makes a finished run on the words of the text."""
     return _trained(tmp_path_factory.mktemp("worded") / "run", text, "--data.tokenizer", str(words))
 
 
@@ -78,7 +78,7 @@ def one_error(capfd: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_a_run_starts_where_another_one_ended(chars: Path, text: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_weights_of_another_run(chars: Path, text: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "run"
     shutil.copytree(chars, source)
     flags = [*TRAINING, "--data.path", str(text), "--model.dropout", "0.1", "--out", str(out)]
@@ -98,9 +98,7 @@ def test_a_run_starts_where_another_one_ended(chars: Path, text: Path, tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_ended_before_its_first_checkpoint_starts_from_the_source_again(
-    chars: Path, text: Path, tmp_path: Path
-) -> None:
+def test_resuming_without_a_checkpoint_starts_from_the_source_again(chars: Path, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     flags = [*TRAINING, "--train.dtype", "bfloat16", "--data.path", str(text), "--out", str(out)]
     assert run(["train", "--init-from", str(chars), *flags]) == 0
@@ -112,8 +110,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_from_the_source_aga
     assert _val_losses(out) == first
 
 
-def test_other_text_in_the_tokens_of_the_run(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """And a context that is cut, as nanoGPT's crop_block_size does."""
+def test_a_run_on_other_text_keeps_the_tokenizer_of_its_source(
+    chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The context is cut too, as nanoGPT's crop_block_size does."""
     other = tmp_path / "other.txt"
     other.write_text("a cat was at the door " * 40)
     train = ["train", *TRAINING, "--init-from", str(chars), "--data.path", str(other), "--model.n-positions", "8"]
@@ -134,7 +134,7 @@ def test_other_text_in_the_tokens_of_the_run(chars: Path, tmp_path: Path, capfd:
     assert not (tmp_path / "chosen").exists()
 
 
-def test_sources_that_do_not_fit_are_one_line(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_sources_are_one_line(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     save_pretrained(_model(), tmp_path / "small")
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickle").mkdir()
@@ -175,7 +175,7 @@ def _windows(length: int, batch: int) -> Windows:
 
 
 def _taken(folder: Path, tp: int, cp: int, stage: int, dtype: str, length: int) -> tuple[float, dict[str, Tensor]]:
-    """(loss, whole parameters) of a trainer that has taken the weights in the folder, and forgotten its own before."""
+    """Returns (loss, whole parameters) of a trainer that has loaded the weights in the folder over NaNs."""
     dp = dist.get_world_size() // (tp * cp)
     options = TrainCommand(
         train=TrainOptions(batch=4 * dp, dtype=dtype),  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def _expected(folder: Path, length: int, batch: int) -> float:
         *exhaustive((4, 2, 1, 3, "float32", 16), (4, 2, 2, 2, "float32", 8), (3, 1, 1, 3, "float32", 16)),
     ],
 )
-def test_every_layout_takes_a_hugging_face_folder(
+def test_every_layout_loads_a_hugging_face_folder(
     tmp_path: Path, world: int, tp: int, cp: int, stage: int, dtype: str, length: int
 ) -> None:
     save_pretrained(_model(), tmp_path)
@@ -220,7 +220,7 @@ def test_every_layout_takes_a_hugging_face_folder(
             assert torch.equal(weights[name], weight.to(weights[name].dtype)), name
 
 
-def test_masters_are_the_numbers_of_the_file_and_not_what_a_half_type_leaves_of_them(tmp_path: Path) -> None:
+def test_masters_have_the_precision_of_the_file(tmp_path: Path) -> None:
     save_pretrained(_model(), tmp_path)
     options = TrainCommand(train=TrainOptions(batch=4, dtype="bfloat16"), parallel=ParallelOptions(dp=1))
     trainer = Trainer(options, CONFIG, None, torch.device("cpu"))
@@ -230,7 +230,9 @@ def test_masters_are_the_numbers_of_the_file_and_not_what_a_half_type_leaves_of_
     assert torch.equal(shard.tensor, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"])
 
 
-def test_export_and_back(worded: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_can_be_loaded_again(
+    worded: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     folder, out = tmp_path / "exported", tmp_path / "run"
@@ -253,7 +255,7 @@ def test_export_and_back(worded: Path, text: Path, tmp_path: Path, capfd: pytest
     assert "exists and is not empty: choose a new folder" in one_error(capfd)
 
 
-def test_export_says_which_tokenizer_it_cannot_write(
+def test_export_names_the_tokenizer_that_it_cannot_write(
     chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
@@ -266,7 +268,7 @@ def test_export_says_which_tokenizer_it_cannot_write(
     assert not (tmp_path / "x").exists()
 
 
-def test_samples_end_where_the_text_does(
+def test_samples_end_at_the_token_that_ends_a_text(
     worded: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = load_run(worded, torch.device("cpu"))

@@ -41,7 +41,7 @@ def fresh(tp: int, dp: int, dtype: str, cp: int) -> tuple[Trainer, Windows]:
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights and moments, whole."""
+    """Returns the whole weights and moments."""
     state = {}
     for name, p in trainer.model.named_parameters():
         state[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
@@ -49,7 +49,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def saved_run(folder: str, tp: int, dp: int, dtype: str, cp: int = 1) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Six steps, a checkpoint, six more."""
+    """Trains six steps, saves a checkpoint and trains six more steps."""
     trainer, windows = fresh(tp, dp, dtype, cp)
     losses = [trainer.train_step(windows, lambda: False).loss for _ in range(6)]
     saved = save(
@@ -63,7 +63,7 @@ def saved_run(folder: str, tp: int, dp: int, dtype: str, cp: int = 1) -> tuple[l
 def resumed_run(
     folder: str, tp: int, dp: int, dtype: str, cp: int = 1
 ) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """The last six steps from the checkpoint. The seed's initial weights are destroyed first."""
+    """Trains the last six steps from the checkpoint. The seed's initial weights are destroyed first."""
     trainer, windows = fresh(tp, dp, dtype, cp)
     for parameter in trainer.model.parameters():
         local_tensor(parameter).fill_(float("nan"))
@@ -97,7 +97,9 @@ def test_resuming_in_the_same_layout_is_bit_exact(tmp_path: Path, tp: int, dp: i
     ("saved_at", "resumed_at"),
     [((2, 1), (1, 2)), *exhaustive(((1, 2), (2, 1)), ((2, 2), (1, 1)), ((1, 1), (4, 1)))],
 )
-def test_resuming_in_another_layout(tmp_path: Path, saved_at: tuple[int, int], resumed_at: tuple[int, int]) -> None:
+def test_resuming_in_another_layout_gives_the_same_losses(
+    tmp_path: Path, saved_at: tuple[int, int], resumed_at: tuple[int, int]
+) -> None:
     losses, weights = pool(saved_at[0] * saved_at[1]).run(saved_run, str(tmp_path), *saved_at, "float64")[0]
     for found, found_weights, _ in pool(resumed_at[0] * resumed_at[1]).run(
         resumed_run, str(tmp_path), *resumed_at, "float64"
@@ -108,7 +110,9 @@ def test_resuming_in_another_layout(tmp_path: Path, saved_at: tuple[int, int], r
 
 
 @pytest.mark.parametrize("layouts", [((1, 3),), *exhaustive((((1, 1), (2, 1), (1, 3)),))])
-def test_resuming_with_and_without_context_parallel_ranks(tmp_path: Path, layouts: tuple[tuple[int, int], ...]) -> None:
+def test_resuming_with_another_number_of_context_parallel_ranks(
+    tmp_path: Path, layouts: tuple[tuple[int, int], ...]
+) -> None:
     losses, weights = pool(4).run(saved_run, str(tmp_path), 2, 1, "float64", 2)[0]
     for dp, cp in layouts:
         found, found_weights, _ = pool(dp * cp).run(resumed_run, str(tmp_path), 1, dp, "float64", cp)[0]

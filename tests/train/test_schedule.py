@@ -8,14 +8,14 @@ from tpfuse.train.errors import UserError
 from tpfuse.train.options import OptimOptions
 from tpfuse.train.schedule import learning_rate, steps_of
 
-TOKENS = 2048  # of a step
+TOKENS = 2048  # tokens of a step
 
 
 def rates(options: OptimOptions, steps: int) -> list[float]:
     return [learning_rate(options, step, steps, TOKENS) for step in range(steps + 1)]
 
 
-def test_schedule() -> None:
+def test_the_cosine_schedule() -> None:
     options = OptimOptions(lr=1.0, min_lr=0.1, warmup=10, decay_steps=110)
     found = rates(options, 200)
     assert found[0] == pytest.approx(1 / 11)
@@ -28,7 +28,7 @@ def test_schedule() -> None:
 
 
 def test_the_default_schedule_is_the_first_one_to_the_bit() -> None:
-    """As it was when cosine was the only one: a run that goes on takes the same steps."""
+    """The rates are those of the time when cosine was the only schedule, so that resumed runs are unchanged."""
     options = OptimOptions(lr=2e-3, min_lr=2e-4, warmup=50)
     for step, rate in enumerate(rates(options, 900)):
         expected = options.lr * (step + 1) / 51
@@ -37,7 +37,7 @@ def test_the_default_schedule_is_the_first_one_to_the_bit() -> None:
         assert rate == (2e-4 if step == 900 else expected)
 
 
-def test_other_schedules() -> None:
+def test_the_linear_constant_and_wsd_schedules() -> None:
     options = OptimOptions(lr=1.0, min_lr=0.1, warmup=10)
     found = {name: rates(replace(options, schedule=name), 110) for name in ("cosine", "linear", "constant", "wsd")}
     for name in found:
@@ -49,7 +49,7 @@ def test_other_schedules() -> None:
     assert wsd[99:] == pytest.approx([1.0 - 0.9 * step / 11 for step in range(12)])
 
 
-def test_the_decay_of_wsd() -> None:
+def test_wsd_decays_at_the_end() -> None:
     options = OptimOptions(schedule="wsd", lr=1.0, min_lr=0.0, warmup=10, decay=20, decay_steps=60)
     assert rates(options, 100)[39:62] == pytest.approx([1.0, *(1 - step / 20 for step in range(21)), 0.0])
     long = rates(replace(options, decay=1000), 100)
@@ -58,7 +58,7 @@ def test_the_decay_of_wsd() -> None:
     )
 
 
-def test_lengths_in_tokens() -> None:
+def test_lengths_in_tokens_are_converted_to_steps() -> None:
     in_steps = OptimOptions(schedule="wsd", warmup=10, decay=20, decay_steps=60)
     in_tokens = replace(in_steps, warmup="20480tokens", decay="4.0e4 tokens", decay_steps="122880tokens")
     assert rates(in_tokens, 100) == rates(in_steps, 100)

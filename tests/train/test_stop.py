@@ -16,8 +16,8 @@ def test_two_signals_at_once_are_one_request() -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         for number in STOP_SIGNALS:
-            signal.pthread_kill(threading.get_ident(), number)  # another thread would take it at once
-        stop = StopRequest(insistent=False)  # which lets both through
+            signal.pthread_kill(threading.get_ident(), number)  # another thread would receive it at once
+        stop = StopRequest(insistent=False)  # this unblocks both signals
         assert stop()
     finally:
         for number, handler in handlers.items():

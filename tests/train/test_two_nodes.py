@@ -1,4 +1,4 @@
-"""`tpfuse train` by torchrun on two nodes of two ranks each: network namespaces of this machine."""
+"""torchrun starts `tpfuse train` on two nodes of two ranks each, which are network namespaces of this machine."""
 
 import contextlib
 import functools
@@ -70,7 +70,7 @@ def test_a_run_with_powersgd_resumes_to_the_bit(flags: list[str], tmp_path: Path
     assert "step-12 has no remainders of PowerSGD for this layout: they start at zero" in said
 
 
-def test_nothing_is_left_of_a_run_whose_time_is_up(flags: list[str], tmp_path: Path) -> None:
+def test_a_run_whose_time_is_up_leaves_no_process(flags: list[str], tmp_path: Path) -> None:
     mark = str(tmp_path / uuid.uuid4().hex)
     with pytest.raises(subprocess.TimeoutExpired):
         torchrun_on_nodes(["tpfuse", "train", *flags, "--train.steps", "100000", "--out", mark], timeout=4.0)

@@ -1,4 +1,4 @@
-"""Files that somebody else has changed: each reader says in one line what is wrong, and none waits, fills or trusts."""
+"""Each reader of a changed file reports in one line what is wrong, without waiting, filling memory or trusting it."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_only_regular_files_of_a_plausible_size_are_read(tmp_path: Path, make: M
 
 
 @pytest.mark.parametrize(("data", "message"), BROKEN, ids=["utf8", "deep", "digits", "cut"])
-def test_what_parsers_refuse_is_one_short_line(tmp_path: Path, data: bytes, message: str) -> None:
+def test_text_that_parsers_reject_is_one_short_line(tmp_path: Path, data: bytes, message: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(data)
     with pytest.raises(Unreadable, match=message) as caught:
@@ -87,12 +87,12 @@ def test_what_parsers_refuse_is_one_short_line(tmp_path: Path, data: bytes, mess
         ("x" * 5000, int, r"… \(5002 characters\): expected int"),
     ],
 )
-def test_a_schema_names_the_place(value: object, schema: Any, message: str) -> None:
+def test_a_schema_names_the_place_of_an_error(value: object, schema: Any, message: str) -> None:
     with pytest.raises(Unreadable, match=message):
         check(value, schema)
 
 
-def test_what_has_the_schema_is_read(tmp_path: Path) -> None:
+def test_values_that_have_the_schema_are_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"x": [1, 2], "y": 1, "more": null}')
     assert read_json(tmp_path / "a.json", {"x": [int], "y": float}) == {"x": [1, 2], "y": 1, "more": None}
     (tmp_path / "a.txt").write_text("ä")
@@ -114,7 +114,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def _rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """The manifest of the last step, changed, with a sum that is right."""
+    """Changes the manifest of the last step and gives it the right SHA-256."""
     path = run / "step-2" / "manifest.json"
     manifest = json.loads(path.read_text())
     manifest.pop("sha256")
@@ -133,7 +133,7 @@ def _rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda m: m["files"].update({"../x.safetensors": {"size": 1, "sha256": ""}}), "'../x.safetensors'"),
     ],
 )
-def test_a_manifest_that_is_wrong_inside_is_a_damaged_checkpoint(
+def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(
     run: Path, change: Callable[[dict[str, Any]], object], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _rewrite(run, change)
@@ -156,7 +156,7 @@ def test_a_manifest_that_is_wrong_inside_is_a_damaged_checkpoint(
         ('{"kind": "wings"}', "tokenizer kind 'wings' is not known"),
     ],
 )
-def test_a_tokenizer_that_is_wrong_inside_is_one_line(
+def test_a_tokenizer_with_wrong_values_is_one_line(
     run: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "tokenizer.json").write_text(text)
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_is_wrong_inside_is_one_line(
             open_token_files((run / "data" / "tokens.bin",), pytest.fail)
 
 
-def test_metrics_that_are_wrong_inside_are_left_out(tmp_path: Path) -> None:
+def test_metrics_with_wrong_values_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n5\n{"a": 1}\n\xff\n{"step": 2}\n{"st')
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]

@@ -1,4 +1,4 @@
-"""Training at every stage of ZeRO: one loss, and checkpoints that go on at any other stage and layout."""
+"""Training has the same losses at every stage of ZeRO, and checkpoints resume at any other stage and layout."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ from tpfuse.zero.reducer.shard_update import ShardUpdate
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
 BATCH = 12
-# (stage, dp, tp, cp, replicas, more of the options of ZeRO)
+# (stage, dp, tp, cp, replicas, other options of ZeRO)
 Layout = tuple[int, int, int, int, int, dict[str, Any]]
 
 
@@ -68,7 +68,7 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 def train(options: TrainCommand, steps: int, folder: Path | None = None, resume: Path | None = None) -> Result:
-    """Losses, norms and whole weights; from the checkpoint in `resume`, and with one in `folder` at the end."""
+    """Returns losses, norms and whole weights. Starts from the checkpoint in `resume`, and saves one in `folder`."""
     offload._IN_MEMORY = ()  # where a checkout lies in memory the file may as well
     trainer, windows = made(options)
     if resume is not None:
@@ -86,7 +86,7 @@ def train(options: TrainCommand, steps: int, folder: Path | None = None, resume:
 
 
 ONE: Layout = (0, 1, 1, 1, 1, {})
-# What is trained, with how many micro-batches to a step.
+# The options that are trained, and the number of micro-batches of a step.
 TRAINED: list[tuple[Layout, int]] = [
     ((1, 3, 1, 1, 1, {"offload": "optimizer"}), 1),
     ((2, 2, 1, 1, 1, {}), 3),
@@ -135,7 +135,7 @@ def compare(found: Result, expected: Result) -> None:
 
 
 @pytest.mark.parametrize(("layout", "accumulation"), [*TRAINED, *exhaustive(*MORE_TRAINED)], ids=str)
-def test_every_stage_has_one_loss(tmp_path: Path, layout: Layout, accumulation: int) -> None:
+def test_every_stage_has_the_same_losses(tmp_path: Path, layout: Layout, accumulation: int) -> None:
     options = options_for(on_disk(layout, tmp_path), accumulation=accumulation)
     compare(pool(world(layout)).run(train, options, 10)[0], one_rank(10, accumulation))
 
@@ -150,7 +150,7 @@ SAVED: list[Layout] = [
 ]
 
 
-# Every layout goes on at three others; those of the first tier do at another stage and number of ranks.
+# Every layout resumes at three others. Those of the first tier resume at another stage and number of ranks.
 GOES_ON = [(1, 5), (4, 0), (3, 2)]
 MORE_GO_ON = [(b, (b + step) % len(SAVED)) for b in range(len(SAVED)) for step in (1, 2, 4)]
 
@@ -164,7 +164,7 @@ MORE_GO_ON = [(b, (b + step) % len(SAVED)) for b in range(len(SAVED)) for step i
     ],
     ids=str,
 )
-def test_a_checkpoint_goes_on_at_any_stage(tmp_path: Path, before: Layout, after: Layout) -> None:
+def test_a_checkpoint_resumes_at_any_stage(tmp_path: Path, before: Layout, after: Layout) -> None:
     pool(world(before)).run(train, options_for(before), 4, tmp_path)
     found = pool(world(after)).run(train, options_for(after), 6, None, tmp_path)[0]
     expected = one_rank(10)
@@ -179,7 +179,7 @@ def test_a_checkpoint_goes_on_at_any_stage(tmp_path: Path, before: Layout, after
         *exhaustive((1, "float32"), (1, "bfloat16"), (2, "float16"), (3, "bfloat16"), (3, "float16")),
     ],
 )
-def test_going_on_at_the_same_stage_is_bit_exact(tmp_path: Path, stage: int, dtype: str) -> None:
+def test_resuming_at_the_same_stage_is_bit_exact(tmp_path: Path, stage: int, dtype: str) -> None:
     options = options_for((stage, 2, 1, 1, 1, {}), dtype)
     straight = pool(2).run(train, options, 10)[0]
     first = pool(2).run(train, options, 4, tmp_path)[0]
@@ -189,7 +189,7 @@ def test_going_on_at_the_same_stage_is_bit_exact(tmp_path: Path, stage: int, dty
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *exhaustive("float32")])
-def test_stages_are_equal_to_the_bit_where_nothing_is_clipped(dtype: str) -> None:
+def test_stages_are_equal_to_the_bit_without_clipping(dtype: str) -> None:
     results = []
     for stage in (0, 1, 2):
         options = options_for((stage, 2, 1, 1, 1, {}), dtype)
@@ -208,8 +208,8 @@ GRADIENTS, REDUCED = {"gradient_dtype": "parameter"}, {"reduce_dtype": "paramete
     [(2, GRADIENTS), (1, REDUCED), *exhaustive((0, GRADIENTS), (1, GRADIENTS), (0, REDUCED), (2, REDUCED))],
     ids=str,
 )
-def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
-    """bfloat16 has 8 bits: two roundings of a gradient are within 1 % of the loss's way."""
+def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: dict[str, Any]) -> None:
+    """bfloat16 has 8 bits, so two roundings of a gradient change the losses by at most 1 %."""
     plain = pool(2).run(train, options_for((0, 2, 1, 1, 1, {}), "bfloat16", 3), 10)[0]
     found = pool(2).run(train, options_for((stage, 2, 1, 1, 1, more), "bfloat16", 3), 10)[0]
     assert found[0] == pytest.approx(plain[0], rel=1e-2)
@@ -217,7 +217,7 @@ def test_gradients_in_half_the_bytes(stage: int, more: dict[str, Any]) -> None:
 
 
 def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
-    """On two nodes, in this rank's belief, whose gradients PowerSGD compresses: four steps, and two after two."""
+    """Compares four steps with two steps after a checkpoint of two, on two pretended nodes under PowerSGD."""
 
     def fresh(stage: int, dtype: str) -> tuple[Trainer, Windows]:
         powersgd = {"compression": "powersgd", "powersgd_rank": 1}
@@ -243,12 +243,12 @@ def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
         assert found is not None
         for known in (True, False):
             if not known:
-                found.state["layout"].pop("powersgd")  # as checkpoints were before
+                found.state["layout"].pop("powersgd")  # as in older checkpoints
             resumed, windows = fresh(resumed_at, dtype)
             complete = known and resumed_at == stage
             assert resumed.load(found) == complete == bool(errors(resumed))
             resumed.restore(found.state)
-            if complete and dtype == "float16":  # a run that does not scale its loss goes on with unscaled remainders
+            if complete and dtype == "float16":  # a run that does not scale its loss resumes with unscaled remainders
                 other, _ = fresh(stage, "bfloat16")
                 assert other.load(found)
                 other.restore(found.state)
@@ -265,12 +265,12 @@ def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
         *exhaustive((0, "float32", 0), (2, "bfloat16", 2), (2, "float16", 2), (1, "float64", 1), (1, "float32", 2)),
     ],
 )
-def test_what_powersgd_keeps_back_is_in_checkpoints(tmp_path: Path, stage: int, dtype: str, resumed_at: int) -> None:
+def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, stage: int, dtype: str, resumed_at: int) -> None:
     pool(4).run(kept_back, tmp_path, stage, dtype, resumed_at)
 
 
 def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
-    """Saves after every step. Rank 1 ends itself in the third update, between two of its buckets' blocks."""
+    """Saves after every step. Rank 1 kills itself in the third update, between two blocks of its buckets."""
     rank.join()
     set_settings(timeout=patient(LIMIT))
     trainer, windows = made(options)
@@ -285,7 +285,7 @@ def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, *exhaustive(1)])
-def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_goes_on(tmp_path: Path, stage: int) -> None:
+def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_resumes(tmp_path: Path, stage: int) -> None:
     options, folder = options_for((stage, 3, 1, 1, 1, {})), tmp_path / "run"
     with ranks(3, tmp_path, until_killed, options, folder) as running:
         for survivor in (0, 2):
@@ -299,7 +299,7 @@ def test_a_rank_that_dies_in_the_update_is_named_and_the_last_checkpoint_goes_on
 
 
 def without_room(options: TrainCommand) -> str:
-    """Of two ranks the second one's disk is full."""
+    """Makes a trainer on two ranks, the second of which has a full disk."""
     real = trainer_module.state_store
     if dist.get_rank() == 1:
         trainer_module.state_store = lambda *_: full_disk()
@@ -315,6 +315,6 @@ def full_disk() -> None:
     raise ValueError("offload path /x has too little space")
 
 
-def test_all_ranks_end_where_one_has_no_room_for_its_state() -> None:
+def test_all_ranks_end_if_one_has_no_space_for_its_state() -> None:
     said = pool(2).run(without_room, options_for((1, 2, 1, 1, 1, {})))
     assert said == ["another rank has no space for its optimizer state", "offload path /x has too little space"]
