@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of the GPT: one graph, and the same numbers, by torch's kernels and by Triton's."""
+"""torch.compile(fullgraph=True) makes one graph of the GPT with equal results, by torch's and by Triton's kernels."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tpfuse.testing.tiers import exhaustive
 
 
 def _trained(model: torch.nn.Module, ids: Tensor, at: tuple[int, int] | None) -> tuple[Tensor, list[Tensor]]:
-    """The loss and the gradients of one step."""
+    """Returns the loss and the gradients of one step."""
     model.zero_grad()
     total = model(ids, ids.roll(-1, 1), loss_weight=0.1, dropout_at=at)
     total.backward()
@@ -33,7 +33,7 @@ def test_one_graph_and_the_same_numbers(name: Kernels, dropout: float) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with kernels(name):
-        for step in range(3):  # other masks in every step, of one graph
+        for step in range(3):  # each step has other masks, and one graph serves all
             ids = integers(step, 2, 8, low=0, high=60, dtype=torch.int64)
             at = (7, step) if dropout else None
             loss, gradients = _trained(model, ids, at)
@@ -61,7 +61,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _sharded() -> None:
-    """One graph for every implementation: which one runs is chosen when it runs. Other sizes make it anew."""
+    """One graph serves every implementation, which is chosen at run time. Other sizes compile a new graph."""
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
     initialize(model, 1)
     torch._dynamo.reset()
@@ -88,7 +88,7 @@ def test_tensor_parallel_models_are_one_graph() -> None:
 
 
 def _context_parallel(ulysses: int) -> None:
-    """Context-parallel ranks have one graph too: what they exchange in attention is one of its nodes."""
+    """Context-parallel ranks have one graph too, in which attention with its exchange is one node."""
     mesh = context_mesh(mesh_of(1, 1, dist.get_world_size(), ulysses))
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh)
     initialize(model, 1)

@@ -1,4 +1,4 @@
-"""The layers under torch's own FSDP: parameters are DTensors, so that ZeRO-3 composes with them."""
+"""The layers work under torch's own FSDP: their parameters are DTensors, so that ZeRO-3 composes with them."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def _steps(tp: int, dp: int) -> None:
 
 
 def _slices() -> None:
-    """A rank has the elements that `local_slices` says, whichever dimensions are sharded how often."""
+    """Checks that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""
     mesh = mesh_of(2, 2)
     for data in (mesh["dp"], mesh["dp"]._unflatten(0, (2, 1), ("replicate", "shard"))):
         model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)

@@ -1,3 +1,5 @@
+"""Generated text is that of plain recomputation, on any number of ranks and with every sampling option."""
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ PROMPTS = integers(1, 2, 5, low=0, high=100, dtype=torch.int64)
 
 
 def _model(sharded: bool = False) -> GPT:
-    """Weights that are large: greedy text then wanders instead of repeating one token."""
+    """Returns a model with large weights, whose greedy text does not repeat one token."""
     model = GPT(CONFIG, device_mesh=tensor_mesh() if sharded else None, dtype=torch.float64)
     for seed, parameter in enumerate(model.parameters()):
         load_whole_(parameter, normal(seed, *parameter.shape) * 0.5)
@@ -41,7 +43,7 @@ def test_greedy_text_of_every_length_is_that_of_plain_recomputation(length: int,
 
 
 def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """(ids, attention mask) as a tokenizer that pads on the left makes them."""
+    """Returns (ids, attention mask) as a tokenizer that pads on the left makes them."""
     longest = max(map(len, prompts))
     ids = [torch.cat([torch.full((longest - len(prompt),), 5000), prompt]) for prompt in prompts]
     mask = [torch.cat([torch.zeros(longest - len(prompt)), torch.ones(len(prompt))]) for prompt in prompts]
@@ -124,7 +126,7 @@ def test_tokens_are_drawn_from_the_distribution(top_k: int | None, top_p: float 
     drawn = generate(model, PROMPTS[:1].expand(4000, -1), 1, temperature=2.0, top_k=top_k, top_p=top_p)[:, -1]
     shares = torch.bincount(drawn, minlength=101) / 4000
     expected = logits.softmax(0)
-    if top_p == 0.6:  # one after the other, the likeliest first, until their sum is reached
+    if top_p == 0.6:  # the most probable tokens are added until the sum is reached
         kept, total = [], 0.0
         for token in expected.argsort(descending=True).tolist():
             if total < top_p:

@@ -1,3 +1,5 @@
+"""The GPT computes the same losses, gradients and logits on any number of ranks, and refuses bad input."""
+
 import itertools
 from typing import Any
 
@@ -28,7 +30,7 @@ CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=
 def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, sharded: bool = False, **meshes: Any) -> GPT:
     model = GPT(config, **{"device_mesh": tensor_mesh() if sharded else None, "dtype": dtype, **meshes})
     initialize(model, 1)
-    with torch.no_grad():  # biases start at zero, where a forgotten one would not be seen
+    with torch.no_grad():  # biases start at zero, so that a forgotten one would change nothing
         for seed, (name, parameter) in enumerate(model.named_parameters()):
             if name.endswith("bias"):
                 part = tuple(slice(*bounds) for bounds in local_slices(parameter))
@@ -98,7 +100,7 @@ def test_vocabularies_smaller_than_the_world_and_no_biases(world: int) -> None:
 def _spread(
     tp: int, cp: int, schedule: Schedule, balance: Balance, length: int, ulysses: int = 1, config: GPTConfig = CONFIG
 ) -> None:
-    """Losses, logits and gradients of ranks that share sequences, against one rank's."""
+    """Compares losses, logits and gradients of ranks that share sequences with those of one rank."""
     mesh = mesh_of(1, tp, cp, ulysses)
     plain = _model(config)
     model = _model(
@@ -168,7 +170,7 @@ def _spread_generation(cp: int) -> None:
 
 @pytest.mark.parametrize("cp", [3, *exhaustive(4)])
 def test_context_parallel_ranks_generate_the_text_of_one_rank(cp: int) -> None:
-    """The prompt has no token for each rank, and the window is full before the end and moves on."""
+    """The prompt has fewer tokens than there are ranks, and the window is full before the end and then moves."""
     pool(cp).run(_spread_generation, cp)
 
 

@@ -1,3 +1,5 @@
+"""GPT-2 in the form of Hugging Face is read and written, and agrees with transformers."""
+
 import json
 import shutil
 from pathlib import Path
@@ -18,7 +20,7 @@ from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
-if TYPE_CHECKING:  # imported where it is used: the ranks load this file too, and need none of it
+if TYPE_CHECKING:  # it is imported where it is used, since the ranks load this file too and do not need it
     from transformers import GPT2LMHeadModel
 
 IDS = integers(1, 3, 13, low=0, high=100, dtype=torch.int64)
@@ -36,7 +38,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> "GPT2LMHeadModel":
     )  # fmt: skip
     model = GPT2LMHeadModel(config).eval()
     for seed, (name, parameter) in enumerate(model.named_parameters()):
-        if name.endswith("bias"):  # zero at the start, where a forgotten one would not be seen
+        if name.endswith("bias"):  # biases start at zero, so that a forgotten one would change nothing
             parameter.data.copy_(normal(seed, *parameter.shape) / 4)
     return model
 

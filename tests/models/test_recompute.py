@@ -1,15 +1,16 @@
-"""Activation checkpointing of the GPT: the same gradients to the bit, and exactly so many bytes kept.
+"""Activation checkpointing of the GPT gives the same gradients to the bit, and saves exactly the expected bytes.
 
-What a block keeps for each token on one rank without dropout, in float32 numbers; C: features, H: heads. Its input,
-mean and deviation of the first norm, the norm's output; q, k, v; attention's output and log-sum-exp; the same again of
-the second norm; what is before the GELU, and behind it:
+A block on one rank without dropout saves these float32 numbers for each token, with C features and H heads: its input,
+the mean and deviation of the first norm, and the norm's output; q, k, v; attention's output and log-sum-exp; the same
+three of the second norm; the input and the output of the GELU:
 
     none       C + 2 + C + 3 C + C + H + C + 2 + C + 4 C + 4 C = 16 C + 4 + H
     selective  C + 2 + C + 3 C         + C + 2 + C + 4 C       = 11 C + 4
     full       C
 
-Tensor-parallel ranks keep these of m = M / tp tokens where nothing is gathered, which is in the norms and in the inputs
-of first layers, and of all M tokens their share of the features elsewhere. Context-parallel ranks have fewer tokens.
+Tensor-parallel ranks save the tensors that are not gathered, those of the norms and the inputs of first layers, for
+m = M / tp tokens, and their share of the features of the other tensors for all M tokens. Context-parallel ranks have
+fewer tokens.
 """
 
 import itertools
@@ -42,7 +43,7 @@ M = B * T
 
 
 def _step(model: GPT, at: tuple[int, int] | None = None, length: int = T) -> tuple[int, Tensor, list[Tensor]]:
-    """(bytes saved for the backward pass, loss, gradients)."""
+    """Returns (bytes saved for the backward pass, loss, gradients)."""
     ids = integers(1, B, length, low=0, high=60, dtype=torch.int64)
     model.zero_grad()
     saved = SavedBytes([local_tensor(parameter) for parameter in model.parameters()])
@@ -63,7 +64,7 @@ def _equal(found: tuple[int, Tensor, list[Tensor]], expected: tuple[int, Tensor,
 
 
 def _per_layer(recompute: Recompute, **options: Any) -> int:
-    """Bytes that a block more keeps."""
+    """Returns the bytes that one more block saves."""
     one, two = (GPTConfig(61, 16, C, layers, H) for layers in (1, 2))
     return _step(_built(two, recompute, **options))[0] - _step(_built(one, recompute, **options))[0]
 
@@ -100,7 +101,8 @@ def test_a_block_saves_the_bytes_of_the_formula_on_one_rank() -> None:
 
 
 def _kept_by_tensor_ranks(world: int) -> None:
-    """m tokens of: x, first norm's output, x between, second norm's output, twice mean and deviation."""
+    """Ranks save for m tokens: x, the first norm's output, x between the norms, the second norm's output, and twice
+    mean and deviation."""
     mesh = mesh_of(1, world)["tp"]
     m, share = M // world, C // world
     for impl in ("direct", "collective"):
@@ -115,14 +117,14 @@ def test_a_block_saves_the_bytes_of_the_formula_on_two_tensor_parallel_ranks() -
 
 
 def _kept_by_context_ranks(world: int) -> None:
-    """A ring keeps q, k, v, out and lse of this rank's tokens, as one rank does of all."""
+    """A ring saves q, k, v, out and lse of this rank's tokens, as one rank saves those of all tokens."""
     context = context_mesh(mesh_of(1, 1, world))
     n = M // world
     options = {"context_mesh": context, "context_schedule": "ring"}
     assert _per_layer("none", **options) == 4 * n * (16 * C + 4 + H)
     assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
     assert _per_layer("full", **options) == 4 * n * C
-    options["context_schedule"] = "ulysses"  # keeps what was exchanged besides, which is q, k, v, out and lse anew
+    options["context_schedule"] = "ulysses"  # also saves the exchanged tensors, which are q, k, v, out and lse again
     assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
 
 
@@ -131,7 +133,8 @@ def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() 
 
 
 def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
-    """What second layers multiply, by whether it is there still after the forward pass: the hooks hide it elsewhere."""
+    """Checks which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
+    counting."""
     mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
     options = {"device_mesh": mesh["tp"] if tp > 1 else None, "context_mesh": context_mesh(mesh)}
     ids = integers(1, B, 11, low=0, high=60, dtype=torch.int64)
@@ -183,12 +186,12 @@ def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, l
     ],
 )
 def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: Schedule, impl: Implementation) -> None:
-    for length, dropout in ((T, 0.0), (11, 0.2)):  # 33 tokens: padded
+    for length, dropout in ((T, 0.0), (11, 0.2)):  # 33 tokens are padded
         pool(tp * cp).run(_same_on_ranks, tp, cp, schedule, impl, length, dropout)
 
 
 def _with_buckets() -> None:
-    """Hooks that take gradients as they come, and leaves of their own beside the parameters."""
+    """Trains with buckets, whose hooks take gradients when they are ready, and which add leaves beside parameters."""
     found = []
     for name in RECOMPUTE:
         mesh = mesh_of(1, 2)
@@ -228,7 +231,7 @@ def test_gradients_are_the_same_under_fully_shard() -> None:
 
 @pytest.mark.exhaustive
 def test_interpreted_kernels() -> None:
-    """float32, where the activation's rounding is the same inside the product and behind it, up to its last bit."""
+    """In float32, the activation's rounding is the same inside the product and after it, up to its last bit."""
     config = GPTConfig(61, 16, C, 1, 2)
     with kernels("triton"):
         plain, selective, full = (_step(_built(config, name), (3, 4)) for name in RECOMPUTE)
@@ -271,7 +274,7 @@ def test_a_recomputed_function_runs_twice_and_its_consumer_once() -> None:
     def use(y: Tensor) -> Tensor:
         runs.append("use")
         results.append(StorageWeakRef(y.untyped_storage()))
-        return y.t() @ y  # keeps y, and a view of it
+        return y.t() @ y  # it saves y, and a view of y
 
     x = normal(1, 4, 5, dtype=torch.float64).requires_grad_()
     (expected,) = torch.autograd.grad((x.exp().t() @ x.exp()).sum(), x)

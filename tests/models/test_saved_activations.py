@@ -1,4 +1,4 @@
-"""The formula against what autograd saves."""
+"""The formula of saved activations agrees with the bytes that autograd saves."""
 
 import itertools
 
@@ -62,7 +62,7 @@ def _all_modes(tp: int, cp: int, schedule: Schedule) -> None:
         tokens = SequenceLayout(config.n_positions, cp).local_length if cp > 1 else config.n_positions
         batch = MicroBatch(config, sequences, tokens, torch.float32, tp, schedule == "ulysses", triton=False)
         first = tp == 1 or mesh_of(1, tp, cp)["tp"].get_local_rank() == 0
-        if first:  # others may have fewer rows of the vocabulary
+        if first:  # other ranks may have fewer rows of the vocabulary
             assert counted == saved_bytes(batch, recompute), (config, sequences, recompute)
         else:
             assert counted <= saved_bytes(batch, recompute)
@@ -94,7 +94,7 @@ def test_saved_bytes_under_autocast(recompute: Recompute, name: Kernels) -> None
     with kernels(name):
         counted = _counted(config, 3, dtype, recompute, tp=1, cp=1, schedule="auto", autocast=True)
     batch = MicroBatch(config, 3, 12, dtype, triton=name == "triton", autocast=torch.bfloat16)
-    # The hooks of `recomputed` hide from the counting ones the weights of the two projections behind it.
+    # The hooks of `recomputed` hide the weights of the two projections after it from the hooks that count.
     hidden = 5 * config.n_embd**2 * 2 if recompute == "selective" else 0
     assert counted == saved_bytes(batch, recompute) - hidden
 

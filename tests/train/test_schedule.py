@@ -1,3 +1,5 @@
+"""The learning rate of each step, for every schedule."""
+
 import itertools
 import math
 from dataclasses import replace
