@@ -61,7 +61,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _sharded() -> None:
-    """One graph serves every implementation, which is chosen at run time. Other sizes compile a new graph."""
+    """A single graph serves every implementation, which is chosen at run time. Other sizes compile a new graph."""
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
     initialize(model, 1)
     torch._dynamo.reset()

@@ -231,7 +231,7 @@ def test_gradients_are_the_same_under_fully_shard() -> None:
 
 @pytest.mark.exhaustive
 def test_interpreted_kernels() -> None:
-    """In float32, the activation's rounding is the same inside the product and after it, up to its last bit."""
+    """The activation's rounding in float32 is the same inside the product and after it, up to its last bit."""
     config = GPTConfig(61, 16, C, 1, 2)
     with kernels("triton"):
         plain, selective, full = (_step(_built(config, name), (3, 4)) for name in RECOMPUTE)

@@ -640,7 +640,7 @@ def test_a_terminal_keeps_the_evaluations_above_the_bar(tmp_path: Path, monkeypa
 def test_time_left_and_mfu_are_those_of_the_recent_steps(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On this clock a step takes 60 s and an evaluation an hour, and another process has slowed down the probe."""
+    """A step takes 60 s on this clock and an evaluation an hour, and another process has slowed down the probe."""
     monkeypatch.setattr(loop, "peak_flops", lambda *_: (1.0, "measured"))
     now = [0.0]
     monkeypatch.setattr(loop, "perf_counter", lambda: now[0])

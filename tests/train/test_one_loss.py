@@ -1,5 +1,8 @@
-"""From one seed, every layout trains to the same losses and weights. So do torch's kernels and Triton's, and all
-implementations of communication, in tensor-parallel products and in attention over context-parallel ranks."""
+"""Every layout trains from one seed to the same losses and weights.
+
+The same holds for torch's kernels and Triton's, and for all implementations of communication, in tensor-parallel
+products and in attention over context-parallel ranks.
+"""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Each reader of a changed file reports in one line what is wrong, without waiting, filling memory or trusting it."""
+"""Every reader of a changed file reports in one line what is wrong, without waiting, filling memory or trusting it."""
 
 import json
 import os
