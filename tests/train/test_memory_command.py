@@ -83,6 +83,23 @@ def test_a_file_gives_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("heads", "impl", "schedule"),
+    [(4, "auto", "ulysses"), (4, "direct", "ulysses"), (4, "fused", "all_gather"), (2, "auto", "all_gather")],
+)
+def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: str, schedule: str) -> None:
+    """The ranks exchange heads if they can divide them, and the fused implementation gathers."""
+
+    def activations(schedule: str) -> int:
+        flags = f"--model.n-head {heads} --parallel.cp 4 --parallel.impl {impl} --parallel.cp-schedule {schedule}"
+        options = parse_train([*TOY.split(), *flags.split(), "--train.batch", "1", "--model.n-positions", "15"])
+        return count(with_layout(options, 4), 61, [0]).accounts[0].activations
+
+    assert activations("auto") == activations(schedule)
+    if heads == 4:
+        assert activations("ulysses") > activations("all_gather")
+
+
 def test_the_options_of_zero_are_taken_from_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

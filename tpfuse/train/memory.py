@@ -19,6 +19,7 @@ from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.saved_activations import MicroBatch, saved_bytes
 from tpfuse.ops.ring_attention.layout import SequenceLayout
+from tpfuse.ops.ring_attention.ring_attention import schedule_for
 from tpfuse.train.config import PRESETS, parse_train
 from tpfuse.train.data import check_named
 from tpfuse.train.errors import UserError
@@ -135,15 +136,19 @@ def _micro_batches(options: TrainCommand) -> tuple[int, int]:
 
 def _micro_batch(options: TrainCommand, config: GPTConfig, sequences: int, ulysses: int) -> MicroBatch:
     parallel, tokens = options.parallel, config.n_positions
+    dtype = getattr(torch, options.train.dtype)
+    autocast = None if options.train.autocast == "none" else getattr(torch, options.train.autocast)
     schedule = parallel.cp_schedule
     if parallel.cp > 1:
         tokens = SequenceLayout(tokens, parallel.cp, parallel.cp_balance, ulysses).local_length
-        if schedule == "auto":  # as `choose_schedule`, but for what it knows only where ranks run
-            schedule = "ring" if config.n_head // parallel.tp % parallel.cp else "ulysses"
-    dtype = getattr(torch, options.train.dtype)
+        if schedule == "auto":
+            # Only running ranks know which implementation "auto" stands for. That of any group can be collective.
+            implementation = "collective" if parallel.impl == "auto" else parallel.impl
+            heads = config.n_head // parallel.tp
+            shape = (sequences, heads, tokens, config.n_embd // config.n_head)
+            schedule, _ = schedule_for(implementation, shape, heads, autocast or dtype, parallel.cp)
     triton = options.kernels != "torch" and dtype is not torch.float64
     exchanged = parallel.cp > 1 and schedule in ("ulysses", "ulysses_ring")
-    autocast = None if options.train.autocast == "none" else getattr(torch, options.train.autocast)
     return MicroBatch(config, sequences, tokens, dtype, parallel.tp, exchanged, triton, autocast)
 
 

@@ -220,15 +220,25 @@ def choose_schedule(
     """
     if isinstance(group, tuple):
         return "ulysses_ring", "a pair of groups"
-    world = group.size()
-    if world == 1:
+    if group.size() == 1:
         return "ring", "one rank"
-    choice = choose_implementation(device, dtype, group).implementation
-    if choice == "fused":
+    return schedule_for(
+        choose_implementation(device, dtype, group).implementation, shape, kv_heads, dtype, group.size()
+    )
+
+
+def schedule_for(
+    impl: Implementation, shape: tuple[int, int, int, int], kv_heads: int, dtype: torch.dtype, world: int
+) -> tuple[Schedule, str]:
+    """Returns the schedule of `choose_schedule` for `world` ranks, at least two, of one group, and the reason.
+
+    The function is pure: `tpfuse memory` calls it where no ranks run.
+    """
+    if impl == "fused":
         return "all_gather", "one launch reads the blocks of all owners"
-    if _divides(world, shape[1], kv_heads) and (choice == "collective" or kv_heads % world == 0):
+    if _divides(world, shape[1], kv_heads) and (impl == "collective" or kv_heads % world == 0):
         return "ulysses", "the heads can be divided, and it moves the fewest bytes"
-    if choice == "direct":
+    if impl == "direct":
         return "ring", f"{world} ranks cannot divide the heads; blocks are read in place"
     batch, _, tokens, size = shape
     if 2 * batch * kv_heads * tokens * world * size * dtype.itemsize <= GATHERED_BYTES:
