@@ -33,7 +33,7 @@ def modules():
 
 
 def program_of(signals, ring):
-    assert ring.put is signals.put and ring.advance is signals.advance
+    assert ring.signal is signals.signal and ring.advance is signals.advance
     return ring.program
 
 
@@ -50,7 +50,7 @@ def test_every_line_that_orders_has_its_mutants(modules) -> None:
         "ring_signals:10 tl.atomic_xchg(: deleted",
         "ring_signals:10 tl.atomic_xchg(: release -> relaxed",
         "ring_signals:10 tl.atomic_xchg(: scope sys -> gpu",
-        'ring_signals:19 def wait(flag_ptr, epoch, SCOPE: tl.constexpr = "sys"):: scope sys -> gpu',
+        'ring_signals:19 def wait_signal(flag_ptr, epoch, SCOPE: tl.constexpr = "sys"):: scope sys -> gpu',
         f"ring_signals:20 {look}: acquire -> relaxed",
         f"ring_signals:20 {look}: deleted",
         "ring_signals:27 epoch = tl.load(state_ptr) + 1: epoch not advanced",
@@ -64,8 +64,8 @@ def test_every_line_that_orders_has_its_mutants(modules) -> None:
     ]
     assert described(mutants_of(ring, signals)) == [
         "ring:14 epoch = tl.load(state_ptr) + 1: epoch not advanced",
-        "ring:21 put(flags_right + pid, epoch): deleted",
-        "ring:22 if wait(flags + pid, epoch):: deleted (True)",
+        "ring:21 signal(flags_right + pid, epoch): deleted",
+        "ring:22 if wait_signal(flags + pid, epoch):: deleted (True)",
         "ring:24 advance(state_ptr): deleted",
         "ring:37 epoch += 1  # noqa: SIM113: deleted",
         "ring:39 memory.signal(here, 0, rank, epoch): deleted",
@@ -77,8 +77,8 @@ def test_every_line_that_orders_has_its_mutants(modules) -> None:
 
 def test_mutants_of_a_function_are_those_of_its_lines(modules) -> None:
     signals, ring = modules
-    assert [mutant.lines[0] for mutant in mutants_of(signals.wait)] == [19, 20, 20]
-    assert [mutant.lines[0] for mutant in mutants_of(ring.program, signals.put)][:4] == [37, 39, 42, 45]
+    assert [mutant.lines[0] for mutant in mutants_of(signals.wait_signal)] == [19, 20, 20]
+    assert [mutant.lines[0] for mutant in mutants_of(ring.program, signals.signal)][:4] == [37, 39, 42, 45]
 
 
 def test_mutants_keep_their_line_numbers(modules) -> None:

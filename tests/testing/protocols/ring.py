@@ -3,7 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from tpfuse_tests_ring_signals import advance, put, wait
+from tpfuse_tests_ring_signals import advance, signal, wait_signal
 
 N = 4
 
@@ -18,8 +18,8 @@ def ring_kernel(slots_ptr, flags_ptr, state_ptr, out_ptr, rank, WORLD: tl.conste
     flags_right = tl.load(flags_ptr + (rank + 1) % WORLD).to(tl.pointer_type(tl.int32))
     offs = pid * N + tl.arange(0, N)
     tl.store(right + offs, 10.0 * epoch + rank + tl.zeros((N,), tl.float32))
-    put(flags_right + pid, epoch)
-    if wait(flags + pid, epoch):
+    signal(flags_right + pid, epoch)
+    if wait_signal(flags + pid, epoch):
         tl.store(out_ptr + offs, tl.load(slot + offs))
     advance(state_ptr)
 

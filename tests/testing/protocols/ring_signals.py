@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def put(flag_ptr, epoch):
+def signal(flag_ptr, epoch):
     tl.debug_barrier()
     tl.atomic_xchg(
         flag_ptr,
@@ -16,7 +16,7 @@ def put(flag_ptr, epoch):
 
 
 @triton.jit
-def wait(flag_ptr, epoch, SCOPE: tl.constexpr = "sys"):
+def wait_signal(flag_ptr, epoch, SCOPE: tl.constexpr = "sys"):
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope=SCOPE) < epoch:
         pass
     return True
