@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.shapes import TENSOR_PARALLEL, Model, layers, model
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import multiprocessors, recording
 
 TOKENS = (2048, 4096, 8192, 16384)
@@ -48,7 +48,7 @@ class Product:
             programs = multiprocessors(torch.device("meta")) - (self.operator == "all_gather_gemm")
             sizes = {"M": chunk, "N": self.N, "K": self.K, "chunks": self.ranks, "programs": programs}
             sizes |= {"gated": int(self.gated), "unaligned": int(self.K % 8 != 0)}
-            row = choose(self.operator, torch.device("meta"), torch.bfloat16, **sizes)
+            row = choose_configuration(self.operator, torch.device("meta"), torch.bfloat16, **sizes)
         return 1 - row.idle(sizes) / 100
 
 

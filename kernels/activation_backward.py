@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tpfuse.kernels.activations import GATED, activate, activation_gradient, check_activation
 from tpfuse.kernels.checks import check_floats, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_tiles import load_tile, store_tile
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.tiles import rounded
@@ -92,7 +92,7 @@ def activation_backward(
     check_floats(operator, grad=grad, preactivation=preactivation)
     out = torch.empty(m, width, dtype=grad.dtype, device=grad.device)
 
-    row = choose(operator, grad.device, grad.dtype)
+    row = choose_configuration(operator, grad.device, grad.dtype)
     block_m, block_n = row.blocks["BLOCK_M"], row.blocks["BLOCK_N"]
     tiles_m, tiles_n = cdiv(m, block_m), cdiv(n, block_n)
     wanted = min(tiles_m, cdiv(_PROGRAMS * multiprocessors(grad.device), max(tiles_n, 1)))

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_contiguous, check_device, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -118,7 +118,7 @@ def adamw_(
     check_shard(master, gradient, exp_avg, exp_avg_sq, parameter, scalars)
     if master.dtype != torch.float32:
         raise ValueError(f"adamw: master is {master.dtype}: expected float32")
-    row = choose("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
+    row = choose_configuration("adamw", master.device, gradient.dtype if parameter is None else parameter.dtype)
     launch(
         adamw_kernel,
         (cdiv(len(master), row.blocks["BLOCK"]),),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
@@ -54,7 +54,7 @@ def all_gather_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     n = x.numel()
     endpoint.check("all_gather", x, (n,), out, (endpoint.world, n))
     x_words, out_words, words = as_words(x, out, n)
-    row = choose("all_gather", x.device, torch.int64)
+    row = choose_configuration("all_gather", x.device, torch.int64)
     block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
     launch(
         all_gather_forward_kernel,

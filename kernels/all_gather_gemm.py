@@ -38,7 +38,7 @@ from torch import Tensor
 
 from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_shape
-from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_ready, slot
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
@@ -235,7 +235,8 @@ def all_gather_gemm_forward(
     alone, and nothing else may write to ready.
 
     copied: copy engines of the other ranks write to gathered and then to ready, as in `engine_gather`: no program
-    copies, and one multiprocessor is left free for the launch that precedes the copies. other_tiles: as in `choose`.
+    copies, and one multiprocessor is left free for the launch that precedes the copies. other_tiles: as in
+    `choose_configuration`.
 
     Returns (out [world m, N], or N / 2 gated, pre-activation [world m, N] or None), contiguous, in that dtype. Raises
     ValueError for other shapes, dtypes, devices or names of activations, where x is larger than a slot, where flags are
@@ -288,7 +289,7 @@ def _plan(
     width = n // 2 if activation in GATED else n
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
     k_adjacent, aligned = weight_layout(gate, up)
-    row = choose(
+    row = choose_configuration(
         operator, x.device, x.dtype,
         M=m, N=width, K=k, chunks=endpoint.world, programs=max(endpoint.programs - 1, 1),
         gated=int(up is not None), unaligned=int(not aligned), other_tiles=other_tiles,

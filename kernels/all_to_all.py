@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, as_words, slot, stage
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
@@ -55,7 +55,7 @@ def all_to_all_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     n = x.numel() // endpoint.world
     endpoint.check("all_to_all", x, (endpoint.world, n), out, (endpoint.world, n))
     x_words, out_words, words = as_words(x, out, n)
-    row = choose("all_to_all", x.device, torch.int64)
+    row = choose_configuration("all_to_all", x.device, torch.int64)
     block = row.blocks["BLOCK"] * 8 // x_words.element_size()  # a tile has the same number of bytes on all ranks
     launch(
         all_to_all_forward_kernel,

@@ -34,7 +34,7 @@ from tpfuse.kernels.attention_scores import (
     visible,
 )
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
-from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.dropout import kept
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import dot, rounded
@@ -438,6 +438,6 @@ def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
     """Returns the configuration of the kernel "dkdv" or "dq" for these arguments."""
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
-    row = choose(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)
+    row = choose_configuration(f"{_OPERATOR}_{kernel}", q.device, q.dtype, **sizes)
     assert row.blocks["BLOCK_M"] <= PADDING.value, row
     return row

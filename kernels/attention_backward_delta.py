@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.attention_scores import document, multiple_of_8
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -112,7 +112,7 @@ def attention_backward_delta(
     documents = 1 if cu_seqlens_q is None else sequences
     shape = (batch, heads, tq + documents * PADDING.value)
     log2_sum, delta = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-    row = choose("attention_backward_delta", out.device, out.dtype)
+    row = choose_configuration("attention_backward_delta", out.device, out.dtype)
     block_d = triton.next_power_of_2(size)
     block_m = row.blocks["TILE"] // block_d
     tiles = cdiv(longest + PADDING.value, block_m)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfuse.kernels.attention_online_softmax import attend, finish, initial_state, load_rows, rows_of
 from tpfuse.kernels.attention_scores import aligned, document, dropout_rows, multiple_of_8, score_arguments
-from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 
 # Arguments that change from call to call and for whose values a separate compilation gains nothing.
@@ -174,7 +174,7 @@ def attention_forward(
     if cu_seqlens_q is not None:  # no program writes the rows after the last document
         out.zero_()
         lse.fill_(float("-inf"))
-    row = choose(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
+    row = choose_configuration(name, q.device, q.dtype, D=arguments["BLOCK_D"], DROPOUT=int(dropout_p > 0.0))
     tiles_m = cdiv(longest, row.blocks["BLOCK_M"])
     options = _tile_options(row, cu_seqlens_q is not None, q, k, v)
     launch(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -82,7 +82,7 @@ def attention_merge(
     batch, heads, length, size = out_a.shape
     lse_a, lse_b = lse_a.contiguous(), lse_b.contiguous()
     out, lse = (out_a, lse_a) if in_place else (torch.empty_like(out_a), torch.empty_like(lse_a))
-    row = choose("attention_merge", out_a.device, out_a.dtype)
+    row = choose_configuration("attention_merge", out_a.device, out_a.dtype)
     tiles_m = cdiv(length, row.blocks["BLOCK_M"])
     launch(
         attention_merge_kernel,

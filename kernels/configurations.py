@@ -1,8 +1,9 @@
 """Tile sizes, warps and stages of every kernel: a table per operator, in configurations.toml.
 
 A line of the table applies to some GPU families and element types. It is one row for each of them, which applies to the
-sizes that its `at_most` names. `choose` takes the first row that fits among an operator's rows for a family and an
-element type; the last one has no limits. Every row says where and when it was measured. `tpfuse tune` writes them.
+sizes that its `at_most` names. `choose_configuration` takes the first row that fits among an operator's rows for a
+family and an element type; the last one has no limits. Every row says where and when it was measured. `tpfuse tune`
+writes them.
 
 One size is computed from the row itself: `idle`, the percentage of multiprocessors' time that its tiles leave unused,
 because the last wave of tiles is not full or tiles extend beyond the edges. So a product can skip a wide tile, whose
@@ -91,7 +92,7 @@ _served: list[Configuration] = []
 
 @contextlib.contextmanager
 def override(*configurations: Configuration) -> Iterator[list[Configuration]]:
-    """Makes `choose` return these configurations instead of the table's rows; yields a list of those it has returned.
+    """Makes `choose_configuration` return these instead of the table's rows; yields a list of those it has returned.
 
     The override applies to the whole process, including backward's threads, so only one tuner may use it at a time.
     """
@@ -128,7 +129,7 @@ def _with_other_tiles(operator: str, name: str, bits: int, sizes: tuple[tuple[st
 
 
 def forget() -> None:
-    """Makes `choose` read the table again after it was written."""
+    """Makes `choose_configuration` read the table again after it was written."""
     _rows.cache_clear()
     _first_that_fits.cache_clear()
     _with_other_tiles.cache_clear()
@@ -142,7 +143,7 @@ def _instead_of(row: Configuration) -> Configuration:
     return _overriding[row.key]
 
 
-def choose(
+def choose_configuration(
     operator: str, device: torch.device, dtype: torch.dtype, *, other_tiles: bool = False, **sizes: int
 ) -> Configuration:
     """Returns the configuration of `operator` for tensors of `dtype` on `device` with these sizes.

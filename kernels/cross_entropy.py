@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -112,7 +112,7 @@ def cross_entropy_forward(logits: Tensor, target: Tensor, start: int) -> Tensor:
     _check("cross_entropy_forward", logits, target)
     rows, width = logits.shape
     statistics = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    row = choose("cross_entropy", logits.device, logits.dtype, V=width)
+    row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
     launch(
         cross_entropy_forward_kernel,
         (cdiv(rows, row.blocks["BLOCK_M"]),),
@@ -178,7 +178,7 @@ def cross_entropy_combine(statistics: Tensor, target: Tensor, vocabulary: int) -
     check_device(operator, "statistics", statistics, "target", target)
     loss = torch.empty(len(target), dtype=torch.float32, device=target.device)
     normalizer = torch.empty(2, len(target), dtype=torch.float32, device=target.device)
-    row = choose("cross_entropy_combine", target.device, torch.float32)
+    row = choose_configuration("cross_entropy_combine", target.device, torch.float32)
     launch(
         cross_entropy_combine_kernel,
         (cdiv(len(target), row.blocks["BLOCK_M"]),),
@@ -291,7 +291,7 @@ def _backward(
         check_device(operator, "logits", logits, name, x)
         if x.dtype != torch.float32:
             raise ValueError(f"{operator}: {name} is {x.dtype}: expected float32")
-    row = choose("cross_entropy", logits.device, logits.dtype, V=width)
+    row = choose_configuration("cross_entropy", logits.device, logits.dtype, V=width)
     launch(
         cross_entropy_backward_kernel,
         (cdiv(rows, row.blocks["BLOCK_M"]),),

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -87,7 +87,7 @@ def dropout_forward(x: Tensor, p: float, rows: Tensor, key: Tensor) -> Tensor:
         check_shape("dropout", name, integers.reshape(-1), (count,))
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty(m, c, dtype=x.dtype, device=x.device)
-    row = choose("dropout", x.device, x.dtype)
+    row = choose_configuration("dropout", x.device, x.dtype)
     launch(
         dropout_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]), cdiv(c, row.blocks["BLOCK_C"])),

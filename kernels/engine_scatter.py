@@ -48,7 +48,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_contiguous, check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_ready
 from tpfuse.kernels.gemm_reduce_scatter import sum_tile
 from tpfuse.kernels.launch import Launch, cdiv, planned
@@ -169,7 +169,7 @@ def _summing(
         check_shape(operator, "residual", residual, (rows, n))
     check_device(operator, "the channel", endpoint.slots, "out", out)
     check_ready(operator, ready, endpoint)
-    row = choose(
+    row = choose_configuration(
         "gemm_reduce_scatter", out.device, out.dtype,
         M=chunk, N=n, chunks=endpoint.world, programs=endpoint.programs, unaligned=0,
     )  # fmt: skip

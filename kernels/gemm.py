@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tpfuse.kernels.activations import GATED, check_activation
 from tpfuse.kernels.checks import check_floats, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_split_k import split_reduction, sum_partials
 from tpfuse.kernels.gemm_tiles import (
     allows_tma,
@@ -152,7 +152,7 @@ def _plan(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | Non
     gate, up = (weight[:width], weight[width:]) if activation in GATED else (weight, None)
     aligned = allows_tma(x, gate, up)
     programs = multiprocessors(x.device)
-    row = choose(
+    row = choose_configuration(
         "gemm", x.device, x.dtype,
         M=m, N=width, K=k, gated=int(up is not None), unaligned=int(not aligned), programs=programs,
     )  # fmt: skip

@@ -45,7 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, slot
 from tpfuse.kernels.gemm_tiles import allows_tma, column_parts, load_tile, matrix, store_columns, store_tile
 from tpfuse.kernels.gemm_weight import load_weight, weight_layout, weight_matrix
@@ -206,8 +206,8 @@ def gemm_reduce_scatter_forward(
 
     x: [M, K]; weight: [N, K]; bias: [N] and residual: [rows, N], added by this rank alone to its own rows. It has
     min(c, M - rank c) rows or none, c = cdiv(M, world). All have one dtype of float32, float16, bfloat16, any strides,
-    any size from 0 up. other_tiles: as in `choose`. All ranks pass the same M, N, dtype and other_tiles; each rank may
-    have its own K.
+    any size from 0 up. other_tiles: as in `choose_configuration`. All ranks pass the same M, N, dtype and other_tiles;
+    each rank may have its own K.
 
     Returns [rows, N], contiguous, in that dtype; partial sums are rounded to it too, before they are sent. Raises
     ValueError for other shapes, dtypes or devices, where world c rows of N are larger than a slot, and where the
@@ -294,8 +294,12 @@ def _configuration(
 ) -> tuple[dict[str, Any], int, int]:
     """Returns (blocks, num_warps, num_stages); tiles are those of aligned tensors, so that all ranks have the same."""
     sizes = {"M": chunk, "N": n, "chunks": endpoint.world, "programs": endpoint.programs}
-    shared = choose(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
-    row = shared if aligned else choose(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)
+    shared = choose_configuration(operator, x.device, x.dtype, other_tiles=other_tiles, **sizes, unaligned=0)
+    row = (
+        shared
+        if aligned
+        else choose_configuration(operator, x.device, x.dtype, other_tiles=False, **sizes, unaligned=1)
+    )
     tile = {name: shared.blocks[name] for name in ("BLOCK_M", "BLOCK_N", "GROUP_M", "EPILOGUE_PARTS")}
     blocks = dict(row.blocks) | tile | {"TMA": aligned and row.blocks["TMA"]}
     return blocks, row.num_warps, row.num_stages

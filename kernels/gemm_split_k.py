@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.activations import GATED
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.gemm_tiles import load_tile, store_result
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 
@@ -86,7 +86,7 @@ def sum_partials(
     """
     m, n = out.shape
     assert partials.shape[1:] == (m, 2 * n if activation in GATED else n)
-    row = choose("gemm_sum_partials", out.device, torch.float32, N=n)
+    row = choose_configuration("gemm_sum_partials", out.device, torch.float32, N=n)
     launch(
         sum_partials_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]) * cdiv(n, row.blocks["BLOCK_N"]),),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -132,7 +132,7 @@ def norm_forward(
     summed = None if residual is None else torch.empty_like(out)
     mean = torch.empty(m, dtype=torch.float32, device=device) if centered else None
     rstd = torch.empty(m, dtype=torch.float32, device=device)
-    row = choose("layer_norm", device, x.dtype, C=c)
+    row = choose_configuration("layer_norm", device, x.dtype, C=c)
     launch(
         norm_forward_kernel,
         (cdiv(m, row.blocks["BLOCK_M"]),),

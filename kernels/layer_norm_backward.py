@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch, multiprocessors
 from tpfuse.kernels.layer_norm import check_norm, load_rows, unit_columns
 from tpfuse.kernels.tiles import rounded
@@ -172,7 +172,7 @@ def norm_backward(
             check_device(operator, "x", x, name, statistic)
     grad_out, x, weight = unit_columns(grad_out), unit_columns(x), weight.contiguous()
     grad_summed = None if grad_summed is None else unit_columns(grad_summed)
-    row = choose("layer_norm", device, x.dtype, C=c)
+    row = choose_configuration("layer_norm", device, x.dtype, C=c)
     columns = cdiv(c, row.blocks["BLOCK_C"])
     tiles = cdiv(m, row.blocks["BLOCK_M"])
     programs = min(tiles, cdiv(multiprocessors(device) * max(_WARPS // row.num_warps, 1), columns))
@@ -215,7 +215,7 @@ def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
     which, count, c = parts.shape
     dweight = torch.empty(c, dtype=dtype, device=parts.device)
     dbias = torch.empty_like(dweight) if which == 2 else None
-    row = choose("layer_norm_sum_parts", parts.device, parts.dtype)
+    row = choose_configuration("layer_norm_sum_parts", parts.device, parts.dtype)
     launch(
         norm_sum_parts_kernel,
         (cdiv(c, row.blocks["BLOCK_C"]), which),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint, check_summed, configured, slot, stage, sum_of_slots
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
@@ -52,7 +52,7 @@ def reduce_scatter_forward(x: Tensor, out: Tensor, endpoint: Endpoint) -> None:
     n = x.numel() // endpoint.world
     endpoint.check("reduce_scatter", x, (endpoint.world, n), out, (n,))
     check_summed("reduce_scatter", x)
-    row = choose("reduce_scatter", x.device, configured(x.dtype))
+    row = choose_configuration("reduce_scatter", x.device, configured(x.dtype))
     launch(
         reduce_scatter_forward_kernel,
         endpoint.grid("reduce_scatter", x.nbytes, cdiv(n, row.blocks["BLOCK"])),

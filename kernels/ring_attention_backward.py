@@ -20,7 +20,7 @@ from tpfuse.kernels.attention_backward_delta import PADDING, attention_backward_
 from tpfuse.kernels.attention_scores import aligned
 from tpfuse.kernels.block_exchange import BlockExchange, part_starts
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import Configuration, choose
+from tpfuse.kernels.configurations import Configuration, choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
 from tpfuse.kernels.ring_attention_dkdv import ring_attention_dkdv_kernel
@@ -301,6 +301,6 @@ def _launch_dkdv(
 def _row(kernel: str, arguments: dict[str, Any]) -> Configuration:
     q: Tensor = arguments["q_ptr"]
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(arguments["DROPOUT"])}
-    row = choose(f"ring_attention_{kernel}", q.device, q.dtype, **sizes)
+    row = choose_configuration(f"ring_attention_{kernel}", q.device, q.dtype, **sizes)
     assert row.blocks["BLOCK_M"] <= PADDING.value, row
     return row

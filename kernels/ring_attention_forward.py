@@ -24,7 +24,7 @@ from tpfuse.kernels.attention_forward import strides
 from tpfuse.kernels.attention_online_softmax import attend_range, finish, initial_state, load_rows
 from tpfuse.kernels.attention_scores import aligned, multiple_of_8
 from tpfuse.kernels.block_exchange import BlockExchange, await_block, block_in_slot, copy_blocks
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.dropout import hashed_rows
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.ring_attention_arguments import ring_arguments, without_exchange
@@ -281,7 +281,7 @@ def ring_attention_forward(
     out = torch.empty((batch, tokens, heads, size), dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     sizes = {"D": arguments["BLOCK_D"], "DROPOUT": int(dropout_p > 0.0), "EXCHANGE": int(exchange is not None)}
-    row = choose(operator, q.device, q.dtype, **sizes)
+    row = choose_configuration(operator, q.device, q.dtype, **sizes)
     programs = tiles = batch * heads * runs.count * cdiv(runs.size, row.blocks["BLOCK_M"])
     copying = without_exchange(rank, runs)
     if exchange is not None:

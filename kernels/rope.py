@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import check_device, check_floats, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.tiles import rounded
 
@@ -198,7 +198,7 @@ def _launch(
     (b, t, heads, _), (n_positions, r) = q.shape, cos.shape
     heads_k = 0 if k is None else k.shape[2]
     positions = positions.expand(b, t)
-    row = choose("rope", q.device, q.dtype, R=r)
+    row = choose_configuration("rope", q.device, q.dtype, R=r)
     block_m, block_r, group = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_R", "HEADS"))
     strides = {}
     for name, x in (("q", q), ("k", k), ("qo", q_out), ("ko", k_out)):

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.checks import FLOATS, check_contiguous, check_device, check_integers, check_shape
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.signals import advance, barrier, begin
@@ -103,7 +103,7 @@ def shard_sum(
     if m == 0:
         squares.zero_()
         return
-    row = choose("shard_sum", gradients.device, gradients.dtype)
+    row = choose_configuration("shard_sum", gradients.device, gradients.dtype)
     launch(
         shard_sum_kernel,
         endpoint.grid("shard_sum", 0, cdiv(m, row.blocks["BLOCK"])),

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfuse.kernels.adamw import check_shard, rates, updated
-from tpfuse.kernels.configurations import choose
+from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import cdiv, launch
 from tpfuse.kernels.shard_sum import check_flat, shard_pointer, sum_over_ranks
@@ -140,7 +140,7 @@ def sharded_adamw_(
     state = (exp_avg, exp_avg_sq, None if master is None else shard)
     scalars = {"lr": lr, "step": step, "clip": clip}
     check_shard(shard if master is None else master, sums, *state, scalars, operator="sharded_adamw")
-    row = choose("sharded_adamw", values.device, values.dtype)
+    row = choose_configuration("sharded_adamw", values.device, values.dtype)
     launch(
         sharded_adamw_kernel,
         endpoint.grid("sharded_adamw", 0, cdiv(m, row.blocks["BLOCK"]), rounds=2),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tpfuse.kernels import configurations
-from tpfuse.kernels.configurations import choose, read_table
+from tpfuse.kernels.configurations import choose_configuration, read_table
 from tpfuse.kernels.launch import recording
 
 TEXT = """
@@ -23,10 +23,10 @@ def test_the_first_row_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(configurations, "TABLE", path)
     with recording("sm_90"):
         meta = torch.device("meta")
-        assert choose("toy", meta, torch.bfloat16, M=64).blocks == {"BLOCK_M": 16}
-        assert choose("toy", meta, torch.bfloat16, M=65).num_warps == 8
+        assert choose_configuration("toy", meta, torch.bfloat16, M=64).blocks == {"BLOCK_M": 16}
+        assert choose_configuration("toy", meta, torch.bfloat16, M=65).num_warps == 8
         with pytest.raises(AssertionError, match="no row of toy for sm_90, 32 bits"):
-            choose("toy", meta, torch.float32, M=1)
+            choose_configuration("toy", meta, torch.float32, M=1)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,17 @@ def test_the_second_best_has_tiles_of_another_shape(operator: str, n: int, width
     sizes = {"M": 1024, "N": n, "K": 8192, "chunks": 8, "programs": 131, "gated": 0, "unaligned": 0}
     with recording("sm_90"):
         rows = [
-            choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=flag, **sizes) for flag in (False, True)
+            choose_configuration(operator, torch.device("meta"), torch.bfloat16, other_tiles=flag, **sizes)
+            for flag in (False, True)
         ]
         assert [row.blocks["BLOCK_N"] for row in rows] == [width, other]
         sizes["unaligned"] = 1  # one row of the table has this limit
-        assert choose(operator, torch.device("meta"), torch.bfloat16, other_tiles=True, **sizes).blocks["TMA"] is False
+        assert (
+            choose_configuration(operator, torch.device("meta"), torch.bfloat16, other_tiles=True, **sizes).blocks[
+                "TMA"
+            ]
+            is False
+        )
 
 
 def test_a_row_with_a_key_too_many_is_named(tmp_path: Path) -> None:

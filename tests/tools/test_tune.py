@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tpfuse.cli import run
 from tpfuse.kernels import configurations
-from tpfuse.kernels.configurations import Configuration, choose, override, read_table, rows_of
+from tpfuse.kernels.configurations import Configuration, choose_configuration, override, read_table, rows_of
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.ranks import pool
 from tpfuse.tools import search
@@ -55,7 +55,7 @@ def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False)
     """Doubles its input by whatever row it is given; wrong, or failing, where `broken` says so."""
 
     def double(x: Tensor) -> tuple[Tensor, ...]:
-        row = choose("toy", CPU, torch.bfloat16, M=rows)
+        row = choose_configuration("toy", CPU, torch.bfloat16, M=rows)
         _Clock.last = row
         if broken(row):
             return (x * 2.1,)
@@ -105,7 +105,7 @@ def test_the_best_row_is_found_and_written(table: Path) -> None:
     small, elsewhere, large, wide, other = read_table(table)
     assert large == found and small.num_warps == 4 and other.measured == 'by "hand"'
     assert (elsewhere.family, wide.bits, wide.num_warps) == ("sm_90", 32, 8), "rows that shared a line stay"
-    assert choose("toy", CPU, torch.bfloat16, M=1000) == found, "the table is read anew"
+    assert choose_configuration("toy", CPU, torch.bfloat16, M=1000) == found, "the table is read anew"
     assert "# The small one and the large one.\n" in table.read_text() and "  # by whom?" in table.read_text()
 
 
@@ -228,10 +228,10 @@ def test_all_ranks_hear_of_a_failure(table: Path) -> None:
 def test_override_replaces_one_row_and_only_within_the_block(table: Path) -> None:
     small, _, large, _, _ = read_table(table)
     with override(replace(large, num_warps=1)) as served:
-        assert choose("toy", CPU, torch.bfloat16, M=65).num_warps == 1
-        assert choose("toy", CPU, torch.bfloat16, M=64) == small
+        assert choose_configuration("toy", CPU, torch.bfloat16, M=65).num_warps == 1
+        assert choose_configuration("toy", CPU, torch.bfloat16, M=64) == small
         assert served == [replace(large, num_warps=1)]
-    assert choose("toy", CPU, torch.bfloat16, M=65) == large
+    assert choose_configuration("toy", CPU, torch.bfloat16, M=65) == large
 
 
 def test_the_whole_table_survives_being_written() -> None:

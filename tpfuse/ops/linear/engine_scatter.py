@@ -35,7 +35,7 @@ class EngineScatter:
         open_copies(self._endpoint, self._stamp)
 
     def multiply(self, x: Tensor, weight: Tensor, *, other_tiles: bool) -> None:
-        """Write x Wᵀ to this rank's memory. x: [M, K]; weight: [N, K]; other_tiles: as in `configurations.choose`."""
+        """Write x Wᵀ to this rank's memory. x: [M, K]; weight: [N, K]; other_tiles: as in `choose_configuration`."""
         gemm_for_copies(x, weight, self._endpoint, self._stored, other_tiles=other_tiles)
 
     def send(self, m: int, n: int, dtype: torch.dtype) -> None:

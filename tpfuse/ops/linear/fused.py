@@ -102,7 +102,7 @@ class FusedLinear:
         """Return a variant of these products for a measurement to compare; both share their channels.
 
         engines: whether copy engines move all shards and partial sums, or programs do; other_tiles: as in
-        `configurations.choose`.
+        `tpfuse.kernels.configurations.choose_configuration`.
         """
         other = copy.copy(self)
         other._engine_bytes, other._engines_scatter = (0 if engines else None), engines
