@@ -1,4 +1,4 @@
-"""All-gather and product: each rank pushes its chunks to all others and signals epochs; a barrier ends each round."""
+"""An all-gather and a product: each rank pushes its chunks to all others and signals epochs; a barrier ends a round."""
 
 import torch
 import triton
