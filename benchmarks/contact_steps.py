@@ -165,15 +165,15 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
 def compare_operator(plan: Plan, operator: str, rows: Rows) -> None:
     """Every case of an operator beside its reference, as `tpfuse verify` compares them."""
     plan.begin()
-    found = cases.load(operator).CASES
+    found = cases.load(operator).cases
     for dtype in DTYPES:
         for case in found[:1] if plan.rehearse else found:
-            rows.each(f"{case.name}, {dtype}", partial(_compare, plan, case, dtype))
+            rows.each(f"{case.name}, {dtype}", partial(_compare, plan, operator, case, dtype))
 
 
-def _compare(plan: Plan, case: Any, dtype: str) -> Row:
+def _compare(plan: Plan, operator: str, case: Any, dtype: str) -> Row:
     with poisoned():
-        found = verify.compare(case, dtype, plan.device)
+        found = verify.compare(operator, case, dtype, plan.device)
     row: Row = {"passed": found.passed, "tensor": found.tensor, "largest": found.error, "bound": found.bound}
     return row | ({"error": found.failure} if found.failure else {})
 

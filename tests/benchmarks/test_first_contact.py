@@ -29,7 +29,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.testing.protocol import Fault
 from tpfuse.testing.protocol import replace as replaced
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.tools import rank_programs
+from tpfuse.tools import operators, rank_programs
 from tpfuse.tools.rank_programs import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,12 +110,14 @@ def test_a_rehearsal_keeps_rows_and_a_document(
 def test_a_failure_is_told_and_is_exit_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (case,) = contact_steps.cases.load("adamw").CASES[:1]
+    description = operators.load("adamw")
+    (case,) = description.cases[:1]
     wrong = replace(case, name="wrong", function=lambda **inputs: case.function(**inputs) * 1.1)
     broken = replace(case, name="broken", function=lambda **inputs: inputs["nothing"])
     monkeypatch.setattr(apart, "_process", inline)
     for each in (wrong, broken):
-        monkeypatch.setattr(contact_steps.cases.load("adamw"), "CASES", (each,))
+        changed = replace(description, cases=(each,))
+        monkeypatch.setattr(operators, "load", lambda name, changed=changed: changed)
         compare_operator(plan(tmp_path, "adamw"), "adamw", Rows(tmp_path, "operators: adamw", FAR))
     rows = read(tmp_path)
     assert [row["passed"] for row in rows] == [False] * 4

@@ -18,8 +18,8 @@ from tpfuse.comm.probe import probe
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.tools import operators, verify
-from tpfuse.tools.case import Case
 from tpfuse.tools.compilation import Report
+from tpfuse.tools.operator import Case
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun
 
@@ -35,18 +35,18 @@ def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"x": normal(1, 33, dtype=dtype), "weight": normal(2, 33, dtype=dtype), "shift": torch.arange(33)}
 
 
-SOUND = Case("swish", "small", swish, swish, inputs)
+SOUND = Case("small", swish, swish, inputs)
 
 
 def failed(function: Any, dtype: str = "float32") -> verify.Comparison:
-    found = verify.compare(replace(SOUND, function=function), dtype, torch.device("cpu"))
+    found = verify.compare("swish", replace(SOUND, function=function), dtype, torch.device("cpu"))
     assert not found.passed
     return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_case_that_equals_its_reference_passes(dtype: str) -> None:
-    found = verify.compare(SOUND, dtype, torch.device("cpu"))
+    found = verify.compare("swish", SOUND, dtype, torch.device("cpu"))
     assert found.passed
     assert found.error is not None and 0 < found.error < found.bound
     assert found.tensor in ("out", "x", "weight")
@@ -75,10 +75,10 @@ def test_the_function_runs_by_kernels_and_the_reference_without() -> None:
         seen.append(resolved_kernels("cpu"))
         return swish(x, weight)
 
-    assert verify.compare(replace(SOUND, reference=watched), "float32", torch.device("cpu")).passed
+    assert verify.compare("swish", replace(SOUND, reference=watched), "float32", torch.device("cpu")).passed
     assert set(seen) == {"torch"}
     seen.clear()
-    assert verify.compare(replace(SOUND, function=watched), "float32", torch.device("cpu")).passed
+    assert verify.compare("swish", replace(SOUND, function=watched), "float32", torch.device("cpu")).passed
     assert seen == ["triton"]
 
 
@@ -93,8 +93,9 @@ def use(
     monkeypatch: pytest.MonkeyPatch, case: Case | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
 ) -> None:
     """Of the fast operator one case, and these instead of what the compiler would say."""
-    module = operators.load(FAST)
-    monkeypatch.setattr(module, "CASES", (case or module.CASES[0],))
+    description = operators.load(FAST)
+    changed = replace(description, cases=(case or description.cases[0],))
+    monkeypatch.setattr(operators, "load", lambda name: changed)
     monkeypatch.setattr(verify, "compile_in_subprocess", lambda *arguments: Report("3.7.1", list(kernels), []))
 
 
@@ -144,12 +145,12 @@ def test_a_broken_kernel_is_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsy
     use(monkeypatch, replace(SOUND, function=lambda x, weight, shift: swish(x, weight) * 1.1))
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     out = capsys.readouterr().out
-    assert "FAILED swish, small, float32: " in out
+    assert "FAILED rope, small, float32: " in out
     assert out.endswith("\nFAILED: 0 of 3 cases are within their bounds\n")
     use(monkeypatch, replace(SOUND, function=lambda **tensors: tensors["nothing"]))
     assert run(["verify", "--operators", FAST, "--no-compile"]) == 1
     captured = capsys.readouterr()
-    assert "FAILED swish, small, float16: KeyError: 'nothing'" in captured.out
+    assert "FAILED rope, small, float16: KeyError: 'nothing'" in captured.out
     assert "Traceback" not in captured.out + captured.err
 
 
@@ -228,5 +229,5 @@ CHEAP = [FAST, "adamw", "dropout"]
 def test_every_case_of_every_operator_passes(operator: str) -> None:
     found, training = verify.compare_here([operator])
     assert training == []
-    assert len(found) == 3 * len(operators.load(operator).CASES) > 0
+    assert len(found) == 3 * len(operators.load(operator).cases) > 0
     assert not [comparison for comparison in found if not comparison.passed]

@@ -31,9 +31,9 @@ from tpfuse.kernels import launch
 from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators as cases
-from tpfuse.tools.case import Case
 from tpfuse.tools.compilation import compile_in_subprocess
 from tpfuse.tools.gate import complaints
+from tpfuse.tools.operator import Case
 from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.resources import Compilation
 from tpfuse.tools.training import TrainingRun, train_each
@@ -61,9 +61,9 @@ class Comparison:
         return self.error is not None and self.error <= self.bound
 
 
-def compare(case: Case, dtype: str, device: torch.device) -> Comparison:
+def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comparison:
     """Runs a case by the kernels and by its reference."""
-    place = case.operator, case.name, dtype
+    place = operator, case.name, dtype
     try:
         inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
         with kernels("torch"):
@@ -103,10 +103,10 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
                 status.update("two training steps with each implementation of tensor parallelism")
                 runs = train_each()
                 continue
-            for case in cases.load(operator).CASES:
+            for case in cases.load(operator).cases:
                 for dtype in DTYPES:
                     status.update(f"{operator}: {case.name}, {dtype}")
-                    found.append(compare(case, dtype, device))
+                    found.append(compare(operator, case, dtype, device))
     return found, runs
 
 

@@ -1,14 +1,16 @@
 """Kernels that compile, or do not, and must not pass the gate; each is wrong in one way."""
 
+import importlib
+
 import torch
 import triton
 import triton.language as tl
 
 from tpfuse.kernels import activations, tiles
 from tpfuse.kernels.launch import launch
-from tpfuse.tools import operators
+from tpfuse.tools.operator import Operator
 
-sound = operators.load("sound")
+sound = importlib.import_module("tpfuse.tools.operators.sound")
 
 
 @triton.jit
@@ -39,3 +41,6 @@ def launches(dtype: torch.dtype) -> None:
     sound.product(dtype, block=32, block_k=32)  # too few rows for wgmma and tcgen05
     sound.product(dtype, block=256, block_k=32)  # too many registers
     sound.product(dtype, block=128, block_k=64, num_warps=8, num_stages=8)  # too much shared memory
+
+
+OPERATOR = Operator("flawed", launches)

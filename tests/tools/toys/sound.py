@@ -8,6 +8,7 @@ import triton.language as tl
 
 from tpfuse.kernels import tiles
 from tpfuse.kernels.launch import launch
+from tpfuse.tools.operator import Operator
 
 
 @triton.jit
@@ -44,3 +45,6 @@ def launches(dtype: torch.dtype) -> None:
     copy(x, y)
     copy(y, x)  # the same kernel: compiled once
     product(dtype, block=64, block_k=64)
+
+
+OPERATOR = Operator("sound", launches)

@@ -1,22 +1,17 @@
-"""Each operator's cases: what `tpfuse verify` compares with the reference, and what is compiled ahead of time.
-
-A module of this folder is named as its operator and holds
-
-    CASES: tuple[Case, ...]                 small comparisons
-    launches(dtype: torch.dtype) -> None    calls the launchers on meta tensors, so that every row of the operator's
-                                            configurations and every variant of its kernels is met
-"""
+"""The descriptions of the operators: module NAME of this folder holds OPERATOR, a `tpfuse.tools.operator.Operator`."""
 
 import importlib
 import pkgutil
-from types import ModuleType
+
+from tpfuse.tools.operator import Operator
 
 
 def names() -> list[str]:
-    """The operators, in alphabetical order."""
+    """Return the names of the operators in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(operator: str) -> ModuleType:
-    """An operator's module."""
-    return importlib.import_module(f"{__name__}.{operator}")
+def load(operator: str) -> Operator:
+    """Return the description of an operator."""
+    description: Operator = importlib.import_module(f"{__name__}.{operator}").OPERATOR
+    return description

@@ -8,7 +8,7 @@ from torch import Tensor
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
@@ -35,9 +35,7 @@ def _reference(gradient: Tensor) -> Tensor:
     return parameter.to(gradient.dtype) + 0 * gradient
 
 
-CASES = (
-    Case("adamw", "three updates", _function, _reference, lambda dtype: {"gradient": normal(1, 1000, dtype=dtype)}),
-)
+CASES = (Case("three updates", _function, _reference, lambda dtype: {"gradient": normal(1, 1000, dtype=dtype)}),)
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -50,3 +48,6 @@ def launches(dtype: torch.dtype) -> None:
         for factor in (None, scalar):
             rates = _OPTIONS | {"lr": scalar, "step": scalar, "scale": factor, "clip": factor}
             adamw.adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, **rates)
+
+
+OPERATOR = Operator("adamw", launches, CASES)

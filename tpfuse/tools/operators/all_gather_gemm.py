@@ -14,7 +14,7 @@ from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -77,7 +77,6 @@ def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _case(name: str, inputs: str, activation: str | None, copied: bool = False) -> Case:
     return Case(
-        "all_gather_gemm",
         f"{name}, one rank",
         partial(_linear, activation=activation, copied=copied),
         partial(reference.linear, activation_name=activation),
@@ -120,3 +119,6 @@ def launches(dtype: torch.dtype) -> None:
         run(8, m, empty(1024, k), activation=activation, keep_own=True)
     run(2, m, empty(k, n).t(), keep_own=True)
     run(2, m, empty(n, k), empty(n), activation="gelu", keep_preactivation=True, copied=True)
+
+
+OPERATOR = Operator("all_gather_gemm", launches, CASES)

@@ -11,7 +11,7 @@ from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 ENDS = [0, 25, 26, 60]  # of documents
 DROPOUT = 0.3
@@ -25,7 +25,6 @@ def _inputs(dtype: torch.dtype, heads: int, length: int, size: int) -> dict[str,
 
 def _case(name: str, heads: int, length: int, size: int, **options: Any) -> Case:
     return Case(
-        "attention",
         name,
         lambda **inputs: attention(**inputs, **options),
         lambda **inputs: reference.attention(**inputs, **options)[0],
@@ -53,9 +52,8 @@ def _with_documents(dtype: torch.dtype) -> dict[str, Tensor]:
 CASES = (
     _case("causal", 1, 63, 64),
     _case("window, 2 heads on one of keys", 2, 70, 16, window=20),
-    Case("attention", "documents", attention, _one_by_one, _with_documents),
+    Case("documents", attention, _one_by_one, _with_documents),
     Case(
-        "attention",
         "dropout",
         lambda **inputs: attention(**inputs, dropout_p=DROPOUT),
         _dropped,
@@ -106,3 +104,6 @@ def _launch(
         max_seqlen_k=2048 if documents else None,
         grad_lse=lse if documents else None,
     )
+
+
+OPERATOR = Operator("attention", launches, CASES)

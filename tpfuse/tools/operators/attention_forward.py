@@ -11,7 +11,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 
 def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Case:
@@ -29,7 +29,7 @@ def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: in
         shapes = {"q": (1, 2, tq, size), "k": (1, 1, tk, size), "v": (1, 1, tk, size)}
         return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
 
-    return Case("attention_forward", name, constant(function), constant(_reference), inputs)
+    return Case(name, constant(function), constant(_reference), inputs)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -85,3 +85,6 @@ def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float 
         head_rows=torch.empty(max(documents, 1), 32, dtype=torch.int64, device="meta") if dropout_p else None,
         **options,
     )
+
+
+OPERATOR = Operator("attention_forward", launches, CASES)

@@ -13,7 +13,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -77,7 +77,6 @@ def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
 
 def _case(name: str, move: Callable[[Tensor, Endpoint], Tensor]) -> Case:
     return Case(
-        "collectives",
         f"{name}, one rank",
         lambda x: apply(_Collective, x, move),
         lambda x: x.clone(),
@@ -105,3 +104,6 @@ def launches(dtype: torch.dtype, world: int = 8, n: int = 1 << 20) -> None:
     reduce_scatter_forward(rows, row, endpoint)
     for two_shot in (False, True):
         all_reduce_forward(row, row, endpoint, two_shot=two_shot)
+
+
+OPERATOR = Operator("collectives", launches, CASES)

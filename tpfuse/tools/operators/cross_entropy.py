@@ -14,7 +14,7 @@ from tpfuse.kernels.cross_entropy import (
 )
 from tpfuse.ops.cross_entropy import cross_entropy
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 
 def _function(logits: Tensor, target: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _inputs(rows: int, vocabulary: int, scale: float, dtype: torch.dtype) -> dic
 
 
 CASES = tuple(
-    Case("cross_entropy", name, _function, _reference, partial(_inputs, *shape))
+    Case(name, _function, _reference, partial(_inputs, *shape))
     for name, shape in {
         "vocabulary of 100": (63, 100, 1.0),
         "vocabulary of 1000": (33, 1000, 1.0),
@@ -52,3 +52,6 @@ def launches(dtype: torch.dtype) -> None:
     cross_entropy_backward(torch.empty(4096, 50257, dtype=dtype, device="meta"), target, 0, normalizer, scale)
     cross_entropy_forward(torch.empty(4096, 12565, dtype=dtype, device="meta"), target, 37692)
     cross_entropy_combine(torch.empty(4, 3, 4096, device="meta"), target, 50257)
+
+
+OPERATOR = Operator("cross_entropy", launches, CASES)

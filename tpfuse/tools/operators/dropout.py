@@ -8,7 +8,7 @@ from torch import Tensor
 from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.ops.dropout import dropout, keep_mask
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _P = 0.3
 
@@ -21,7 +21,7 @@ def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     return {"x": normal(1, 63, 200, dtype=dtype), "rows": torch.arange(63) + 2**33, "key": torch.tensor(-(2**61) - 5)}
 
 
-CASES = (Case("dropout", "p 0.3", functools.partial(dropout, p=_P), _reference, _inputs),)
+CASES = (Case("p 0.3", functools.partial(dropout, p=_P), _reference, _inputs),)
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -29,3 +29,6 @@ def launches(dtype: torch.dtype) -> None:
     x = torch.empty(8192, 768, dtype=dtype, device="meta")
     rows, key = (torch.empty(n, dtype=torch.int64, device="meta") for n in (8192, 1))
     dropout_forward(x, 0.1, rows, key)
+
+
+OPERATOR = Operator("dropout", launches, CASES)

@@ -11,7 +11,7 @@ from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.gemm import gemm
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 
 def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -27,7 +27,6 @@ def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def _case(name: str, inputs: str, activation: str | None) -> Case:
     return Case(
-        "gemm",
         name,
         partial(gemm, activation=activation),
         partial(reference.linear, activation_name=activation),
@@ -67,3 +66,6 @@ def launches(dtype: torch.dtype) -> None:
         gemm_forward(empty(4096, k), empty(1280, k), activation=activation, residual=empty(4096, 1280))
     activation_backward(empty(m, n), empty(m, n), "gelu_tanh")
     gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")  # few tiles: split
+
+
+OPERATOR = Operator("gemm", launches, CASES)

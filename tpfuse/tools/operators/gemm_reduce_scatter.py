@@ -13,7 +13,7 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scat
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -76,7 +76,7 @@ def _case(inputs: str, copied: bool = False) -> Case:
     terms = inputs.removeprefix("x weight").strip().replace(" ", ", ") or "no bias"
     name = f"{terms}, one rank{', as beside copy engines' if copied else ''}"
     linear = partial(_linear, copied=copied)
-    return Case("gemm_reduce_scatter", name, linear, reference.linear, partial(_inputs, inputs))
+    return Case(name, linear, reference.linear, partial(_inputs, inputs))
 
 
 CASES = (_case("x weight bias residual"), _case("x weight"), _case("x weight bias residual", copied=True))
@@ -113,3 +113,6 @@ def launches(dtype: torch.dtype) -> None:
     run(2, empty(m, odd), empty(odd, n).t())
     run(3, empty(150, odd), empty(n, odd))
     run(8, empty(m, odd), empty(1280, odd))
+
+
+OPERATOR = Operator("gemm_reduce_scatter", launches, CASES)

@@ -8,7 +8,7 @@ from tpfuse.kernels.layer_norm import layer_norm_forward
 from tpfuse.kernels.layer_norm_backward import layer_norm_backward
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 # Heads, GPT-2's widths, those of 7B and 70B models, and one that is more than a block.
 WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
@@ -35,10 +35,10 @@ def inputs(rows: int, columns: int, dtype: torch.dtype, *names: str, offset: flo
 
 
 CASES = (
-    Case("layer_norm", "bias", _function, _reference, lambda dtype: inputs(63, 100, dtype, "bias")),
-    Case("layer_norm", "no bias", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
-    Case("layer_norm", "residual", _function, _reference, lambda dtype: inputs(33, 257, dtype, "bias", "residual")),
-    Case("layer_norm", "large mean", _function, _reference, lambda dtype: inputs(16, 63, dtype, "bias", offset=300)),
+    Case("bias", _function, _reference, lambda dtype: inputs(63, 100, dtype, "bias")),
+    Case("no bias", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
+    Case("residual", _function, _reference, lambda dtype: inputs(33, 257, dtype, "bias", "residual")),
+    Case("large mean", _function, _reference, lambda dtype: inputs(16, 63, dtype, "bias", offset=300)),
 )
 
 
@@ -50,3 +50,6 @@ def launches(dtype: torch.dtype) -> None:
         residual, bias = (x, weight) if with_residual else (None, None)
         _, _, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5, residual=residual)
         layer_norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
+
+
+OPERATOR = Operator("layer_norm", launches, CASES)

@@ -8,7 +8,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.ops.linear_cross_entropy import chunks, linear_cross_entropy
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 
 def _function(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def _inputs(rows: int, width: int, vocabulary: int, weighted: bool, dtype: torch
 
 
 CASES = tuple(
-    Case("linear_cross_entropy", name, _function, reference.linear_cross_entropy, partial(_inputs, *arguments))
+    Case(name, _function, reference.linear_cross_entropy, partial(_inputs, *arguments))
     for name, arguments in {
         "one chunk": (31, 64, 100, False),
         "chunks, weights": (63, 32, 257, True),
@@ -39,3 +39,6 @@ def launches(dtype: torch.dtype) -> None:
         x, weight = (torch.empty(rows, width, dtype=dtype, device="meta") for rows in (tokens, vocabulary))
         target, weights = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, device="meta")
         chunks(x, weight, target, weights, vocabulary, None, 4096, True, True, triton=True)
+
+
+OPERATOR = Operator("linear_cross_entropy", launches, CASES)

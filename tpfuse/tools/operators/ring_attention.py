@@ -13,7 +13,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _EPOCHS = 3
 
@@ -70,7 +70,7 @@ def _case(name: str, function: Callable[..., Tensor]) -> Case:
     def inputs(dtype: torch.dtype) -> dict[str, Tensor]:
         return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
 
-    return Case("ring_attention", name, constant(function), constant(_reference), inputs)
+    return Case(name, constant(function), constant(_reference), inputs)
 
 
 _HEADS = (("q", 2), ("k", 1), ("v", 1))
@@ -140,3 +140,6 @@ def _exchange(world: int, ring: bool) -> BlockExchange:
     state, abort, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 16 * world))
     end = Endpoint(world - 1, world, slots, 1 << 30, flags, 16 * world**2, state, abort, programs=108)
     return BlockExchange(end, ready, ring)
+
+
+OPERATOR = Operator("ring_attention", launches, CASES)

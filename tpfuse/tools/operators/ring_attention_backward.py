@@ -21,7 +21,7 @@ from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.ring_attention.visibility import visible_ranges
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
@@ -96,7 +96,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _case(name: str, backward: _Backward) -> Case:
-    return Case("ring_attention_backward", name, partial(_attention, backward=backward), _reference, _inputs)
+    return Case(name, partial(_attention, backward=backward), _reference, _inputs)
 
 
 CASES = (
@@ -147,3 +147,6 @@ def _launch_here(dtype: torch.dtype, size: int, world: int) -> None:
     blocks = _empty(world, 2, 1, 4, 2048, size, dtype=dtype)
     ring_attention_dq(q, q, sums, sums, blocks, _runs(world), 0, visible, range(world))
     ring_attention_dkdv(blocks[0], q, q, sums, sums, _runs(world), 0, 1, visible)
+
+
+OPERATOR = Operator("ring_attention_backward", launches, CASES)

@@ -6,7 +6,7 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 from tpfuse.tools.operators.layer_norm import WIDTHS, inputs
 
 
@@ -21,9 +21,9 @@ def _reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Ten
 
 
 CASES = (
-    Case("rms_norm", "one block", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
-    Case("rms_norm", "several blocks", _function, _reference, lambda dtype: inputs(63, 257, dtype)),
-    Case("rms_norm", "residual", _function, _reference, lambda dtype: inputs(33, 100, dtype, "residual")),
+    Case("one block", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
+    Case("several blocks", _function, _reference, lambda dtype: inputs(63, 257, dtype)),
+    Case("residual", _function, _reference, lambda dtype: inputs(33, 100, dtype, "residual")),
 )
 
 
@@ -35,3 +35,6 @@ def launches(dtype: torch.dtype) -> None:
         residual = x if with_residual else None
         _, _, rstd = rms_norm_forward(x, weight, 1e-5, residual=residual)
         rms_norm_backward(x, x, weight, rstd, grad_summed=residual)
+
+
+OPERATOR = Operator("rms_norm", launches, CASES)

@@ -7,7 +7,7 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.rope import rope_, rope_forward
 from tpfuse.ops.rope import rope
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 
 def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interleaved: bool) -> Case:
@@ -26,7 +26,7 @@ def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interle
         tables = cos.to(q.device), sin.to(q.device)
         return torch.cat([reference.rope(x, *tables, positions, interleaved=interleaved) for x in (q, k)], dim=2)
 
-    return Case("rope", name, function, plain, inputs)
+    return Case(name, function, plain, inputs)
 
 
 CASES = (
@@ -45,3 +45,6 @@ def launches(dtype: torch.dtype) -> None:
         for interleaved in (False, True):
             rope_forward(q, k, table, table, positions, interleaved=interleaved)
     rope_(q, None, table, table, positions)
+
+
+OPERATOR = Operator("rope", launches, CASES)

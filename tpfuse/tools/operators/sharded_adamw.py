@@ -12,7 +12,7 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.case import Case
+from tpfuse.tools.operator import Case, Operator
 
 _RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _LR, _STEPS, _START, _DECAY_END, _CLIP = 0.25, 3, 16, 500, 0.5
@@ -70,7 +70,6 @@ def _reference(gradients: Tensor) -> Tensor:
 
 def _case(name: str, summed: bool) -> Case:
     return Case(
-        "sharded_adamw",
         f"{name}, one rank",
         partial(_function, summed=summed),
         _reference,
@@ -102,3 +101,6 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
         for taken, addresses in ((gradients, table), (sums, None)):
             tensors = values, table, taken, addresses, master, sums, sums
             sharded_adamw_(*tensors, start=start, decay_end=m // 3, **numbers, endpoint=endpoint)
+
+
+OPERATOR = Operator("sharded_adamw", launches, CASES)
