@@ -29,11 +29,11 @@ from tpfuse.kernels.configurations import Configuration
 from tpfuse.testing.one_process import ENVIRONMENT, OneProcess, OneProcessMemory
 from tpfuse.tools import operators as cases
 from tpfuse.tools import tune, verify
+from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.rank_programs import PROGRAMS, TINY, Sizes, iterate, load
 from tpfuse.tools.search import Tuner
 from tpfuse.tools.search_space import SPACES
 from tpfuse.tools.table_file import with_rows
-from tpfuse.tools.trials import tiny_trials, trials
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("bfloat16", "float32")

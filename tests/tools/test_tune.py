@@ -16,11 +16,11 @@ from tpfuse.testing.compare import check_error
 from tpfuse.testing.ranks import pool
 from tpfuse.tools import search
 from tpfuse.tools import tune as tuning
+from tpfuse.tools.operator import Trial
+from tpfuse.tools.operators import tiny_trials, trials
 from tpfuse.tools.search import Tuner, copies
 from tpfuse.tools.search_space import SPACES, candidates, sensible
 from tpfuse.tools.table_file import section, with_rows
-from tpfuse.tools.trial import Trial
-from tpfuse.tools.trials import tiny_trials, trials
 from tpfuse.tools.tune import tune
 from tpfuse.train.errors import RunError
 

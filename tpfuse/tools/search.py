@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tpfuse.kernels.configurations import Configuration, override
 from tpfuse.testing.compare import check_error
+from tpfuse.tools.operator import Trial
 from tpfuse.tools.search_space import Step, candidates
-from tpfuse.tools.trial import Trial
 from tpfuse.train.errors import RunError
 
 Inspect = Callable[[Sequence[Configuration], Sequence[Trial]], list[str]]

@@ -30,12 +30,12 @@ from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration, override, read_table
 from tpfuse.tools.compilation import compile_jobs
 from tpfuse.tools.gate import complaints
+from tpfuse.tools.operator import Trial
+from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
 from tpfuse.tools.search import Inspect, Search, Tuner, brief, one_line
 from tpfuse.tools.search_space import SPACES, Step
 from tpfuse.tools.table_file import with_rows
-from tpfuse.tools.trial import Trial
-from tpfuse.tools.trials import trials
 from tpfuse.train.errors import RunError, UserError
 
 

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from tpfuse.tools.operator import Operator
+from tpfuse.tools.operator import Operator, Trial
 
 
 def names() -> list[str]:
@@ -15,3 +15,13 @@ def load(operator: str) -> Operator:
     """Return the description of an operator."""
     description: Operator = importlib.import_module(f"{__name__}.{operator}").OPERATOR
     return description
+
+
+def trials() -> list[Trial]:
+    """Return what the tuner measures: the trials of all operators at shapes of models."""
+    return [trial for name in names() for shape in load(name).models for trial in shape.trials()]
+
+
+def tiny_trials() -> list[Trial]:
+    """Return trials of every kind that are small enough for the interpreter."""
+    return [trial for name in names() for shape in load(name).tiny for trial in shape.trials()]

@@ -1,5 +1,6 @@
-"""adamw: a small comparison for `tpfuse verify`, and launches of every combination of dtypes that is trained with."""
+"""adamw: an update of a shard; its launches have every combination of dtypes that is trained with."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,10 +9,51 @@ from torch import Tensor
 from tpfuse.kernels import adamw, reference
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
+RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+LR, STEP = 1e-3, 3
+
+
+@dataclass(frozen=True)
+class AdamW(Shape):
+    """Update STEP of a shard [n] with state in float32. half: gradient and parameter are of a half type; else the
+    gradient is float32 and the master is the parameter."""
+
+    name: str
+    n: int
+    half: bool = True
+
+    def inputs(self, draw: Draw) -> Tensors:
+        wide = torch.float32
+        state = {
+            "master": draw.normal(self.n, dtype=wide),
+            "exp_avg": draw.normal(self.n, scale=0.1, dtype=wide),
+            "exp_avg_sq": draw.normal(self.n, dtype=wide).square_(),
+            "gradient": draw.normal(self.n, dtype=None if self.half else wide),
+        }
+        return state | ({"parameter": torch.empty_like(state["gradient"])} if self.half else {})
+
+    def costs(self) -> dict[str, Cost]:
+        """Four float32 elements in, three out; or three in and three out, and two of a half type."""
+        return {"step": Cost(0.0, 28 * self.n)}
+
+    def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        rate, step = (torch.full((), float(value), device=device) for value in (LR, STEP))
+        return self.inputs(Draw(device, dtype)) | {"lr": rate, "step": step}
+
+    def launch(self, **inputs: Any) -> Outputs:
+        adamw.adamw_(**inputs, **RATES)
+        return inputs["master"], inputs["exp_avg"], inputs["exp_avg_sq"], inputs["parameter"]
+
+    def plain(self, master: Tensor, gradient: Tensor, parameter: Tensor, step: Tensor, **state: Any) -> Outputs:
+        after = reference.adamw(master, gradient.to(master.dtype), **state, step=STEP, **RATES)
+        return *after, after[0].to(parameter.dtype)
+
+    def trials(self) -> list[Trial]:
+        return [self.trial("step", self.launch, self.plain)]
 
 
 def _function(gradient: Tensor) -> Tensor:
@@ -50,4 +92,10 @@ def launches(dtype: torch.dtype) -> None:
             adamw.adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, **rates)
 
 
-OPERATOR = Operator("adamw", launches, CASES)
+OPERATOR = Operator(
+    name="adamw",
+    launches=launches,
+    cases=CASES,
+    models=(AdamW("124m adamw", 124_439_808),),
+    tiny=(AdamW("tiny", 100),),
+)

@@ -1,5 +1,6 @@
 """all_gather_gemm: of one rank alone for `tpfuse verify`, its copiers included; launches that reach every row."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,62 @@ from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import close_copies, open_copies
+from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.ops.gemm import preactivation_gradient
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class AllGatherGemm(Shape):
+    """The product after an all-gather whose chunks are present: `world` chunks [m, K], weight [N, K]."""
+
+    name: str
+    world: int
+    m: int
+    N: int
+    K: int
+    activation: str | None
+
+    def inputs(self, draw: Draw) -> Tensors:
+        words = partial(torch.zeros, dtype=torch.int32, device=draw.device)
+        # The addresses of slots and flags, which no kernel reads.
+        addresses = torch.zeros(self.world, dtype=torch.int64, device=draw.device)
+        return {
+            "gathered": draw.normal(self.world, self.m, self.K),
+            "weight": draw.normal(self.N, self.K, scale=self.K**-0.5),
+            "addresses": addresses,
+            "ready": words(self.world) + 1,
+            "state": words(2),
+            "abort": words(1),
+        }
+
+    def costs(self) -> dict[str, Cost]:
+        return {"forward": Cost(2 * self.world * self.m * self.N * self.K, 0.0)}
+
+    def launch(
+        self, gathered: Tensor, weight: Tensor, addresses: Tensor, ready: Tensor, state: Tensor, abort: Tensor
+    ) -> Outputs:
+        state.zero_()  # the first epoch again, for which all are ready
+        programs = multiprocessors(gathered.device)
+        endpoint = Endpoint(
+            0, self.world, addresses, 16, addresses, programs * self.world, state, abort, programs=programs
+        )
+        return (
+            all_gather_gemm_forward(
+                gathered[0], weight, None, gathered, ready, endpoint, activation=self.activation, copied=True
+            )[0],
+        )
+
+    def plain(self, gathered: Tensor, weight: Tensor, **_: Tensor) -> Outputs:
+        return (reference.activation(reference.linear(gathered.flatten(0, 1), weight, None), self.activation),)
+
+    def trials(self) -> list[Trial]:
+        return [self.trial("forward", self.launch, self.plain)]
 
 
 def _alone(
@@ -121,4 +171,14 @@ def launches(dtype: torch.dtype) -> None:
     run(2, m, empty(n, k), empty(n), activation="gelu", keep_preactivation=True, copied=True)
 
 
-OPERATOR = Operator("all_gather_gemm", launches, CASES)
+OPERATOR = Operator(
+    name="all_gather_gemm",
+    launches=launches,
+    cases=CASES,
+    models=(
+        AllGatherGemm("70b tp8 up", 8, 1024, 7168, 8192, "swiglu"),
+        AllGatherGemm("70b tp8 qkv", 8, 1024, 1280, 8192, None),
+        AllGatherGemm("7b tp4 qkv", 4, 2048, 3072, 4096, None),
+    ),
+    tiny=(AllGatherGemm("tiny", 2, 10, 32, 16, "swiglu"),),
+)

@@ -1,35 +1,79 @@
-"""attention: small comparisons for `tpfuse verify`, and launches that reach every row of its gradients' tables."""
+"""attention: the whole operator; its launches reach every row of the tables of the backward pass."""
 
 import itertools
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
+from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
-from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
 ENDS = [0, 25, 26, 60]  # of documents
 DROPOUT = 0.3
 
 
-def _inputs(dtype: torch.dtype, heads: int, length: int, size: int) -> dict[str, Tensor]:
-    """For as many heads over one of keys and values."""
-    shapes = {"q": (1, heads, length, size), "k": (1, 1, length, size), "v": (1, 1, length, size)}
-    return {name: normal(seed, *shape, dtype=dtype) for seed, (name, shape) in enumerate(shapes.items(), 1)}
+@dataclass(frozen=True)
+class Attention(DifferentiableShape):
+    """q [B, H, T, D], k and v [B, Hk, T, D], as a projection leaves them in memory: [B, T, H, D]."""
 
+    name: str
+    B: int
+    H: int
+    Hk: int
+    T: int
+    D: int
+    causal: bool = True
+    window: int | None = None
 
-def _case(name: str, heads: int, length: int, size: int, **options: Any) -> Case:
-    return Case(
-        name,
-        lambda **inputs: attention(**inputs, **options),
-        lambda **inputs: reference.attention(**inputs, **options)[0],
-        lambda dtype: _inputs(dtype, heads, length, size),
-    )
+    def inputs(self, draw: Draw) -> Tensors:
+        return {name: self._heads(draw, h) for name, h in (("q", self.H), ("k", self.Hk), ("v", self.Hk))}
+
+    def _heads(self, draw: Draw, heads: int) -> Tensor:
+        return draw.normal(self.B, self.T, heads, self.D).transpose(1, 2)
+
+    def function(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=self.causal, window=self.window)
+
+    def reference(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._with_lse(q, k, v)[0]
+
+    def _with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attention(q, k, v, causal=self.causal, window=self.window)
+
+    def gradient(self, draw: Draw) -> Tensor:
+        return self._heads(draw, self.H)
+
+    def costs(self) -> dict[str, Cost]:
+        """Two products forward, five backward; without a window."""
+        pairs = self.T * (self.T + 1) / 2 if self.causal else self.T**2
+        flops, rows = 4 * self.B * self.H * self.D * pairs, self.B * self.T
+        of_q, of_kv, of_lse = 2 * rows * self.H * self.D, 4 * rows * self.Hk * self.D, 4 * rows * self.H
+        return {
+            "forward": Cost(flops, 2 * of_q + of_kv + of_lse),
+            "backward": Cost(2.5 * flops, 4 * of_q + 2 * of_kv + of_lse),
+        }
+
+    def saved(self, inputs: Tensors) -> Tensors:
+        out, lse = self._with_lse(**{name: x.float() for name, x in inputs.items()})
+        return {"out": out.to(inputs["q"].dtype), "lse": lse}
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, **_: Tensor) -> Outputs:
+        return (attention_forward(q, k, v, causal=self.causal, window=self.window)[0],)
+
+    def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Outputs:
+        return attention_backward(grad, q, k, v, out, lse, causal=self.causal, window=self.window)
+
+    def trials(self) -> list[Trial]:
+        return [
+            self.trial("forward", self.launch, self.plain_forward),
+            self.trial("backward", self.backward, self.plain_backward),
+        ]
 
 
 def _dropped(q: Tensor, k: Tensor, v: Tensor, head_rows: Tensor, key: Tensor) -> Tensor:
@@ -44,21 +88,22 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlen
     return torch.cat([reference.attention(*(x[:, :, rows] for x in (q, k, v)))[0] for rows in documents], dim=2)
 
 
-def _with_documents(dtype: torch.dtype) -> dict[str, Tensor]:
+def _with_documents(dtype: torch.dtype) -> Tensors:
     cu_seqlens = torch.tensor(ENDS, dtype=torch.int32)
-    return _inputs(dtype, 1, ENDS[-1], 16) | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    inputs = Attention("", 1, 1, 1, ENDS[-1], 16).seeded(dtype)
+    return inputs | {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+
+
+def _with_rows(dtype: torch.dtype) -> Tensors:
+    inputs = Attention("", 1, 2, 1, 40, 16).seeded(dtype)
+    return inputs | {"head_rows": torch.tensor([[3, 4]]), "key": torch.tensor(2**60 + 1)}
 
 
 CASES = (
-    _case("causal", 1, 63, 64),
-    _case("window, 2 heads on one of keys", 2, 70, 16, window=20),
+    Attention("causal", 1, 1, 1, 63, 64).case(),
+    Attention("window, 2 heads on one of keys", 1, 2, 1, 70, 16, window=20).case(),
     Case("documents", attention, _one_by_one, _with_documents),
-    Case(
-        "dropout",
-        lambda **inputs: attention(**inputs, dropout_p=DROPOUT),
-        _dropped,
-        lambda dtype: _inputs(dtype, 2, 40, 16) | {"head_rows": torch.tensor([[3, 4]]), "key": torch.tensor(2**60 + 1)},
-    ),
+    Case("dropout", partial(attention, dropout_p=DROPOUT), _dropped, _with_rows),
 )
 
 
@@ -106,4 +151,15 @@ def _launch(
     )
 
 
-OPERATOR = Operator("attention", launches, CASES)
+OPERATOR = Operator(
+    name="attention",
+    launches=launches,
+    cases=CASES,
+    models=(
+        Attention("heads of 64, 4096 positions", 1, 16, 16, 4096, 64),
+        Attention("heads of 128, 4096 positions", 1, 16, 16, 4096, 128),
+        Attention("heads of 256, 4096 positions", 1, 8, 8, 4096, 256),
+        Attention("70b tp4, 4096 positions", 1, 16, 2, 4096, 128),
+    ),
+    tiny=(Attention("tiny", 1, 2, 1, 20, 16),),
+)

@@ -2,6 +2,7 @@
 reach every row of the tables of the forward pass and of the merge."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,34 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.attention_forward import attention_forward
 from tpfuse.kernels.attention_merge import attention_merge
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+
+
+@dataclass(frozen=True)
+class Merge(Shape):
+    """Attention to two sets of keys as one: outputs [2, H, T, D], log-sum-exps [2, H, T]."""
+
+    name: str
+    H: int
+    T: int
+    D: int
+
+    def inputs(self, draw: Draw) -> Tensors:
+        outs = {f"out_{x}": draw.normal(2, self.H, self.T, self.D) for x in "ab"}
+        return outs | {f"lse_{x}": draw.normal(2, self.H, self.T, dtype=torch.float32) for x in "ab"}
+
+    def costs(self) -> dict[str, Cost]:
+        return {"forward": Cost(0.0, 3 * 2 * 2 * self.H * self.T * self.D)}
+
+    def launch(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
+        return attention_merge(out_a, lse_a, out_b, lse_b)
+
+    def plain(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Outputs:
+        out, lse = reference.attention_merge(out_a, lse_a, out_b, lse_b)
+        return out.to(out_a.dtype), lse
+
+    def trials(self) -> list[Trial]:
+        return [self.trial("forward", self.launch, self.plain)]
 
 
 def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Case:
@@ -87,4 +115,10 @@ def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float 
     )
 
 
-OPERATOR = Operator("attention_forward", launches, CASES)
+OPERATOR = Operator(
+    name="attention_forward",
+    launches=launches,
+    cases=CASES,
+    models=(Merge("16 heads of 64", 16, 4096, 64), Merge("16 heads of 128", 16, 4096, 128)),
+    tiny=(Merge("tiny", 2, 6, 16),),
+)

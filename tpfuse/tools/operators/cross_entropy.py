@@ -1,6 +1,6 @@
-"""cross_entropy: comparisons and compilations."""
+"""cross_entropy: the loss of each row of logits, and its gradient."""
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,32 +12,58 @@ from tpfuse.kernels.cross_entropy import (
     cross_entropy_combine,
     cross_entropy_forward,
 )
-from tpfuse.ops.cross_entropy import cross_entropy
-from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
 
-def _function(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits, target, logits.shape[1], None)
+@dataclass(frozen=True)
+class CrossEntropy(DifferentiableShape):
+    """Logits [M, V], normal numbers times `scale`, and targets [M], some of which have no loss."""
 
+    name: str
+    M: int
+    V: int
+    scale: float = 3.0
 
-def _reference(logits: Tensor, target: Tensor) -> Tensor:
-    return reference.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
+    def inputs(self, draw: Draw) -> Tensors:
+        target = draw.whole(self.V, self.M)
+        target[:: max(self.M // 8, 1)] = IGNORE
+        return {"logits": draw.normal(self.M, self.V, scale=self.scale), "target": target}
 
+    def function(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(logits, target, logits.shape[1], None)
 
-def _inputs(rows: int, vocabulary: int, scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
-    target = integers(2, rows, low=-1, high=vocabulary - 1, dtype=torch.int64)
-    return {"logits": normal(1, rows, vocabulary, dtype=dtype) * scale, "target": target}
+    def reference(self, logits: Tensor, target: Tensor) -> Tensor:
+        return reference.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), target)
 
+    def gradient(self, draw: Draw) -> Tensor:
+        return draw.normal(self.M, dtype=torch.float32)
 
-CASES = tuple(
-    Case(name, _function, _reference, partial(_inputs, *shape))
-    for name, shape in {
-        "vocabulary of 100": (63, 100, 1.0),
-        "vocabulary of 1000": (33, 1000, 1.0),
-        "large logits": (33, 257, 1e3),
-    }.items()
-)
+    def costs(self) -> dict[str, Cost]:
+        logits = 2 * self.M * self.V
+        return {"forward": Cost(0.0, logits), "backward": Cost(0.0, 2 * logits), "both": Cost(0.0, 3 * logits)}
+
+    def saved(self, inputs: Tensors) -> Tensors:
+        logits = inputs["logits"].float()
+        maximum = logits.amax(1)
+        return {"normalizer": torch.stack([maximum, (logits - maximum.unsqueeze(1)).exp().sum(1)])}
+
+    def launch(self, logits: Tensor, target: Tensor, **_: Tensor) -> Outputs:
+        statistics = cross_entropy_forward(logits, target, 0)
+        return (cross_entropy_combine(statistics.unsqueeze(0), target, self.V)[0],)
+
+    def backward(self, logits: Tensor, target: Tensor, normalizer: Tensor, **_: Tensor) -> Outputs:
+        """The gradient of the sum of all losses."""
+        return (cross_entropy_backward(logits, target, 0, normalizer),)
+
+    def plain_sum_backward(self, grad: Tensor, **tensors: Tensor) -> Outputs:
+        return self.plain_backward(torch.ones_like(grad), **tensors)
+
+    def trials(self) -> list[Trial]:
+        return [
+            self.trial("forward", self.launch, self.plain_forward),
+            self.trial("backward", self.backward, self.plain_sum_backward),
+        ]
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -54,4 +80,16 @@ def launches(dtype: torch.dtype) -> None:
     cross_entropy_combine(torch.empty(4, 3, 4096, device="meta"), target, 50257)
 
 
-OPERATOR = Operator("cross_entropy", launches, CASES)
+_SMALL = (
+    CrossEntropy("vocabulary of 100", 63, 100, 1.0),
+    CrossEntropy("vocabulary of 1000", 33, 1000, 1.0),
+    CrossEntropy("large logits", 33, 257, 1e3),
+)
+
+OPERATOR = Operator(
+    name="cross_entropy",
+    launches=launches,
+    cases=tuple(shape.case() for shape in _SMALL),
+    models=tuple(CrossEntropy(f"vocabulary {size}", 8192, size) for size in (50257, 32000, 1000)),
+    tiny=(CrossEntropy("tiny", 12, 40),),
+)

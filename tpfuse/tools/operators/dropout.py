@@ -1,27 +1,46 @@
-"""dropout: the same mask as the plain one."""
+"""dropout: a mask by position, the same as the plain one."""
 
-import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tpfuse.kernels.dropout import dropout_forward
 from tpfuse.ops.dropout import dropout, keep_mask
-from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
-
-_P = 0.3
+from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
 
-def _reference(x: Tensor, rows: Tensor, key: Tensor) -> Tensor:
-    return x * (keep_mask(rows, x.shape[-1], _P, key) / (1.0 - _P)).to(x.dtype)
+@dataclass(frozen=True)
+class Dropout(DifferentiableShape):
+    """x [M, C], whose elements are dropped with probability p."""
 
+    name: str
+    M: int
+    C: int
+    p: float
 
-def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
-    return {"x": normal(1, 63, 200, dtype=dtype), "rows": torch.arange(63) + 2**33, "key": torch.tensor(-(2**61) - 5)}
+    def inputs(self, draw: Draw) -> Tensors:
+        rows = torch.arange(self.M, device=draw.device) + 2**33
+        key = torch.full((), -(2**61) - 5, dtype=torch.int64, device=draw.device)
+        return {"x": draw.normal(self.M, self.C), "rows": rows, "key": key}
 
+    def function(self, x: Tensor, rows: Tensor, key: Tensor) -> Tensor:
+        return dropout(x, self.p, rows, key)
 
-CASES = (Case("p 0.3", functools.partial(dropout, p=_P), _reference, _inputs),)
+    def reference(self, x: Tensor, rows: Tensor, key: Tensor) -> Tensor:
+        return x * (keep_mask(rows, self.C, self.p, key) / (1.0 - self.p)).to(x.dtype)
+
+    def gradient(self, draw: Draw) -> Tensor:
+        return draw.normal(self.M, self.C)
+
+    def costs(self) -> dict[str, Cost]:
+        return {"forward": Cost(0.0, 4 * self.M * self.C)}
+
+    def launch(self, x: Tensor, rows: Tensor, key: Tensor, **_: Tensor) -> Outputs:
+        return (dropout_forward(x, self.p, rows, key),)
+
+    def trials(self) -> list[Trial]:
+        return [self.trial("forward", self.launch, self.plain_forward)]
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -31,4 +50,10 @@ def launches(dtype: torch.dtype) -> None:
     dropout_forward(x, 0.1, rows, key)
 
 
-OPERATOR = Operator("dropout", launches, CASES)
+OPERATOR = Operator(
+    name="dropout",
+    launches=launches,
+    cases=(Dropout("p 0.3", 63, 200, 0.3).case(),),
+    models=(Dropout("124m dropout", 8 * 8192, 768, 0.1),),
+    tiny=(Dropout("tiny", 12, 40, 0.1),),
+)

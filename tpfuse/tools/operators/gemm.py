@@ -1,6 +1,6 @@
-"""gemm: small comparisons for `tpfuse verify`, and launches that reach every row of its tables."""
+"""gemm: a linear layer with bias, activation and residual."""
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,38 +10,85 @@ from tpfuse.kernels.activation_backward import activation_backward
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.gemm import gemm
-from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial, gradients
 
 
-def _inputs(names: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    m, n, k = 100, 96, 80
-    tensors = {
-        "x": normal(1, m, k, dtype=dtype),
-        "weight": normal(2, n, k, dtype=dtype) / k**0.5,
-        "bias": normal(3, n, dtype=dtype),
-        "residual": normal(4, m, n, dtype=dtype),
-    }
-    return {name: tensors[name] for name in names.split()}
+@dataclass(frozen=True)
+class Gemm(DifferentiableShape):
+    """x [M, K] times weight [N, K], with some of the terms bias [N] and residual."""
+
+    name: str
+    M: int
+    N: int
+    K: int
+    activation: str | None
+    terms: tuple[str, ...] = ("bias",)
+
+    @property
+    def width(self) -> int:
+        """The columns of the result."""
+        return self.N // 2 if self.activation in GATED else self.N
+
+    def inputs(self, draw: Draw) -> Tensors:
+        tensors = {"x": draw.normal(self.M, self.K), "weight": draw.normal(self.N, self.K, scale=self.K**-0.5)}
+        shapes = {"bias": (self.N,), "residual": (self.M, self.width)}
+        return tensors | {name: draw.normal(*shapes[name]) for name in self.terms}
+
+    def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        return gemm(x, weight, bias, activation=self.activation, residual=residual)
+
+    def reference(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return reference.linear(x, weight, bias, self.activation, residual)
+
+    def gradient(self, draw: Draw) -> Tensor:
+        return draw.normal(self.M, self.width)
+
+    def costs(self) -> dict[str, Cost]:
+        flops, weights = 2 * self.M * self.N * self.K, self.N * self.K + self.N * ("bias" in self.terms)
+        kept = self.M * self.N if self.activation else 0  # the pre-activation
+        x, out = self.M * self.K, self.M * self.width
+        return {
+            "inference": Cost(flops, 2 * (x + weights + out)),
+            "forward": Cost(flops, 2 * (x + weights + out + kept)),
+            "backward": Cost(2 * flops, 2 * (out + kept + 2 * x + 2 * weights)),
+            "activation backward": Cost(0, 2 * (out + 2 * kept)),
+        }
+
+    def saved(self, inputs: Tensors) -> Tensors:
+        return {"preactivation": inputs["x"].new_empty(self.M, self.N).normal_()}
+
+    def launch(self, x: Tensor, weight: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
+        keep = self.activation is not None
+        out, kept = gemm_forward(x, weight, bias, activation=self.activation, keep_preactivation=keep)
+        return (out,) if kept is None else (out, kept)
+
+    def plain_launch(self, x: Tensor, weight: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
+        preactivation = reference.linear(x, weight, bias)
+        out = reference.activation(preactivation, self.activation)
+        return (out,) if self.activation is None else (out, preactivation)
+
+    def activation_backward(self, grad: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
+        assert self.activation is not None
+        out, sums = activation_backward(grad, preactivation, self.activation, with_sums=True)
+        assert sums is not None
+        return out, sums
+
+    def plain_activation_backward(self, grad: Tensor, preactivation: Tensor, **_: Tensor) -> Outputs:
+        out = gradients(lambda x: reference.activation(x, self.activation), {"x": preactivation}, grad)[0]
+        return out, out.sum(0)
+
+    def trials(self) -> list[Trial]:
+        trials = [self.trial("forward", self.launch, self.plain_launch)]
+        if self.activation is not None:
+            pair = self.activation_backward, self.plain_activation_backward
+            trials.append(self.trial("activation backward", *pair))
+        return trials
 
 
-def _case(name: str, inputs: str, activation: str | None) -> Case:
-    return Case(
-        name,
-        partial(gemm, activation=activation),
-        partial(reference.linear, activation_name=activation),
-        partial(_inputs, inputs),
-    )
-
-
-CASES = (
-    _case("no activation, bias, residual", "x weight bias residual", None),
-    _case("gelu, bias, residual", "x weight bias residual", "gelu"),
-    _case("gelu_tanh", "x weight", "gelu_tanh"),
-    _case("relu2, bias", "x weight bias", "relu2"),
-    _case("swiglu", "x weight", "swiglu"),
-    _case("geglu, bias", "x weight bias", "geglu"),
-)
+def _small(activation: str | None, *terms: str) -> Gemm:
+    return Gemm(", ".join([activation or "no activation", *terms]), 100, 96, 80, activation, terms)
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -68,4 +115,27 @@ def launches(dtype: torch.dtype) -> None:
     gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")  # few tiles: split
 
 
-OPERATOR = Operator("gemm", launches, CASES)
+_SMALL = (
+    _small(None, "bias", "residual"),
+    _small("gelu", "bias", "residual"),
+    _small("gelu_tanh"),
+    _small("relu2", "bias"),
+    _small("swiglu"),
+    _small("geglu", "bias"),
+)
+
+OPERATOR = Operator(
+    name="gemm",
+    launches=launches,
+    cases=tuple(shape.case() for shape in _SMALL),
+    models=(
+        Gemm("7b tp4 up", 8192, 5504, 4096, "swiglu"),
+        Gemm("1558m tp1 up", 8192, 6400, 1600, "gelu_tanh"),
+        Gemm("124m tp1 up", 8192, 3072, 768, "gelu_tanh"),
+        Gemm("7b tp1 proj", 8192, 4096, 4096, None),
+        Gemm("70b tp8 down", 8192, 8192, 3584, None),
+        Gemm("7b tp1 proj of 16 tokens", 16, 4096, 4096, None),
+        Gemm("unaligned", 8192, 4096, 1001, None),
+    ),
+    tiny=(Gemm("tiny", 20, 32, 16, "gelu_tanh"), Gemm("tiny gated", 20, 32, 16, "swiglu")),
+)

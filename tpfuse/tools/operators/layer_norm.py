@@ -1,4 +1,6 @@
-"""layer_norm: small comparisons for `tpfuse verify`, and launches that reach every row of its tables."""
+"""layer_norm: the norm of each row, with or without a residual that is added before it."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,39 +9,71 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.layer_norm import layer_norm_forward
 from tpfuse.kernels.layer_norm_backward import layer_norm_backward
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
-from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
+EPS = 1e-5
 # Heads, GPT-2's widths, those of 7B and 70B models, and one that is more than a block.
 WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
 
 
-def _function(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    if residual is None:
-        return layer_norm(x, weight, bias, 1e-5)
-    return torch.cat(add_layer_norm(x, residual, weight, bias, 1e-5))
+@dataclass(frozen=True)
+class Norm(DifferentiableShape):
+    """x [M, C] around `offset`, weight [C], and some of the terms bias [C] and residual [M, C]."""
+
+    name: str
+    M: int
+    C: int
+    terms: tuple[str, ...] = ()
+    offset: float = 0.0
+
+    def inputs(self, draw: Draw) -> Tensors:
+        shapes = {"x": (self.M, self.C), "weight": (self.C,), "bias": (self.C,), "residual": (self.M, self.C)}
+        tensors = {name: draw.normal(*shapes[name]) for name in ("x", "weight", *self.terms)}
+        return tensors | {"x": tensors["x"] + self.offset}
+
+    def gradient(self, draw: Draw) -> Tensor:
+        return draw.normal(self.M, self.C)
+
+    def costs(self) -> dict[str, Cost]:
+        """Without a residual."""
+        statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation; 1 / root mean square
+        tensor, rest = 2 * self.M * self.C, 4 * statistics * self.M + 2 * (1 + statistics) * self.C
+        return {"forward": Cost(0.0, 2 * tensor + rest), "backward": Cost(0.0, 3 * tensor + rest)}
 
 
-def _reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
-    if residual is None:
-        return reference.layer_norm(x, weight, bias, 1e-5)
-    return torch.cat([reference.layer_norm(x + residual, weight, bias, 1e-5), x + residual])
+@dataclass(frozen=True)
+class LayerNorm(Norm):
+    """The norm with a mean."""
 
+    def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return layer_norm(x, weight, bias, EPS)
+        return torch.cat(add_layer_norm(x, residual, weight, bias, EPS))
 
-def inputs(rows: int, columns: int, dtype: torch.dtype, *names: str, offset: float = 0.0) -> dict[str, Tensor]:
-    """x [rows, columns] around `offset`, weight, and those of bias and residual that are named."""
-    x = normal(1, rows, columns, dtype=dtype) + offset
-    shapes = {"weight": (columns,), "bias": (columns,), "residual": (rows, columns)}
-    rest = {name: normal(seed, *shapes[name], dtype=dtype) for seed, name in enumerate(("weight", *names), 2)}
-    return {"x": x, **rest}
+    def reference(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        if residual is None:
+            return reference.layer_norm(x, weight, bias, EPS)
+        return torch.cat([reference.layer_norm(x + residual, weight, bias, EPS), x + residual])
 
+    def saved(self, inputs: Tensors) -> Tensors:
+        wide = inputs["x"].float()
+        return {"mean": wide.mean(1), "rstd": (wide.var(1, correction=0) + EPS).rsqrt()}
 
-CASES = (
-    Case("bias", _function, _reference, lambda dtype: inputs(63, 100, dtype, "bias")),
-    Case("no bias", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
-    Case("residual", _function, _reference, lambda dtype: inputs(33, 257, dtype, "bias", "residual")),
-    Case("large mean", _function, _reference, lambda dtype: inputs(16, 63, dtype, "bias", offset=300)),
-)
+    def launch(self, x: Tensor, weight: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
+        return (layer_norm_forward(x, weight, bias, EPS)[0],)
+
+    def backward(self, x: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, **_: Tensor) -> Outputs:
+        dx, dweight, dbias = layer_norm_backward(grad, x, weight, mean, rstd, with_bias=True)
+        assert dbias is not None
+        return dx, dweight, dbias
+
+    def trials(self) -> list[Trial]:
+        return [
+            self.trial("forward", self.launch, self.plain_forward),
+            self.trial("backward", self.backward, self.plain_backward),
+        ]
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -48,8 +82,21 @@ def launches(dtype: torch.dtype) -> None:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual, bias = (x, weight) if with_residual else (None, None)
-        _, _, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5, residual=residual)
+        _, _, mean, rstd = layer_norm_forward(x, weight, bias, EPS, residual=residual)
         layer_norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
 
 
-OPERATOR = Operator("layer_norm", launches, CASES)
+_SMALL = (
+    LayerNorm("bias", 63, 100, ("bias",)),
+    LayerNorm("no bias", 33, 64),
+    LayerNorm("residual", 33, 257, ("bias", "residual")),
+    LayerNorm("large mean", 16, 63, ("bias",), offset=300.0),
+)
+
+OPERATOR = Operator(
+    name="layer_norm",
+    launches=launches,
+    cases=tuple(shape.case() for shape in _SMALL),
+    models=tuple(LayerNorm(f"width {c}", (1 << 26) // c, c, ("bias",)) for c in (256, 768, 1600, 4096, 8192)),
+    tiny=(LayerNorm("tiny", 12, 40, ("bias",)),),
+)

@@ -1,36 +1,49 @@
-"""linear_cross_entropy: comparisons and compilations."""
+"""linear_cross_entropy: the loss of a linear layer's logits, chunk by chunk."""
 
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.ops.linear_cross_entropy import chunks, linear_cross_entropy
-from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Tensors
 
 
-def _function(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
-    return linear_cross_entropy(x, weight, target, len(weight), weights=weights, chunk_tokens=32)[0]
+@dataclass(frozen=True)
+class LinearCrossEntropy(DifferentiableShape):
+    """x [M, K], weight [V, K], targets [M]: the sum of the losses, with weights [M] or without, or their mean."""
 
+    name: str
+    M: int
+    V: int
+    K: int
+    weighted: bool = False
+    mean: bool = False
+    chunk_tokens: int | None = None
 
-def _inputs(rows: int, width: int, vocabulary: int, weighted: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    inputs = {
-        "x": normal(1, rows, width, dtype=dtype),
-        "weight": normal(2, vocabulary, width, dtype=dtype),
-        "target": integers(3, rows, low=-1, high=vocabulary - 1, dtype=torch.int64),
-    }
-    return inputs | ({"weights": normal(4, rows).abs()} if weighted else {})
+    def inputs(self, draw: Draw) -> Tensors:
+        inputs = {
+            "x": draw.normal(self.M, self.K),
+            "weight": draw.normal(self.V, self.K, scale=self.K**-0.5 if self.mean else 1.0),
+            "target": draw.whole(self.V, self.M) if self.mean else draw.whole(self.V + 1, self.M) - 1,
+        }
+        return inputs | ({"weights": draw.normal(self.M, dtype=torch.float32).abs()} if self.weighted else {})
 
+    def function(self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        if self.mean:
+            weights = torch.full(target.shape, 1 / len(target), device=target.device)
+        return linear_cross_entropy(x, weight, target, len(weight), weights=weights, chunk_tokens=self.chunk_tokens)[0]
 
-CASES = tuple(
-    Case(name, _function, reference.linear_cross_entropy, partial(_inputs, *arguments))
-    for name, arguments in {
-        "one chunk": (31, 64, 100, False),
-        "chunks, weights": (63, 32, 257, True),
-    }.items()
-)
+    def reference(self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor | None = None) -> Tensor:
+        loss = reference.linear_cross_entropy(x, weight, target, weights)
+        return loss / len(target) if self.mean else loss
+
+    def gradient(self, draw: Draw) -> Tensor:
+        return draw.normal(dtype=torch.float32).abs() + 1
+
+    def costs(self) -> dict[str, Cost]:
+        return {"both": Cost(6 * self.M * self.V * self.K, 4 * (self.M * self.K + self.V * self.K))}
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -41,4 +54,9 @@ def launches(dtype: torch.dtype) -> None:
         chunks(x, weight, target, weights, vocabulary, None, 4096, True, True, triton=True)
 
 
-OPERATOR = Operator("linear_cross_entropy", launches, CASES)
+_SMALL = (
+    LinearCrossEntropy("one chunk", 31, 100, 64, chunk_tokens=32),
+    LinearCrossEntropy("chunks, weights", 63, 257, 32, weighted=True, chunk_tokens=32),
+)
+
+OPERATOR = Operator("linear_cross_entropy", launches, tuple(shape.case() for shape in _SMALL))

@@ -1,4 +1,6 @@
-"""rms_norm: small comparisons for `tpfuse verify`, and launches that reach every row of its tables."""
+"""rms_norm: the norm of each row without a mean, with or without a residual that is added before it."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,25 +8,21 @@ from torch import Tensor
 from tpfuse.kernels import reference
 from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
-from tpfuse.tools.operator import Case, Operator
-from tpfuse.tools.operators.layer_norm import WIDTHS, inputs
+from tpfuse.tools.operator import Operator
+from tpfuse.tools.operators.layer_norm import EPS, WIDTHS, Norm
 
 
-def _function(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    return rms_norm(x, weight, 1e-5) if residual is None else torch.cat(add_rms_norm(x, residual, weight, 1e-5))
+@dataclass(frozen=True)
+class RmsNorm(Norm):
+    """The norm without a mean."""
 
+    def function(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        return rms_norm(x, weight, EPS) if residual is None else torch.cat(add_rms_norm(x, residual, weight, EPS))
 
-def _reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
-    if residual is None:
-        return reference.rms_norm(x, weight, 1e-5)
-    return torch.cat([reference.rms_norm(x + residual, weight, 1e-5), x + residual])
-
-
-CASES = (
-    Case("one block", _function, _reference, lambda dtype: inputs(33, 64, dtype)),
-    Case("several blocks", _function, _reference, lambda dtype: inputs(63, 257, dtype)),
-    Case("residual", _function, _reference, lambda dtype: inputs(33, 100, dtype, "residual")),
-)
+    def reference(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return reference.rms_norm(x, weight, EPS)
+        return torch.cat([reference.rms_norm(x + residual, weight, EPS), x + residual])
 
 
 def launches(dtype: torch.dtype) -> None:
@@ -33,8 +31,14 @@ def launches(dtype: torch.dtype) -> None:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual = x if with_residual else None
-        _, _, rstd = rms_norm_forward(x, weight, 1e-5, residual=residual)
+        _, _, rstd = rms_norm_forward(x, weight, EPS, residual=residual)
         rms_norm_backward(x, x, weight, rstd, grad_summed=residual)
 
 
-OPERATOR = Operator("rms_norm", launches, CASES)
+_SMALL = (
+    RmsNorm("one block", 33, 64),
+    RmsNorm("several blocks", 63, 257),
+    RmsNorm("residual", 33, 100, ("residual",)),
+)
+
+OPERATOR = Operator("rms_norm", launches, tuple(shape.case() for shape in _SMALL))

@@ -1,4 +1,6 @@
-"""rope: small comparisons for `tpfuse verify`, and launches that reach every row of its tables."""
+"""rope: the rotation of queries and keys."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -7,7 +9,46 @@ from tpfuse.kernels import reference
 from tpfuse.kernels.rope import rope_, rope_forward
 from tpfuse.ops.rope import rope
 from tpfuse.testing.inputs import integers, normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Tensors, Trial
+
+
+@dataclass(frozen=True)
+class Rope(Shape):
+    """q [B, T, H, D] and k [B, T, Hk, D], rotated by Llama's angles."""
+
+    name: str
+    B: int
+    T: int
+    H: int
+    Hk: int
+    D: int
+
+    def inputs(self, draw: Draw) -> Tensors:
+        return {name: draw.normal(self.B, self.T, h, self.D) for name, h in (("q", self.H), ("k", self.Hk))}
+
+    def tables(self, device: torch.device) -> Tensors:
+        """Return cos and sin [T, D / 2] of the angles, and the positions [T]."""
+        positions = torch.arange(self.T, device=device)
+        angles = positions.unsqueeze(1) * 10000.0 ** (-torch.arange(0, self.D, 2, device=device) / self.D)
+        return {"cos": angles.cos(), "sin": angles.sin(), "positions": positions}
+
+    def costs(self) -> dict[str, Cost]:
+        moved = 2 * 2 * self.B * self.T * (self.H + self.Hk) * self.D + 4 * self.T * self.D
+        return dict.fromkeys(("forward", "backward"), Cost(0.0, moved))
+
+    def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
+        return self.inputs(Draw(device, dtype)) | self.tables(device)
+
+    def launch(self, q: Tensor, k: Tensor, **tables: Tensor) -> Outputs:
+        q_out, k_out = rope_forward(q, k, **tables)
+        assert k_out is not None
+        return q_out, k_out
+
+    def plain(self, q: Tensor, k: Tensor, **tables: Tensor) -> Outputs:
+        return reference.rope(q, **tables), reference.rope(k, **tables)
+
+    def trials(self) -> list[Trial]:
+        return [self.trial("forward", self.launch, self.plain)]
 
 
 def _case(name: str, *, heads: tuple[int, int], rotated: int, size: int, interleaved: bool) -> Case:
@@ -47,4 +88,10 @@ def launches(dtype: torch.dtype) -> None:
     rope_(q, None, table, table, positions)
 
 
-OPERATOR = Operator("rope", launches, CASES)
+OPERATOR = Operator(
+    name="rope",
+    launches=launches,
+    cases=CASES,
+    models=(Rope("7b tp1 rope", 2, 4096, 32, 32, 128), Rope("heads of 64", 2, 4096, 32, 32, 64)),
+    tiny=(Rope("tiny", 2, 6, 2, 1, 16),),
+)
