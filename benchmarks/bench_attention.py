@@ -11,18 +11,15 @@ in float64 would take more memory than there is.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.contenders import Function, Operator
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
-from tpfuse.kernels import reference
-from tpfuse.ops.attention import attention
+from benchmarks.contenders import Function, described
+from benchmarks.harness import Built, Case, Scale, Stage, command
+from tpfuse.tools.operators.attention import Attention
 
 BACKENDS = {
     "SDPA cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -33,84 +30,49 @@ BACKENDS = {
 _LONGEST_MATH = 4096  # positions: it holds all scores
 
 
-@dataclass(frozen=True)
-class Heads:
-    """B sequences of T positions, H heads of size D of which H / Hk share keys and values."""
-
-    name: str
-    B: int
-    H: int
-    Hk: int
-    T: int
-    D: int
-    causal: bool = True
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
-        return f"{self.name}, B {self.B}, H {self.H}/{self.Hk}, T {self.T}, D {self.D}, {kind}"
-
-
-def _backend(name: str, heads: Heads) -> Function:
+def _backend(name: str, shape: Attention) -> Function:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(BACKENDS[name]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=heads.causal, enable_gqa=heads.Hk != heads.H)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=shape.Hk != shape.H)
 
     return run
 
 
-def _reference(heads: Heads) -> Function:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference.attention(q, k, v, causal=heads.causal)[0]
-
-    return run
-
-
-def _build(heads: Heads, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    def draw(count: int) -> Tensor:
-        return stage.normal(heads.B, heads.T, count, heads.D).transpose(1, 2)
-
+def _build(shape: Attention, stage: Stage) -> Built:
     def one_group(name: str, x: Tensor) -> Tensor:
-        return x[:1, : 1 if name in "kv" else heads.H // heads.Hk]
+        return x[:1, : 1 if name in "kv" else shape.H // shape.Hk]
 
     names = ["SDPA math"] if stage.interpreted else list(BACKENDS)
-    if heads.T > _LONGEST_MATH:
+    if shape.T > _LONGEST_MATH:
         names.remove("SDPA math")
-    pairs = heads.T * (heads.T + 1) / 2 if heads.causal else heads.T**2
-    flops = 4 * heads.B * heads.H * heads.D * pairs  # two products forward, five backward
-    rows = heads.B * heads.T
-    of_q, of_kv, of_lse = 2 * rows * heads.H * heads.D, 4 * rows * heads.Hk * heads.D, 4 * rows * heads.H
-    operator = Operator(
-        inputs={"q": draw(heads.H), "k": draw(heads.Hk), "v": draw(heads.Hk)},
-        grad=draw(heads.H),
-        reference=_reference(heads),
-        functions={OURS: partial(attention, causal=heads.causal)} | {name: _backend(name, heads) for name in names},
-        costs={
-            "forward": (flops, 2 * of_q + of_kv + of_lse),
-            "backward": (2.5 * flops, 4 * of_q + 2 * of_kv + of_lse),
-        },
-        narrow=one_group,
-    )
-    return operator.check, operator.works()
+    peers = {name: _backend(name, shape) for name in names}
+    return described(shape, stage, ("forward", "backward"), peers, narrow=one_group)
+
+
+def _case(shape: Attention, asked: bool = False) -> Case:
+    kind = "causal" if shape.causal else "full"
+    name = f"{shape.name}, B {shape.B}, H {shape.H}/{shape.Hk}, T {shape.T}, D {shape.D}, {kind}"
+    return Case("attention", name, partial(_build, shape), asked)
 
 
 def cases(scale: Scale) -> list[Case]:
     """Causal with head sizes 64 and 128 and 4k and 16k positions, of 16k tokens each; then the models' own."""
     if scale == "tiny":
-        sizes = [Heads("tiny", 1, 2, 1, 40, 16), Heads("tiny", 1, 2, 2, 40, 16, causal=False)]
-        return [Case("attention", str(x), partial(_build, x), True) for x in sizes]
-    asked = [Heads("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
-    made = [Case("attention", str(heads), partial(_build, heads), True) for heads in asked]
+        sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]
+        return [_case(x, True) for x in sizes]
+    asked = [Attention("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
+    made = [_case(x, True) for x in asked]
     if scale == "all":
         others = [
-            Heads("124m tp1", 8, 12, 12, 1024, 64),
-            Heads("1558m tp1", 8, 25, 25, 1024, 64),
-            Heads("7b tp1", 2, 32, 32, 4096, 128),
-            Heads("70b tp1", 2, 64, 8, 4096, 128),
-            Heads("70b tp8", 2, 8, 1, 4096, 128),
-            Heads("not causal", 4, 16, 16, 4096, 64, causal=False),
-            Heads("not causal", 4, 16, 16, 4096, 128, causal=False),
+            Attention("124m tp1", 8, 12, 12, 1024, 64),
+            Attention("1558m tp1", 8, 25, 25, 1024, 64),
+            Attention("7b tp1", 2, 32, 32, 4096, 128),
+            Attention("70b tp1", 2, 64, 8, 4096, 128),
+            Attention("70b tp8", 2, 8, 1, 4096, 128),
+            Attention("not causal", 4, 16, 16, 4096, 64, causal=False),
+            Attention("not causal", 4, 16, 16, 4096, 128, causal=False),
         ]
-        made += [Case("attention", str(heads), partial(_build, heads)) for heads in others]
+        made += [_case(x) for x in others]
     return made
 
 

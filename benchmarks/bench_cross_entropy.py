@@ -7,24 +7,20 @@ them in float64 would not fit beside the rest.
 """
 
 import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, Operator, absent, compiled, fresh_compiler, installed
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.contenders import Function, absent, compiled, described, fresh_compiler, installed
+from benchmarks.harness import Built, Case, Scale, Stage, command
 from benchmarks.shapes import TOKENS, model
-from tpfuse.ops.cross_entropy import IGNORE, cross_entropy
+from tpfuse.ops.cross_entropy import IGNORE
+from tpfuse.tools.operators.cross_entropy import CrossEntropy
 
 EAGER, UPCAST, COMPILED = "F.cross_entropy", "F.cross_entropy in float32", "torch.compile in float32"
 LIGER = "Liger-Kernel"
 _COMPARED = 1024  # rows
-
-
-def _ours(logits: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(logits, target, logits.shape[1], None)
 
 
 def _eager(logits: Tensor, target: Tensor) -> Tensor:
@@ -45,39 +41,29 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _build(rows: int, width: int, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+def _build(shape: CrossEntropy, stage: Stage) -> Built:
     def first(name: str, x: Tensor) -> Tensor:
         return x[:_COMPARED]
 
     fresh_compiler()
-    functions: dict[str, Function] = {OURS: _ours, UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, stage)}
+    peers: dict[str, Function] = {UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, stage)}
     if not stage.interpreted:
-        functions[LIGER] = _liger
-    target = stage.whole(width, rows)
-    target[:: max(rows // 8, 1)] = IGNORE
-    logits = 2 * rows * width
-    operator = Operator(
-        inputs={"logits": stage.normal(rows, width, scale=3.0), "target": target},
-        grad=stage.normal(rows).float(),
-        reference=_upcast,
-        functions=functions,
-        costs={"forward": (0.0, logits), "both": (0.0, 3 * logits)},
-        narrow=first,
-        memory=("both",),
-    )
-    return operator.check, operator.works()
+        peers[LIGER] = _liger
+    return described(shape, stage, ("forward", "both"), peers, narrow=first, memory=("both",))
+
+
+def _case(name: str, rows: int, width: int, asked: bool = False) -> Case:
+    shape = CrossEntropy(name, rows, width)
+    return Case("cross_entropy", f"{name}, {rows} x {width}", partial(_build, shape), asked)
 
 
 def cases(scale: Scale) -> list[Case]:
     """Whole vocabularies, and one rank's slice of them."""
     if scale == "tiny":
-        return [Case("cross_entropy", "tiny, 24 x 50", partial(_build, 24, 50), True)]
+        return [_case("tiny", 24, 50, True)]
     gpt2, llama = model("124m").vocabulary, model("7b").vocabulary
     widths = {"gpt2 tp1": gpt2} if scale == "quick" else {"gpt2 tp1": gpt2, "gpt2 tp4": -(-gpt2 // 4), "7b tp1": llama}
-    return [
-        Case("cross_entropy", f"{name}, {TOKENS} x {width}", partial(_build, TOKENS, width))
-        for name, width in widths.items()
-    ]
+    return [_case(name, TOKENS, width) for name, width in widths.items()]
 
 
 if __name__ == "__main__":

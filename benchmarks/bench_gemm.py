@@ -10,7 +10,6 @@ measured at one shape.
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, Operator, compiled, fresh_compiler
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.contenders import Function, compiled, described, fresh_compiler
+from benchmarks.harness import Built, Case, Scale, Stage, command
 from benchmarks.shapes import Product, products
-from tpfuse.kernels import reference
-from tpfuse.kernels.activations import GATED
-from tpfuse.ops.gemm import gemm
+from tpfuse.tools.operators.gemm import Gemm
 
 EAGER, ADDMM, COMPILED, CUBLAS = "F.linear + activation", "_addmm_activation", "torch.compile max-autotune", "F.linear"
 
@@ -36,53 +33,27 @@ def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
 
 
-def _plain(product: Product, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    m, n, k = product.M, product.N, product.K
-    flops, operands = 2 * m * n * k, m * k + n * k
-    operator = Operator(
-        inputs={"x": stage.normal(m, k), "weight": stage.normal(n, k, scale=k**-0.5)},
-        grad=stage.normal(m, n),
-        reference=reference.linear,
-        functions={OURS: gemm, CUBLAS: F.linear},
-        costs={"inference": (flops, 2 * (operands + m * n)), "backward": (2 * flops, 2 * (2 * operands + m * n))},
-    )
-    return operator.check, operator.works()
+def _plain(shape: Gemm, stage: Stage) -> Built:
+    return described(shape, stage, ("inference", "backward"), {CUBLAS: F.linear})
 
 
-def _fused(product: Product, compile_for: str, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+def _fused(shape: Gemm, compile_for: str, stage: Stage) -> Built:
     """compile_for: "", "inference" or "training"."""
-    m, n, k, activation = product.M, product.N, product.K, product.activation
-    width = n // 2 if activation in GATED else n
-    expression = partial(reference.linear, activation_name=activation)
-    functions: dict[str, Function] = {OURS: partial(gemm, activation=activation), EAGER: expression}
-    if activation == "gelu_tanh" and not stage.interpreted:
-        functions[ADDMM] = _addmm_activation
+    peers: dict[str, Function] = {EAGER: shape.reference}
+    if shape.activation == "gelu_tanh" and not stage.interpreted:
+        peers[ADDMM] = _addmm_activation
     if compile_for:
         fresh_compiler()
-        functions[COMPILED] = compiled(expression, stage, "max-autotune-no-cudagraphs")
-    flops, weights, kept = 2 * m * n * k, n * k + n, m * n
-    forward = 2 * (m * k + weights + m * width)
-    backward = 2 * (m * width + kept + 2 * m * k + 2 * weights)  # reads grad, pre-activation, x, weight
-    operator = Operator(
-        inputs={"x": stage.normal(m, k), "weight": stage.normal(n, k, scale=k**-0.5), "bias": stage.normal(n)},
-        grad=stage.normal(m, width),
-        reference=expression,
-        functions=functions,
-        forward_only=(ADDMM,) if compile_for == "training" else (ADDMM, COMPILED),
-        costs={
-            "inference": (flops, forward),
-            "forward": (flops, forward + 2 * kept),
-            "backward": (2 * flops, backward),
-        },
-    )
-    return operator.check, operator.works()
+        peers[COMPILED] = compiled(shape.reference, stage, "max-autotune-no-cudagraphs")
+    forward_only = (ADDMM,) if compile_for == "training" else (ADDMM, COMPILED)
+    return described(shape, stage, ("inference", "forward", "backward"), peers, forward_only=forward_only)
 
 
 def _case(product: Product, activation: str | None, compile_for: str, asked: bool) -> Case:
+    sizes = product.names[0], product.M, product.N, product.K, activation
     if activation is None:
-        return Case("gemm", f"{product}, plain", partial(_plain, product), asked)
-    build = partial(_fused, replace(product, activation=activation), compile_for)
-    return Case("gemm", f"{product}, bias, {activation}", build, asked)
+        return Case("gemm", f"{product}, plain", partial(_plain, Gemm(*sizes, terms=())), asked)
+    return Case("gemm", f"{product}, bias, {activation}", partial(_fused, Gemm(*sizes), compile_for), asked)
 
 
 def cases(scale: Scale) -> list[Case]:

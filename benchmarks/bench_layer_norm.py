@@ -4,6 +4,7 @@ python -m benchmarks.bench_layer_norm --quick
 """
 
 import sys
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,13 +12,7 @@ from torch import Tensor
 from benchmarks.contenders import absent, installed
 from benchmarks.harness import Case, Scale, command
 from benchmarks.norms import GPT2, LLAMA, norm_cases
-from tpfuse.ops.layer_norm import layer_norm
-
-EPS = 1e-5
-
-
-def _ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return layer_norm(x, weight, bias, EPS)
+from tpfuse.tools.operators.layer_norm import EPS, LayerNorm
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -35,7 +30,7 @@ else:
 
 def cases(scale: Scale) -> list[Case]:
     """The widths of GPT-2, and of the larger models for a row of every width."""
-    return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), True, _ours, _plain, _liger)
+    return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), partial(LayerNorm, terms=("bias",)), _plain, _liger)
 
 
 if __name__ == "__main__":

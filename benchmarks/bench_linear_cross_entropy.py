@@ -8,25 +8,19 @@ whole vocabulary.
 """
 
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, Operator, absent, installed
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.contenders import Function, absent, described, installed
+from benchmarks.harness import Built, Case, Scale, Stage, command
 from benchmarks.shapes import TOKENS, model
-from tpfuse.ops.linear_cross_entropy import linear_cross_entropy
+from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropy
 
 EAGER, UPCAST, LIGER = "F.cross_entropy(F.linear)", "the same, logits in float32", "Liger-Kernel"
 _COMPARED = 2048  # rows
-
-
-def _ours(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    mean = torch.full(target.shape, 1 / len(target), device=target.device)
-    return linear_cross_entropy(x, weight, target, weight.shape[0], None, weights=mean)[0]
 
 
 def _eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -47,33 +41,24 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _operator(rows: int, vocabulary: int, width: int, stage: Stage) -> Operator:
-    functions: dict[str, Function] = {OURS: _ours, EAGER: _eager, UPCAST: _upcast}
+def _build(shape: LinearCrossEntropy, stage: Stage) -> Built:
+    peers: dict[str, Function] = {EAGER: _eager, UPCAST: _upcast}
     if not stage.interpreted:
-        functions[LIGER] = _liger
-    return Operator(
-        inputs={
-            "x": stage.normal(rows, width),
-            "weight": stage.normal(vocabulary, width, scale=width**-0.5),
-            "target": stage.whole(vocabulary, rows),
-        },
-        grad=stage.normal().float().abs() + 1,
-        reference=_upcast,
-        functions=functions,
-        costs={"both": (6 * rows * vocabulary * width, 4 * (rows * width + vocabulary * width))},
-        memory=("both",),
-    )
+        peers[LIGER] = _liger
+    check, _ = described(replace(shape, M=min(shape.M, _COMPARED)), stage, (), peers)
+    _, works = described(shape, stage, ("both",), peers, memory=("both",))
+    return check, works
 
 
-def _build(rows: int, vocabulary: int, width: int, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    compared = _operator(min(rows, _COMPARED), vocabulary, width, stage)
-    return compared.check, _operator(rows, vocabulary, width, stage).works()
+def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> Case:
+    shape = LinearCrossEntropy(name, rows, vocabulary, width, mean=True)
+    return Case("linear_cross_entropy", f"{name}, {rows} x {vocabulary} x {width}", partial(_build, shape), asked)
 
 
 def cases(scale: Scale) -> list[Case]:
     """32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of theirs."""
     if scale == "tiny":
-        return [Case("linear_cross_entropy", "tiny, 40 x 50 x 32", partial(_build, 40, 50, 32), True)]
+        return [_case("tiny", 40, 50, 32, True)]
     small, large, largest = (model(name) for name in ("124m", "7b", "70b"))
     shapes = {"124m tp1": (4 * TOKENS, small.vocabulary, small.width)}
     if scale == "all":
@@ -81,10 +66,7 @@ def cases(scale: Scale) -> list[Case]:
             "7b tp1": (TOKENS, large.vocabulary, large.width),
             "70b tp8": (TOKENS, largest.vocabulary // 8, largest.width),
         }
-    return [
-        Case("linear_cross_entropy", f"{name}, {m} x {v} x {k}", partial(_build, m, v, k), name == "124m tp1")
-        for name, (m, v, k) in shapes.items()
-    ]
+    return [_case(name, *sizes, asked=name == "124m tp1") for name, sizes in shapes.items()]
 
 
 if __name__ == "__main__":

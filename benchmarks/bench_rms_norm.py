@@ -11,13 +11,8 @@ from torch import Tensor
 from benchmarks.contenders import absent, installed
 from benchmarks.harness import Case, Scale, command
 from benchmarks.norms import LLAMA, norm_cases
-from tpfuse.ops.rms_norm import rms_norm
-
-EPS = 1e-5
-
-
-def _ours(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, EPS)
+from tpfuse.tools.operators.layer_norm import EPS
+from tpfuse.tools.operators.rms_norm import RmsNorm
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -35,7 +30,7 @@ else:
 
 def cases(scale: Scale) -> list[Case]:
     """The widths of the models that have this norm."""
-    return norm_cases("rms_norm", scale, LLAMA, False, _ours, _plain, _liger)
+    return norm_cases("rms_norm", scale, LLAMA, RmsNorm, _plain, _liger)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders import Operator, compiled, fresh_compiler
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.harness import OURS, Built, Case, Scale, Stage, Work, command
 from benchmarks.timing import Contender
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import rope
+from tpfuse.tools.operators.rope import Rope
 
 EAGER, COMPILED = "plain torch", "torch.compile"
 Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def _tables(positions: int, size: int, stage: Stage) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, size / 2] of Llama's angles."""
-    rates = 10000.0 ** (-torch.arange(0, size, 2, device=stage.device) / size)
-    angles = torch.arange(positions, device=stage.device).unsqueeze(1) * rates
-    return angles.cos(), angles.sin()
 
 
 def _contenders(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -> list[Contender]:
@@ -41,30 +35,28 @@ def _contenders(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor
     return [Contender(name, forward), Contender(name, backward, prepare=lambda: forward(None))]
 
 
-def _build(b: int, t: int, h: int, hk: int, d: int, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    tables, positions = _tables(t, d, stage), torch.arange(t, device=stage.device)
+def _build(shape: Rope, stage: Stage) -> Built:
+    tables = shape.tables(stage.device)
 
     def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q, k, *tables, positions)
+        return rope(q, k, **tables)
 
     def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.rope(q, *tables, positions), reference.rope(k, *tables, positions)
+        return reference.rope(q, **tables), reference.rope(k, **tables)
 
     fresh_compiler()
     pairs: dict[str, Pair] = {OURS: ours, EAGER: plain, COMPILED: compiled(plain, stage)}
-    q, k = stage.normal(b, t, h, d), stage.normal(b, t, hk, d)
-    grads = stage.normal(b, t, h, d), stage.normal(b, t, hk, d)
+    inputs, (grad_q, grad_k) = shape.inputs(stage), shape.inputs(stage).values()
     check = Operator(
-        inputs={"q": q, "k": k},
-        grad=torch.cat(grads, dim=2),
+        inputs=inputs,
+        grad=torch.cat([grad_q, grad_k], dim=2),
         reference=_joined(plain),
         functions={name: _joined(pair) for name, pair in pairs.items()},
         costs={},
     ).check
-    made = [_contenders(pair, name, q, k, grads) for name, pair in pairs.items()]
-    moved = 2 * (q.nbytes + k.nbytes) + tables[0].nbytes + tables[1].nbytes
-    modes = zip(("forward", "backward"), zip(*made, strict=True), strict=True)
-    return check, [Work(mode, 0.0, moved, contenders) for mode, contenders in modes]
+    made = [_contenders(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
+    costs, contenders = shape.costs(), zip(*made, strict=True)
+    return check, [Work(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, contenders, strict=True)]
 
 
 def _joined(pair: Pair) -> Callable[..., Tensor]:
@@ -76,15 +68,19 @@ def _joined(pair: Pair) -> Callable[..., Tensor]:
     return run
 
 
+def _case(shape: Rope) -> Case:
+    sizes = f"B {shape.B}, T {shape.T}, H {shape.H}/{shape.Hk}, D {shape.D}"
+    return Case("rope", f"{shape.name}, {sizes}", partial(_build, shape))
+
+
 def cases(scale: Scale) -> list[Case]:
     """The models that have it."""
     if scale == "tiny":
-        return [Case("rope", "tiny", partial(_build, 1, 12, 2, 1, 16), True)]
-    sizes = {"7b tp1": (2, 4096, 32, 32, 128)}
+        return [Case("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
+    sizes = {"7b tp1": (32, 32)}
     if scale == "all":
-        sizes |= {"7b tp4": (2, 4096, 8, 8, 128), "70b tp1": (2, 4096, 64, 8, 128), "70b tp8": (2, 4096, 8, 1, 128)}
-    names = {name: "B {}, T {}, H {}/{}, D {}".format(*size) for name, size in sizes.items()}
-    return [Case("rope", f"{name}, {names[name]}", partial(_build, *size)) for name, size in sizes.items()]
+        sizes |= {"7b tp4": (8, 8), "70b tp1": (64, 8), "70b tp8": (8, 1)}
+    return [_case(Rope(name, 2, 4096, *heads, 128)) for name, heads in sizes.items()]
 
 
 if __name__ == "__main__":

@@ -7,15 +7,17 @@ error may be. While ours is checked, memory that nobody wrote is NaN.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Stage, Work
+from benchmarks.harness import OURS, Built, Stage, Work
 from benchmarks.timing import Contender, one_line
 from tpfuse.testing.compare import Expected
+from tpfuse.tools.operator import DifferentiableShape
 
 Function = Callable[..., Tensor]
 
@@ -102,6 +104,25 @@ class Operator:
     def _both(self, name: str, function: Function) -> Contender:
         backward = self._backward(name, function)
         return Contender(name, lambda _: backward.run(backward.prepare()))
+
+
+def described(
+    shape: DifferentiableShape, stage: Stage, modes: Sequence[str], peers: Mapping[str, Function], **options: Any
+) -> Built:
+    """Return the check of an operator at a shape of its description beside peers, and its works in these modes.
+
+    options: fields of `Operator`.
+    """
+    costs = shape.costs()
+    operator = Operator(
+        inputs=shape.inputs(stage),
+        grad=shape.gradient(stage),
+        reference=shape.reference,
+        functions={OURS: shape.function, **peers},
+        costs={mode: (costs[mode].flops, costs[mode].moved) for mode in modes},
+        **options,
+    )
+    return operator.check, operator.works()
 
 
 def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import triton
-from torch import Tensor
 
 from benchmarks import timing
 from benchmarks.timing import Ceilings, Clock, Contender, DeviceClock, HostClock, Timing
 from tpfuse.backend import kernels
 from tpfuse.comm.host import processor
+from tpfuse.tools.operator import Draw
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpfuse"
@@ -97,26 +97,15 @@ def kernel_provenance() -> Row:
     return provenance() | {"triton": triton.__version__, "sources": _sources()}
 
 
-@dataclass
-class Stage:
-    """The device that cases run on, and what they draw their inputs from."""
+@dataclass(kw_only=True)
+class Stage(Draw):
+    """The device that cases run on, and the source of their inputs."""
 
-    device: torch.device
     interpreted: bool
     clock: Clock
     ceilings: Ceilings
-    generator: torch.Generator
     seconds: float = 0.6  # timed rounds of all contenders of one `Work`
     compiler: bool = True  # whether peers that torch.compile makes are run, which takes a minute each
-
-    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Fresh normal numbers."""
-        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
-        return x.mul_(scale).to(dtype)
-
-    def whole(self, high: int, *shape: int) -> Tensor:
-        """Fresh whole numbers from 0 to high - 1, int64."""
-        return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 
 def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Stage:
@@ -127,7 +116,15 @@ def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
     clock: Clock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator = torch.Generator(device).manual_seed(seed)
-    return Stage(device, interpreted, clock, ceilings, generator, 0.0 if interpreted else 0.6)
+    return Stage(
+        device=device,
+        dtype=torch.bfloat16,
+        generator=generator,
+        interpreted=interpreted,
+        clock=clock,
+        ceilings=ceilings,
+        seconds=0.0 if interpreted else 0.6,
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +139,9 @@ class Work:
     memory: bool = False
 
 
+Built = tuple[Callable[[], dict[str, str]], list[Work]]
+
+
 @dataclass(frozen=True)
 class Case:
     """An operator at a shape. asked: whether a figure that is to be reached is drawn from it, so that it comes first.
@@ -151,7 +151,7 @@ class Case:
 
     operator: str
     name: str
-    build: Callable[[Stage], tuple[Callable[[], dict[str, str]], list[Work]]]
+    build: Callable[[Stage], Built]
     asked: bool = False
 
 

@@ -4,57 +4,40 @@ The rows that figures are drawn from hold 256 MiB in bf16: several times any L2 
 of what is written. The others have the tokens of a micro-batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
-
-from benchmarks.contenders import Function, Operator, compiled, fresh_compiler
-from benchmarks.harness import OURS, Case, Scale, Stage, Work
+from benchmarks.contenders import Function, compiled, described, fresh_compiler
+from benchmarks.harness import Built, Case, Scale, Stage
 from benchmarks.shapes import MODELS, TOKENS, Model
+from tpfuse.tools.operators.layer_norm import Norm
 
 LARGE = 1 << 27  # elements
 EAGER, COMPILED, LIGER = "eager", "torch.compile", "Liger-Kernel"
 
 
-def _build(
-    rows: int,
-    width: int,
-    bias: bool,
-    statistics: int,
-    ours: Function,
-    plain: Function,
-    liger: Function,
-    stage: Stage,
-) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    inputs: dict[str, Tensor] = {"x": stage.normal(rows, width), "weight": 1 + stage.normal(width, scale=0.1)}
-    if bias:
-        inputs["bias"] = stage.normal(width, scale=0.1)
-    functions: Mapping[str, Function] = {OURS: ours, EAGER: plain}
+def _build(shape: Norm, plain: Function, liger: Function, stage: Stage) -> Built:
     fresh_compiler()
-    functions |= {COMPILED: compiled(plain, stage)}
+    peers = {EAGER: plain, COMPILED: compiled(plain, stage)}
     if not stage.interpreted:
-        functions |= {LIGER: liger}
-    tensor, kept, vectors = 2 * rows * width, 4 * statistics * rows, 2 * len(inputs) * width
-    operator = Operator(
-        inputs=inputs,
-        grad=stage.normal(rows, width),
-        reference=plain,
-        functions=functions,
-        costs={"forward": (0.0, 2 * tensor + kept + vectors), "backward": (0.0, 3 * tensor + kept + vectors)},
-    )
-    return operator.check, operator.works()
+        peers[LIGER] = liger
+    return described(shape, stage, ("forward", "backward"), peers)
 
 
 def norm_cases(
-    operator: str, scale: Scale, models: tuple[Model, ...], bias: bool, ours: Function, plain: Function, liger: Function
+    operator: str,
+    scale: Scale,
+    models: tuple[Model, ...],
+    shape: Callable[[str, int, int], Norm],
+    plain: Function,
+    liger: Function,
 ) -> list[Case]:
-    """Cases of a norm over the widths of `models`, with or without a bias. ours, plain, liger: of x, weight(, bias)."""
-    statistics = 2 if bias else 1  # mean and 1 / deviation; 1 / root mean square
+    """Return the cases of a norm over the widths of `models`. shape: of a name, rows and width."""
 
     def case(name: str, rows: int, width: int, asked: bool) -> Case:
-        build = partial(_build, rows, width, bias, statistics, ours, plain, liger)
-        return Case(operator, f"{name}, {rows} x {width}", build, asked)
+        return Case(
+            operator, f"{name}, {rows} x {width}", partial(_build, shape(name, rows, width), plain, liger), asked
+        )
 
     if scale == "tiny":
         return [case("tiny", 24, 48, True)]

@@ -15,6 +15,7 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8
 _STEPS = 3
 RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR, STEP = 1e-3, 3
+NUMBERS = {"lr": LR, "step": STEP}  # scalars on the device in training
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,27 @@ class AdamW(Shape):
         return {"step": Cost(0.0, 28 * self.n)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        rate, step = (torch.full((), float(value), device=device) for value in (LR, STEP))
-        return self.inputs(Draw(device, dtype)) | {"lr": rate, "step": step}
+        numbers = {name: torch.full((), float(x), device=device) for name, x in NUMBERS.items()}
+        return self.inputs(Draw(device, dtype)) | numbers
 
     def launch(self, **inputs: Any) -> Outputs:
         adamw.adamw_(**inputs, **RATES)
         return inputs["master"], inputs["exp_avg"], inputs["exp_avg_sq"], inputs["parameter"]
 
-    def plain(self, master: Tensor, gradient: Tensor, parameter: Tensor, step: Tensor, **state: Any) -> Outputs:
-        after = reference.adamw(master, gradient.to(master.dtype), **state, step=STEP, **RATES)
-        return *after, after[0].to(parameter.dtype)
+    def plain(self, parameter: Tensor, **shard: Tensor) -> Outputs:
+        after = updated(shard, shard["master"].dtype)
+        return *after.values(), after["master"].to(parameter.dtype)
 
     def trials(self) -> list[Trial]:
         return [self.trial("step", self.launch, self.plain)]
+
+
+def updated(shard: Tensors, dtype: torch.dtype) -> Tensors:
+    """Return the state after update STEP in plain torch, computed in `dtype`."""
+    names = ("master", "gradient", "exp_avg", "exp_avg_sq")
+    rates: dict[str, Any] = RATES | NUMBERS
+    after = reference.adamw(*(shard[name].to(dtype) for name in names), **rates)
+    return dict(zip(("master", "exp_avg", "exp_avg_sq"), after, strict=True))
 
 
 def _function(gradient: Tensor) -> Tensor:
