@@ -33,7 +33,7 @@ ALL = "all that follow"  # the row of a step that has ended in none of its rows
 _LATER, _RESTART = 76, 75  # exit statuses: no time left; a row was kept that leaves the process unfit
 _TRACEBACK = 6  # lines that are kept of one
 _LOOK = 0.1  # seconds between two looks at a process
-_PRELOADED = ["benchmarks.contenders", "torch._dynamo"]
+_PRELOADED = ["benchmarks.candidates", "torch._dynamo"]
 
 
 class Later(Exception):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import OURS, Built, Case, Scale, Stage, Work, command
-from benchmarks.timing import Contender, one_line
+from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.timing import Candidate, one_line
 from tpfuse.ops.adamw import adamw_
 from tpfuse.testing.compare import check_error
 from tpfuse.tools.operator import Tensors
@@ -57,7 +57,7 @@ def _torch(shard: Tensors) -> Callable[[], None]:
     return step
 
 
-CONTENDERS: Mapping[str, Callable[[Tensors], Callable[[], None]]] = {OURS: _ours, FUSED: _torch}
+CANDIDATES: Mapping[str, Callable[[Tensors], Callable[[], None]]] = {OURS: _ours, FUSED: _torch}
 
 
 def _verdict(make: Callable[[Tensors], Callable[[], None]], shard: Tensors) -> str:
@@ -76,18 +76,18 @@ def _verdict(make: Callable[[Tensors], Callable[[], None]], shard: Tensors) -> s
     return ""
 
 
-def _build(shape: AdamW, stage: Stage) -> Built:
-    shard = shape.inputs(stage)
+def _build(shape: AdamW, bench: Bench) -> Built:
+    shard = shape.inputs(bench)
 
     def check() -> dict[str, str]:
-        return {name: _verdict(make, _copy(shard, _COMPARED)) for name, make in CONTENDERS.items()}
+        return {name: _verdict(make, _copy(shard, _COMPARED)) for name, make in CANDIDATES.items()}
 
-    def contender(name: str) -> Contender:
-        step = CONTENDERS[name](_copy(shard))
-        return Contender(name, lambda _: step())
+    def candidate(name: str) -> Candidate:
+        step = CANDIDATES[name](_copy(shard))
+        return Candidate(name, lambda _: step())
 
     moved = shape.costs()["step"].moved
-    return check, [Work("step", 0.0, moved, tuple(contender(name) for name in CONTENDERS))]
+    return check, [Measurement("step", 0.0, moved, tuple(candidate(name) for name in CANDIDATES))]
 
 
 def cases(scale: Scale) -> list[Case]:

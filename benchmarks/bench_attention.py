@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.contenders import Function, described
-from benchmarks.harness import Built, Case, Scale, Stage, command
+from benchmarks.candidates import Function, described
+from benchmarks.harness import Bench, Built, Case, Scale, command
 from tpfuse.tools.operators.attention import Attention
 
 BACKENDS = {
@@ -38,15 +38,15 @@ def _backend(name: str, shape: Attention) -> Function:
     return run
 
 
-def _build(shape: Attention, stage: Stage) -> Built:
+def _build(shape: Attention, bench: Bench) -> Built:
     def one_group(name: str, x: Tensor) -> Tensor:
         return x[:1, : 1 if name in "kv" else shape.H // shape.Hk]
 
-    names = ["SDPA math"] if stage.interpreted else list(BACKENDS)
+    names = ["SDPA math"] if bench.interpreted else list(BACKENDS)
     if shape.T > _LONGEST_MATH:
         names.remove("SDPA math")
     peers = {name: _backend(name, shape) for name in names}
-    return described(shape, stage, ("forward", "backward"), peers, narrow=one_group)
+    return described(shape, bench, ("forward", "backward"), peers, narrow=one_group)
 
 
 def _case(shape: Attention, asked: bool = False) -> Case:

@@ -19,9 +19,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import poisoned
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
-from benchmarks.timing import Contender, one_line
+from benchmarks.candidates import poisoned
+from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
+from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
 from tpfuse.kernels.attention_forward import attention_forward
@@ -53,17 +53,17 @@ class Shape:
 class _Rank:
     """The last rank's queries, and all keys: in blocks, and behind each other."""
 
-    def __init__(self, shape: Shape, stage: Stage) -> None:
+    def __init__(self, shape: Shape, bench: Bench) -> None:
         world, n = shape.world, shape.n
-        self.shape, self.q = shape, stage.normal(1, n, shape.H, shape.D).transpose(1, 2)
-        self.grad = stage.normal(1, n, shape.H, shape.D).transpose(1, 2)
-        self.blocks = stage.normal(world, 2, 1, shape.Hk, n, shape.D)
+        self.shape, self.q = shape, bench.normal(1, n, shape.H, shape.D).transpose(1, 2)
+        self.grad = bench.normal(1, n, shape.H, shape.D).transpose(1, 2)
+        self.blocks = bench.normal(world, 2, 1, shape.Hk, n, shape.D)
         self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
         runs = SequenceLayout(world * n, world, "contiguous").runs
         self.call = RingCall(runs, world - 1, shape.causal, None, shape.D**-0.5)
-        self.seen, _ = self.call.visible_ranges(world - 1, stage.device)
+        self.seen, _ = self.call.visible_ranges(world - 1, bench.device)
         self.sources = tuple(range(world))
-        self.seen_by = [self.call.visible_ranges(source, stage.device)[1] for source in self.sources]
+        self.seen_by = [self.call.visible_ranges(source, bench.device)[1] for source in self.sources]
         self.options = {"causal": shape.causal, "q_offset": (world - 1) * n}
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -111,20 +111,20 @@ class _Rank:
         return out
 
 
-def _build(shape: Shape, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    rank = _Rank(shape, stage)
+def _build(shape: Shape, bench: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
+    rank = _Rank(shape, bench)
     n, keys = shape.n, shape.n * shape.world
     pairs = n * (keys - n) + n * (n + 1) / 2 if shape.causal else n * keys
     flops = 4 * shape.H * shape.D * pairs  # two products forward, five backward
     of_q, of_kv = 2 * n * shape.H * shape.D, 4 * keys * shape.Hk * shape.D
-    forward = Contender(OURS, lambda _: rank.forward()), Contender(PLAIN, lambda _: rank.plain_forward())
+    forward = Candidate(OURS, lambda _: rank.forward()), Candidate(PLAIN, lambda _: rank.plain_forward())
     backward = (
-        Contender(OURS, lambda state: rank.backward(*state), rank.forward),
-        Contender(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
+        Candidate(OURS, lambda state: rank.backward(*state), rank.forward),
+        Candidate(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
     )
     works = [
-        Work("forward", flops, 2 * of_q + of_kv, forward),
-        Work("backward", 2.5 * flops, 4 * of_q + 2 * of_kv, backward),
+        Measurement("forward", flops, 2 * of_q + of_kv, forward),
+        Measurement("backward", 2.5 * flops, 4 * of_q + 2 * of_kv, backward),
     ]
     return lambda: {OURS: rank.verdict()}, works
 

@@ -4,7 +4,7 @@
 
 Sizes are those of the whole tensor: what all-gather and all-reduce return, what reduce-scatter takes. The outputs lie
 in memory that is there already on both sides (Gloo's functions want it so). Results are checked first, to the bit.
-Ranks have one thread each. A round times several calls of one contender after a barrier, on rank 0; contenders take
+Ranks have one thread each. A round times several calls of one candidate after a barrier, on rank 0; candidates take
 turns. The bound is the copy: no collective of these sizes can read and write less than that.
 """
 
@@ -56,7 +56,7 @@ def _calls(op: str, nbytes: int, direct: DirectCollectives) -> tuple[Calls, Tens
 
 
 def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, of each round, by contender. On every rank."""
+    """Seconds of a call, of each round, by candidate. On every rank."""
     torch.use_deterministic_algorithms(False)
     direct = _direct()
     calls, ours, theirs, expected = _calls(op, nbytes, direct)

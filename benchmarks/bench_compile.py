@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness import keep, percentiles
-from benchmarks.timing import Contender, HostClock, alternate
+from benchmarks.timing import Candidate, HostClock, alternate
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import parse_train
@@ -17,7 +17,7 @@ from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.train.setup import with_layout
 from tpfuse.train.trainer import Trainer
 
-CONTENDERS = {
+CANDIDATES = {
     "plain": [],
     "compiled": ["--train.compile"],
     "autocast": ["--train.autocast", "bfloat16"],
@@ -25,7 +25,7 @@ CONTENDERS = {
 }
 
 
-def contender(name: str, flags: list[str]) -> Contender:
+def candidate(name: str, flags: list[str]) -> Candidate:
     """A step of the preset, always on a batch of its own."""
     options = with_layout(parse_train(flags), 1)
     model = options.model
@@ -33,7 +33,7 @@ def contender(name: str, flags: list[str]) -> Contender:
     trainer = Trainer(options, config, None, torch.device("cpu"))
     tokens = np.random.default_rng(1).integers(0, 256, 100_000).astype(np.uint16)
     windows = Windows(tokens, model.n_positions, 1, "train", options.train.batch)
-    return Contender(name, lambda _: trainer.train_step(windows, lambda: False))
+    return Candidate(name, lambda _: trainer.train_step(windows, lambda: False))
 
 
 def main() -> None:
@@ -41,8 +41,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     keep_freed_memory()
-    contenders = [contender(name, flags) for name, flags in CONTENDERS.items()]
-    found = alternate(contenders, HostClock(), 0.0, least=rounds, most=rounds)
+    candidates = [candidate(name, flags) for name, flags in CANDIDATES.items()]
+    found = alternate(candidates, HostClock(), 0.0, least=rounds, most=rounds)
     figures: dict[str, object] = {"threads": torch.get_num_threads()}
     plain = None
     for name, timing in found.items():

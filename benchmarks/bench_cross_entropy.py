@@ -12,8 +12,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, absent, compiled, described, fresh_compiler, installed
-from benchmarks.harness import Built, Case, Scale, Stage, command
+from benchmarks.candidates import Function, absent, compiled, described, fresh_compiler, installed
+from benchmarks.harness import Bench, Built, Case, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.ops.cross_entropy import IGNORE
 from tpfuse.tools.operators.cross_entropy import CrossEntropy
@@ -41,15 +41,15 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _build(shape: CrossEntropy, stage: Stage) -> Built:
+def _build(shape: CrossEntropy, bench: Bench) -> Built:
     def first(name: str, x: Tensor) -> Tensor:
         return x[:_COMPARED]
 
     fresh_compiler()
-    peers: dict[str, Function] = {UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, stage)}
-    if not stage.interpreted:
+    peers: dict[str, Function] = {UPCAST: _upcast, EAGER: _eager, COMPILED: compiled(_upcast, bench)}
+    if not bench.interpreted:
         peers[LIGER] = _liger
-    return described(shape, stage, ("forward", "both"), peers, narrow=first, memory=("both",))
+    return described(shape, bench, ("forward", "both"), peers, narrow=first, memory=("both",))
 
 
 def _case(name: str, rows: int, width: int, asked: bool = False) -> Case:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, compiled, described, fresh_compiler
-from benchmarks.harness import Built, Case, Scale, Stage, command
+from benchmarks.candidates import Function, compiled, described, fresh_compiler
+from benchmarks.harness import Bench, Built, Case, Scale, command
 from benchmarks.shapes import Product, products
 from tpfuse.tools.operators.gemm import Gemm
 
@@ -33,20 +33,20 @@ def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch._addmm_activation(bias, x, weight.T, use_gelu=True)
 
 
-def _plain(shape: Gemm, stage: Stage) -> Built:
-    return described(shape, stage, ("inference", "backward"), {CUBLAS: F.linear})
+def _plain(shape: Gemm, bench: Bench) -> Built:
+    return described(shape, bench, ("inference", "backward"), {CUBLAS: F.linear})
 
 
-def _fused(shape: Gemm, compile_for: str, stage: Stage) -> Built:
+def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
     """compile_for: "", "inference" or "training"."""
     peers: dict[str, Function] = {EAGER: shape.reference}
-    if shape.activation == "gelu_tanh" and not stage.interpreted:
+    if shape.activation == "gelu_tanh" and not bench.interpreted:
         peers[ADDMM] = _addmm_activation
     if compile_for:
         fresh_compiler()
-        peers[COMPILED] = compiled(shape.reference, stage, "max-autotune-no-cudagraphs")
+        peers[COMPILED] = compiled(shape.reference, bench, "max-autotune-no-cudagraphs")
     forward_only = (ADDMM,) if compile_for == "training" else (ADDMM, COMPILED)
-    return described(shape, stage, ("inference", "forward", "backward"), peers, forward_only=forward_only)
+    return described(shape, bench, ("inference", "forward", "backward"), peers, forward_only=forward_only)
 
 
 def _case(product: Product, activation: str | None, compile_for: str, asked: bool) -> Case:

@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import absent, installed
+from benchmarks.candidates import absent, installed
 from benchmarks.harness import Case, Scale, command
 from benchmarks.norms import GPT2, LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS, LayerNorm

@@ -14,8 +14,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import Function, absent, described, installed
-from benchmarks.harness import Built, Case, Scale, Stage, command
+from benchmarks.candidates import Function, absent, described, installed
+from benchmarks.harness import Bench, Built, Case, Scale, command
 from benchmarks.shapes import TOKENS, model
 from tpfuse.tools.operators.linear_cross_entropy import LinearCrossEntropy
 
@@ -41,12 +41,12 @@ else:
     _liger = absent("Liger-Kernel")
 
 
-def _build(shape: LinearCrossEntropy, stage: Stage) -> Built:
+def _build(shape: LinearCrossEntropy, bench: Bench) -> Built:
     peers: dict[str, Function] = {EAGER: _eager, UPCAST: _upcast}
-    if not stage.interpreted:
+    if not bench.interpreted:
         peers[LIGER] = _liger
-    check, _ = described(replace(shape, M=min(shape.M, _COMPARED)), stage, (), peers)
-    _, works = described(shape, stage, ("both",), peers, memory=("both",))
+    check, _ = described(replace(shape, M=min(shape.M, _COMPARED)), bench, (), peers)
+    _, works = described(shape, bench, ("both",), peers, memory=("both",))
     return check, works
 
 

@@ -26,10 +26,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import poisoned
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
+from benchmarks.candidates import poisoned
+from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
 from benchmarks.shapes import layers, model
-from benchmarks.timing import Contender, one_line
+from benchmarks.timing import Candidate, one_line
 from tpfuse.comm.collectives.fused import open_channel
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import GATED
@@ -46,7 +46,7 @@ LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
 _RANK = 1  # which of the ranks this GPU plays
 _COLUMNS = 128  # that are checked: all rows, of some columns
-_Built = tuple[Callable[[], dict[str, str]], list[Work]]
+_Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
 
 
 @dataclass(frozen=True)
@@ -113,12 +113,12 @@ def _cost(shape: Shape, out_columns: int) -> tuple[float, float]:
     return 2 * m * n * k, 2 * (m * k + n * k + m * out_columns)
 
 
-def _gathering(shape: Shape, stage: Stage) -> _Built:
+def _gathering(shape: Shape, bench: Bench) -> _Built:
     m = shape.M // shape.world
-    gathered = stage.normal(shape.world, m, shape.K)
+    gathered = bench.normal(shape.world, m, shape.K)
     whole, x = gathered.view(shape.M, shape.K), gathered[_RANK].clone()
-    weight, bias = stage.normal(shape.N, shape.K, scale=shape.K**-0.5), stage.normal(shape.N)
-    group = Group(shape.world, x.nbytes, stage.device)
+    weight, bias = bench.normal(shape.N, shape.K, scale=shape.K**-0.5), bench.normal(shape.N)
+    group = Group(shape.world, x.nbytes, bench.device)
 
     def present() -> None:
         group.ready[:] = group.next_epoch()
@@ -138,14 +138,14 @@ def _gathering(shape: Shape, stage: Stage) -> _Built:
         return gemm_forward(whole, weight, bias, activation=shape.activation)[0]
 
     width = shape.N // 2 if shape.activation in GATED else shape.N
-    contenders = Contender(OURS, fused, prepare=present), Contender(GEMM, plain)
-    return check, [Work(GATHER, *_cost(shape, width), contenders)]
+    candidates = Candidate(OURS, fused, prepare=present), Candidate(GEMM, plain)
+    return check, [Measurement(GATHER, *_cost(shape, width), candidates)]
 
 
-def _scattering(shape: Shape, stage: Stage) -> _Built:
+def _scattering(shape: Shape, bench: Bench) -> _Built:
     m = shape.M // shape.world
-    x, weight = stage.normal(shape.M, shape.K), stage.normal(shape.N, shape.K, scale=shape.K**-0.5)
-    group = Group(shape.world, 2 * shape.M * shape.N, stage.device)
+    x, weight = bench.normal(shape.M, shape.K), bench.normal(shape.N, shape.K, scale=shape.K**-0.5)
+    group = Group(shape.world, 2 * shape.M * shape.N, bench.device)
 
     def fused(_: object = None) -> Tensor:
         return gemm_reduce_scatter_forward(x, weight, group.endpoint)
@@ -165,23 +165,23 @@ def _scattering(shape: Shape, stage: Stage) -> _Built:
     def summed(_: object) -> Tensor:
         return plain(None).view(shape.world, m, shape.N).sum(0)
 
-    contenders = Contender(OURS, fused, group.signalled), Contender(GEMM, plain), Contender(SUMMED, summed)
-    return check, [Work(SCATTER, *_cost(shape, shape.N), contenders)]
+    candidates = Candidate(OURS, fused, group.signalled), Candidate(GEMM, plain), Candidate(SUMMED, summed)
+    return check, [Measurement(SCATTER, *_cost(shape, shape.N), candidates)]
 
 
-def _over_link(shape: Shape, stage: Stage) -> _Built:
-    m, on_gpu = shape.M // shape.world, stage.device.type == "cuda"
-    source = stage.normal(shape.world, m, shape.K)
+def _over_link(shape: Shape, bench: Bench) -> _Built:
+    m, on_gpu = shape.M // shape.world, bench.device.type == "cuda"
+    source = bench.normal(shape.world, m, shape.K)
     chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[_RANK].clone()
-    weight, gathered = stage.normal(shape.N, shape.K, scale=shape.K**-0.5), torch.zeros_like(source)
+    weight, gathered = bench.normal(shape.N, shape.K, scale=shape.K**-0.5), torch.zeros_like(source)
     gathered[_RANK] = x
-    group = Group(shape.world, x.nbytes, stage.device)
-    side = torch.cuda.Stream(stage.device) if on_gpu else None
+    group = Group(shape.world, x.nbytes, bench.device)
+    side = torch.cuda.Stream(bench.device) if on_gpu else None
     order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
 
     def start_copies(told: bool) -> None:
         if side is not None:
-            side.wait_stream(torch.cuda.current_stream(stage.device))
+            side.wait_stream(torch.cuda.current_stream(bench.device))
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             stamp = group.next_epoch()
             for i in order:
@@ -191,7 +191,7 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
 
     def end_copies() -> None:
         if side is not None:
-            torch.cuda.current_stream(stage.device).wait_stream(side)
+            torch.cuda.current_stream(bench.device).wait_stream(side)
 
     def plain(_: object) -> Tensor:
         return gemm_forward(gathered.view(shape.M, shape.K), weight)[0]
@@ -211,14 +211,14 @@ def _over_link(shape: Shape, stage: Stage) -> _Built:
         return out
 
     def check() -> dict[str, str]:
-        gathered[torch.tensor(order, device=stage.device)] = 0
+        gathered[torch.tensor(order, device=bench.device)] = 0
         with poisoned():
             out = fused()
         return {OURS: _verdict(out, source.view(shape.M, shape.K), weight, None, None)}
 
     runs = {OURS: fused, COPIES: copies, GEMM: plain, SEQUENTIAL: sequential}
-    contenders = tuple(Contender(name, run) for name, run in runs.items())
-    return check, [Work(LINK, *_cost(shape, shape.N), contenders)]
+    candidates = tuple(Candidate(name, run) for name, run in runs.items())
+    return check, [Measurement(LINK, *_cost(shape, shape.N), candidates)]
 
 
 _BUILD = {"gather": _gathering, "scatter": _scattering, "link": _over_link}  # by the first word of a case's name

@@ -13,7 +13,7 @@ travelling along.
 --ideal: what communication and the split into blocks cost. Ranks are pinned to one core each, and take turns with
 themselves when each computes 1 / ranks of the work with nobody to wait for: the whole sequence of as many heads less.
 
-Contenders take turns, and who begins rotates. A turn is as long as its slowest rank. See `bench_tensor_parallel` for
+Candidates take turns, and who begins rotates. A turn is as long as its slowest rank. See `bench_tensor_parallel` for
 how those who have no turn sleep, and for the part of the cores that other programs took.
 """
 
@@ -148,7 +148,7 @@ def _ours(
         return ring_attention(q, k, v, group=group, schedule=schedule, length=length)
 
 
-def _contenders(subject: Subject) -> dict[str, Attention]:
+def _candidates(subject: Subject) -> dict[str, Attention]:
     """What takes part in the ring, on every rank."""
     world, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
@@ -196,7 +196,7 @@ def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callabl
 
 
 def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
-    """Fills `_calls`, checked; returns the contenders. On every rank."""
+    """Fills `_calls`, checked; returns the candidates. On every rank."""
     torch.use_deterministic_algorithms(False)
     _calls.clear()
     inputs, rank, world = _inputs(subject, subject.heads), dist.get_rank(), dist.get_world_size()
@@ -207,7 +207,7 @@ def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
     layout = SequenceLayout(subject.tokens, world)
     expected = [layout.shard(x, rank, 2) for x in whole()]
     shards = [layout.shard(x, rank, 2) for x in inputs]
-    for name, attention in _contenders(subject).items():
+    for name, attention in _candidates(subject).items():
         if ideal and not (name.startswith(OURS) and name.endswith("direct")):
             continue
         _calls[name] = call = _forward_and_backward(attention, shards)
@@ -227,14 +227,14 @@ def pin() -> None:
 
 
 def turn(name: str, repeats: int) -> float:
-    """Seconds of a call. On every rank of the contender."""
+    """Seconds of a call. On every rank of the candidate."""
     return seconds_per_call(_calls[name], repeats)
 
 
 def measure(
     subject: Subject, ranks: RankPool, alone: RankPool, rounds: int, *, ideal: bool = False, seconds: float = 0.3
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by contender; what part of the cores others took.
+    """Seconds of a call, of each round, by candidate; what part of the cores others took.
 
     seconds: what a turn takes, about.
     """

@@ -8,7 +8,7 @@ import sys
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import absent, installed
+from benchmarks.candidates import absent, installed
 from benchmarks.harness import Case, Scale, command
 from benchmarks.norms import LLAMA, norm_cases
 from tpfuse.tools.operators.layer_norm import EPS

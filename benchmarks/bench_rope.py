@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import Operator, compiled, fresh_compiler
-from benchmarks.harness import OURS, Built, Case, Scale, Stage, Work, command
-from benchmarks.timing import Contender
+from benchmarks.candidates import Operator, compiled, fresh_compiler
+from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
+from benchmarks.timing import Candidate
 from tpfuse.kernels import reference
 from tpfuse.ops.rope import rope
 from tpfuse.tools.operators.rope import Rope
@@ -23,7 +23,7 @@ EAGER, COMPILED = "plain torch", "torch.compile"
 Pair = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def _contenders(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -> list[Contender]:
+def _candidates(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor, Tensor]) -> list[Candidate]:
     leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
 
     def forward(_: object) -> tuple[Tensor, Tensor]:
@@ -32,11 +32,11 @@ def _contenders(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor
     def backward(out: tuple[Tensor, Tensor]) -> object:
         return torch.autograd.grad(out, leaves, grads)
 
-    return [Contender(name, forward), Contender(name, backward, prepare=lambda: forward(None))]
+    return [Candidate(name, forward), Candidate(name, backward, prepare=lambda: forward(None))]
 
 
-def _build(shape: Rope, stage: Stage) -> Built:
-    tables = shape.tables(stage.device)
+def _build(shape: Rope, bench: Bench) -> Built:
+    tables = shape.tables(bench.device)
 
     def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rope(q, k, **tables)
@@ -45,8 +45,8 @@ def _build(shape: Rope, stage: Stage) -> Built:
         return reference.rope(q, **tables), reference.rope(k, **tables)
 
     fresh_compiler()
-    pairs: dict[str, Pair] = {OURS: ours, EAGER: plain, COMPILED: compiled(plain, stage)}
-    inputs, (grad_q, grad_k) = shape.inputs(stage), shape.inputs(stage).values()
+    pairs: dict[str, Pair] = {OURS: ours, EAGER: plain, COMPILED: compiled(plain, bench)}
+    inputs, (grad_q, grad_k) = shape.inputs(bench), shape.inputs(bench).values()
     check = Operator(
         inputs=inputs,
         grad=torch.cat([grad_q, grad_k], dim=2),
@@ -54,9 +54,9 @@ def _build(shape: Rope, stage: Stage) -> Built:
         functions={name: _joined(pair) for name, pair in pairs.items()},
         costs={},
     ).check
-    made = [_contenders(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
-    costs, contenders = shape.costs(), zip(*made, strict=True)
-    return check, [Work(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, contenders, strict=True)]
+    made = [_candidates(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
+    costs, candidates = shape.costs(), zip(*made, strict=True)
+    return check, [Measurement(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, candidates, strict=True)]
 
 
 def _joined(pair: Pair) -> Callable[..., Tensor]:

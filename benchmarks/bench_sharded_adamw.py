@@ -14,8 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Case, Scale, Stage, Work, command
-from benchmarks.timing import Contender, one_line
+from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
+from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import multiprocessors
@@ -31,14 +31,14 @@ _LR, _STEP, _CLIP = 1e-3, 3.0, 0.5
 class Ranks:
     """Parameters and gradients of `world` ranks, whose shards have m elements, and the state of one's."""
 
-    def __init__(self, world: int, m: int, sent: torch.dtype, stage: Stage) -> None:
-        device = stage.device
+    def __init__(self, world: int, m: int, sent: torch.dtype, bench: Bench) -> None:
+        device = bench.device
         self.world, self.m, self.decay_end, self._device = world, m, m // 2, device
         self.own = slice(_RANK * m, (_RANK + 1) * m)
-        self.gradients = stage.normal(world, world * m, dtype=sent)
+        self.gradients = bench.normal(world, world * m, dtype=sent)
         self.values = torch.zeros(world, world * m, dtype=torch.bfloat16, device=device)
-        self.master, self.exp_avg = stage.normal(m, dtype=torch.float32), stage.normal(m, dtype=torch.float32)
-        self.exp_avg_sq = stage.normal(m, dtype=torch.float32).square_()
+        self.master, self.exp_avg = bench.normal(m, dtype=torch.float32), bench.normal(m, dtype=torch.float32)
+        self.exp_avg_sq = bench.normal(m, dtype=torch.float32).square_()
         programs = multiprocessors(device)
         self._flags = torch.zeros(world, 2 * programs * world, dtype=torch.int32, device=device)
         self._state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
@@ -105,12 +105,14 @@ class Ranks:
         return ""
 
 
-def _build(world: int, m: int, sent: torch.dtype, stage: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
-    ranks = Ranks(world, m, sent, stage)
+def _build(
+    world: int, m: int, sent: torch.dtype, bench: Bench
+) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
+    ranks = Ranks(world, m, sent, bench)
     moved = m * (world * (sent.itemsize + 2) + 6 * 4)
-    contender = Contender(OURS, ranks.update, ranks.signalled)
-    return lambda: {OURS: Ranks(world, min(m, _COMPARED), sent, stage).verdict()}, [
-        Work("step", 0.0, moved, (contender,))
+    candidate = Candidate(OURS, ranks.update, ranks.signalled)
+    return lambda: {OURS: Ranks(world, min(m, _COMPARED), sent, bench).verdict()}, [
+        Measurement("step", 0.0, moved, (candidate,))
     ]
 
 

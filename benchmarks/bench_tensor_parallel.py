@@ -10,7 +10,7 @@ model in `benchmarks.torch_gpt` under `parallelize_module` with torch's fused Ad
 weights, losses and gradient norms of three steps must agree. As `tpfuse train` does, all processes keep freed memory.
 
 Ranks have one thread each. The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) is another
-one, with as many threads as there are ranks. A turn times several calls of one contender, on rank 0 after a barrier.
+one, with as many threads as there are ranks. A turn times several calls of one candidate, on rank 0 after a barrier.
 Whoever has no turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn begins a
 moment after the one before it, when OpenMP's threads have gone to sleep). Rows say what part of the cores other
 programs took meanwhile (on Linux): where that is more than a few per cent, the times are not to be believed.
@@ -227,12 +227,12 @@ def of_others(*pools: RankPool) -> float:
 
 
 def turn(name: str, repeats: int) -> float:
-    """Seconds of a call. On every rank of the contender."""
+    """Seconds of a call. On every rank of the candidate."""
     return seconds_per_call(_calls[name], repeats)
 
 
 def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by contender; what part of the cores others took."""
+    """Seconds of a call, of each round, by candidate; what part of the cores others took."""
     where = {OURS: ranks, TORCH: ranks, ALONE: alone}
     for pool in (ranks, alone):
         pool.run(subject.prepare, subject.sizes, pool is alone)

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.bench_tensor_parallel import of_others
-from benchmarks.figures import Figure, cost, figures_table, speedup
+from benchmarks.figures import Target, cost, figures_table, speedup
 from benchmarks.harness import OURS, Row, aligned, keep, percentiles
 from benchmarks.timing import seconds_per_call
 from benchmarks.zero_training import ALONE, SHARD, STAGES, ZERO, Call, Training
@@ -46,7 +46,7 @@ _calls: dict[str, Call] = {}  # of this rank: what takes turns
 
 
 def prepare(subject: Training | Update) -> list[str]:
-    """Fills `_calls`; returns the contenders. On every rank."""
+    """Fills `_calls`; returns the candidates. On every rank."""
     torch.use_deterministic_algorithms(False)
     keep_freed_memory()
     _calls.clear()
@@ -62,7 +62,7 @@ def turn(name: str, repeats: int) -> float:
 def measure(
     subject: Training | Update, ranks: RankPool, rounds: int, seconds: float = 1.0
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by contender; what part of the cores others took.
+    """Seconds of a call, of each round, by candidate; what part of the cores others took.
 
     seconds: what a turn takes, about.
     """
@@ -78,14 +78,14 @@ def measure(
     return found, (of_others(ranks) - before) / capacity
 
 
-def _figures() -> Iterator[Figure]:
+def _figures() -> Iterator[Target]:
     for name in STAGES[1:3]:
-        yield Figure(f"step, {name} / no communication", name, "training", 1.0, ALONE, cost, at_most=True)
-        yield Figure(f"step, {name} / {ZERO}", name, "training", 1.2, ZERO, speedup)
-        yield Figure(f"step, {name} / {SHARD}", name, "training", 1.5, SHARD, speedup)
+        yield Target(f"step, {name} / no communication", name, "training", 1.0, ALONE, cost, at_most=True)
+        yield Target(f"step, {name} / {ZERO}", name, "training", 1.2, ZERO, speedup)
+        yield Target(f"step, {name} / {SHARD}", name, "training", 1.5, SHARD, speedup)
     for name in (SWEEP, NORM_FIRST):
         for peer in (WHOLE, PIECES):
-            yield Figure(f"update, {name} / {peer}", name, "update", 2.0, peer, speedup)
+            yield Target(f"update, {name} / {peer}", name, "update", 2.0, peer, speedup)
 
 
 FIGURES = tuple(_figures())
@@ -132,7 +132,7 @@ def main() -> None:
         for mode in arguments.subjects or SUBJECTS:
             ranks, subject = RankPool(world, timeout=1200.0), SUBJECTS[mode][arguments.quick]
             times, others = measure(subject, ranks, rounds, seconds)
-            ranks.close()  # with the memory of its contenders
+            ranks.close()  # with the memory of its candidates
             row = report(mode, subject, world, times, others)
             found += rows(mode, world, times)
             if not arguments.quick:

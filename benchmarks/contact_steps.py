@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.apart import Later, Row, Rows, Step, read
-from benchmarks.contenders import LeftOut, poisoned
-from benchmarks.harness import OURS, Case, Scale, Stage, kernel_provenance, measure, new_stage
+from benchmarks.candidates import LeftOut, poisoned
+from benchmarks.harness import OURS, Bench, Case, Scale, kernel_provenance, measure, new_bench
 from benchmarks.timing import Ceilings
 from tpfuse.comm.probe import probe
 from tpfuse.kernels import configurations, launch
@@ -258,7 +258,7 @@ def find_ceilings(plan: Plan, rows: Rows) -> None:
 
 
 def _find_ceilings(plan: Plan) -> Row:
-    return {"ceilings": asdict(new_stage(plan.seed, interpreted=plan.rehearse).ceilings)}
+    return {"ceilings": asdict(new_bench(plan.seed, interpreted=plan.rehearse).ceilings)}
 
 
 def kept_ceilings(rows: Sequence[Row]) -> Ceilings | None:
@@ -271,20 +271,20 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     """A benchmark's cases, each checked first: those that figures are drawn from without torch.compile ("timings"),
     then with it where it is a peer ("torch.compile"); then all others ("more timings")."""
     kept = read(plan.out)
-    stage = new_stage(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
-    stage.compiler = group != "timings"
-    stage.seconds /= 3 if group == "more timings" else 1
+    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
+    bench.compiler = group != "timings"
+    bench.seconds /= 3 if group == "more timings" else 1
     scale: Scale = "tiny" if plan.rehearse else "all"
     left_out = {row["row"] for row in kept if row["step"] == f"timings: {operator}" and row.get("left out")}
     found: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
     for case in found:
         if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
             continue
-        rows.each(case.name, partial(_time, case, stage))
+        rows.each(case.name, partial(_time, case, bench))
 
 
-def _time(case: Case, stage: Stage) -> Row:
-    found = list(measure(case, stage))
+def _time(case: Case, bench: Bench) -> Row:
+    found = list(measure(case, bench))
     kept = [row for row in found if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
     failed = [row["error"] for row in kept if row["contender"] == OURS and "median_us" not in row]
     row: Row = {"passed": not failed, "left out": len(kept) < len(found), "measurements": kept}
@@ -316,10 +316,10 @@ def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
 
     said: list[str] = []
     tuner, spaces = _tuner(plan, operator, rows.until, say)
-    for place in tune.places([operator], tuner, tiny_trials() if plan.rehearse else trials()):
-        if place.fitting:
+    for tuned in tune.tuned_rows([operator], tuner, tiny_trials() if plan.rehearse else trials()):
+        if tuned.fitting:
             said.clear()
-            rows.each(place.name, partial(_tune, place, tuner, spaces, said))
+            rows.each(tuned.name, partial(_tune, tuned, tuner, spaces, said))
             _write_table(plan, operator)
 
 
@@ -341,9 +341,9 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _tune(
-    place: tune.Place, tuner: Tuner, spaces: dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]], said: list[str]
+    tuned: tune.TunedRow, tuner: Tuner, spaces: dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]], said: list[str]
 ) -> Row:
-    best = place.best(tuner, spaces)
+    best = tuned.best(tuner, spaces)
     if monotonic() > tuner.deadline:
         raise Later  # not all was tried
     row: Row = {"passed": best is not None, "said": list(said)}

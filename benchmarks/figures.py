@@ -12,8 +12,8 @@ from benchmarks.harness import OURS, Row, aligned
 
 
 @dataclass(frozen=True)
-class Figure:
-    """asked: the least the value may be, or the most.
+class Target:
+    """threshold: the least the value may be, or the most.
 
     value: of our row, the peer's (ours again without a peer) and the copy bandwidth; None where it says nothing.
     """
@@ -21,7 +21,7 @@ class Figure:
     name: str
     operator: str
     mode: str
-    asked: float
+    threshold: float
     peer: str | tuple[str, ...] | None
     value: Callable[[Row, Row, float], float | None]
     at_most: bool = False
@@ -39,18 +39,18 @@ class Figure:
         pairs = {name: (ours.get(name, {}), peers.get(name, {})) for name in names - failed}
         found = {name: self.value(*pair, copy) for name, pair in pairs.items() if all("median_us" in x for x in pair)}
         values = {name: value for name, value in found.items() if value is not None}
-        outcome: dict[str, Any] = {"figure": self.name, "asked": self.asked, "at_most": self.at_most, "got": None}
+        outcome: dict[str, Any] = {"figure": self.name, "asked": self.threshold, "at_most": self.at_most, "got": None}
         outcome |= {"case": None, "cases": len(names), "missing": len(names) - len(values)}
         if not values:
             return outcome | {"verdict": "not measured yet"}
         worst = (max if self.at_most else min)(values, key=values.__getitem__)
-        reached = values[worst] <= self.asked if self.at_most else values[worst] >= self.asked
+        reached = values[worst] <= self.threshold if self.at_most else values[worst] >= self.threshold
         verdict = "miss" if not reached else "pass" if not outcome["missing"] else "pass, but not all measured"
         return outcome | {"got": values[worst], "case": worst, "verdict": verdict}
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The contenders that ours is compared with, itself where there are none."""
+        """The candidates that ours is compared with, itself where there are none."""
         return (self.peer,) if isinstance(self.peer, str) else self.peer or (OURS,)
 
     def _concerns(self, row: Row) -> bool:
@@ -102,26 +102,26 @@ def figures_table(outcomes: Sequence[dict[str, Any]]) -> str:
     return aligned(lines)
 
 
-def _gemm(name: str, mode: str, asked: float, peer: str, case: str) -> Figure:
-    return Figure(f"gemm {name}", "gemm", mode, asked, peer, speedup, case=case)
+def _gemm(name: str, mode: str, threshold: float, peer: str, case: str) -> Target:
+    return Target(f"gemm {name}", "gemm", mode, threshold, peer, speedup, case=case)
 
 
-def _of_copy(operator: str, mode: str, asked: float = 0.85) -> Figure:
-    return Figure(f"{operator} {mode}, part of copy bandwidth", operator, mode, asked, None, of_copy)
+def _of_copy(operator: str, mode: str, threshold: float = 0.85) -> Target:
+    return Target(f"{operator} {mode}, part of copy bandwidth", operator, mode, threshold, None, of_copy)
 
 
-def _overlapped(name: str, mode: str, asked: float, case: str, *peers: str) -> Figure:
-    return Figure(name, "overlapped_gemm", mode, asked, peers, cost, at_most=True, case=case)
+def _overlapped(name: str, mode: str, threshold: float, case: str, *peers: str) -> Target:
+    return Target(name, "overlapped_gemm", mode, threshold, peers, cost, at_most=True, case=case)
 
 
-def _carried(mode: str) -> Figure:
+def _carried(mode: str) -> Target:
     name = f"carried attention {mode}, blocks present / attention"
-    return Figure(name, "carried_attention", mode, 1.05, "attention", cost, at_most=True)
+    return Target(name, "carried_attention", mode, 1.05, "attention", cost, at_most=True)
 
 
-def _attention(mode: str, asked: float, peer: str) -> Figure:
+def _attention(mode: str, threshold: float, peer: str) -> Target:
     """cuDNN is the peer on compute capability 9.0 and 10.0, where it is the fastest that there is; flash on others."""
-    return Figure(f"attention {mode} / {peer}", "attention", mode, asked, peer, speedup)
+    return Target(f"attention {mode} / {peer}", "attention", mode, threshold, peer, speedup)
 
 
 FIGURES = (
@@ -147,8 +147,8 @@ FIGURES = (
     _of_copy("rms_norm", "backward"),
     _of_copy("adamw", "step"),
     _of_copy("sharded_adamw", "step", 0.80),
-    Figure("linear_cross_entropy / eager", "linear_cross_entropy", "both", 1.00, "F.cross_entropy(F.linear)", speedup),
-    Figure(
+    Target("linear_cross_entropy / eager", "linear_cross_entropy", "both", 1.00, "F.cross_entropy(F.linear)", speedup),
+    Target(
         "linear_cross_entropy memory / eager's",
         "linear_cross_entropy",
         "both",

@@ -19,7 +19,7 @@ import torch
 import triton
 
 from benchmarks import timing
-from benchmarks.timing import Ceilings, Clock, Contender, DeviceClock, HostClock, Timing
+from benchmarks.timing import Candidate, Ceilings, Clock, DeviceClock, HostClock, Timing
 from tpfuse.backend import kernels
 from tpfuse.comm.host import processor
 from tpfuse.tools.operator import Draw
@@ -98,25 +98,25 @@ def kernel_provenance() -> Row:
 
 
 @dataclass(kw_only=True)
-class Stage(Draw):
+class Bench(Draw):
     """The device that cases run on, and the source of their inputs."""
 
     interpreted: bool
     clock: Clock
     ceilings: Ceilings
-    seconds: float = 0.6  # timed rounds of all contenders of one `Work`
+    seconds: float = 0.6  # timed rounds of all candidates of one `Measurement`
     compiler: bool = True  # whether peers that torch.compile makes are run, which takes a minute each
 
 
-def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Stage:
-    """The stage of this machine; ceilings are measured where they are not given."""
+def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Bench:
+    """Return the Bench of this machine; ceilings are measured where they are not given."""
     device = torch.device("cpu" if interpreted else "cuda")
     if interpreted:
         torch.set_num_threads(1)  # the tensors are tiny
     clock: Clock = HostClock() if interpreted else DeviceClock(device)
     ceilings = ceilings or timing.measure_ceilings(device, clock, tiny=interpreted)
     generator = torch.Generator(device).manual_seed(seed)
-    return Stage(
+    return Bench(
         device=device,
         dtype=torch.bfloat16,
         generator=generator,
@@ -128,57 +128,57 @@ def new_stage(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
 
 
 @dataclass(frozen=True)
-class Work:
+class Measurement:
     """What is timed by turns. mode: "forward", "backward", … flops, moved: the least operations and bytes of device
     memory that it takes, for the bound. memory: measure the peak too."""
 
     mode: str
     flops: float
     moved: float
-    contenders: tuple[Contender, ...]
+    candidates: tuple[Candidate, ...]
     memory: bool = False
 
 
-Built = tuple[Callable[[], dict[str, str]], list[Work]]
+Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
 
 
 @dataclass(frozen=True)
 class Case:
     """An operator at a shape. asked: whether a figure that is to be reached is drawn from it, so that it comes first.
 
-    build: draws inputs and returns the check (verdict by contender, "" where it is right) and what is to be timed.
+    build: draws inputs and returns the check (verdict by candidate, "" where it is right) and what is to be timed.
     """
 
     operator: str
     name: str
-    build: Callable[[Stage], Built]
+    build: Callable[[Bench], Built]
     asked: bool = False
 
 
-def measure(case: Case, stage: Stage) -> Iterator[Row]:
-    """A row per mode and contender. Ours is not timed where it is wrong; what fails has the error in its row."""
+def measure(case: Case, bench: Bench) -> Iterator[Row]:
+    """A row per mode and candidate. Ours is not timed where it is wrong; what fails has the error in its row."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
         with kernels("triton"):
-            check, works = case.build(stage)
+            check, works = case.build(bench)
             verdicts = check()
             for work in works:
-                for row in _rows(work, verdicts, stage):
+                for row in _rows(work, verdicts, bench):
                     yield identity | row
     except Exception as error:
         yield identity | {"mode": "", "contender": OURS, "error": timing.one_line(error)}
     finally:
-        if stage.device.type == "cuda":
+        if bench.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _rows(work: Work, verdicts: dict[str, str], stage: Stage) -> Iterator[Row]:
-    rounds = {"least": 1, "most": 1} if stage.interpreted else {}
-    fit = [x for x in work.contenders if x.name not in verdicts or _may_run(x.name, verdicts[x.name])]
-    timings = timing.alternate(fit, stage.clock, stage.seconds, **rounds)
-    bound = stage.ceilings.bound(work.flops, work.moved) * 1e6
-    for contender in work.contenders:
-        name = contender.name
+def _rows(work: Measurement, verdicts: dict[str, str], bench: Bench) -> Iterator[Row]:
+    rounds = {"least": 1, "most": 1} if bench.interpreted else {}
+    fit = [x for x in work.candidates if x.name not in verdicts or _may_run(x.name, verdicts[x.name])]
+    timings = timing.alternate(fit, bench.clock, bench.seconds, **rounds)
+    bound = bench.ceilings.bound(work.flops, work.moved) * 1e6
+    for candidate in work.candidates:
+        name = candidate.name
         row: Row = {"mode": work.mode, "contender": name, "flops": work.flops, "bytes": work.moved, "bound_us": bound}
         row["check"] = verdicts.get(name, "not compared") or "within the bound"
         result = timings.get(name, verdicts.get(name, ""))
@@ -187,7 +187,7 @@ def _rows(work: Work, verdicts: dict[str, str], stage: Stage) -> Iterator[Row]:
             row |= {"rounds": len(result.seconds), "host_us": result.host * 1e6}
             row["times_bound"] = row["median_us"] / bound
             if work.memory:
-                row["peak_bytes"] = timing.peak_bytes(contender, stage.device)
+                row["peak_bytes"] = timing.peak_bytes(candidate, bench.device)
         else:
             row["error"] = result
         yield row
@@ -232,13 +232,13 @@ def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
     if complaint:
         print(complaint, file=sys.stderr)
         return 2
-    stage = new_stage(arguments.seed, interpreted=arguments.interpreted)
+    bench = new_bench(arguments.seed, interpreted=arguments.interpreted)
     scale: Scale = "tiny" if arguments.interpreted else "quick" if arguments.quick else "all"
     deadline = monotonic() + 60 * arguments.minutes
-    rows, document = [], kernel_provenance() | {"seed": arguments.seed, "ceilings": asdict(stage.ceilings)}
+    rows, document = [], kernel_provenance() | {"seed": arguments.seed, "ceilings": asdict(bench.ceilings)}
     for case in sorted(cases(scale), key=lambda case: not case.asked):
         if monotonic() < deadline:
-            rows += list(measure(case, stage))
+            rows += list(measure(case, bench))
         else:
             print(f"no time left for {case.name}", file=sys.stderr)
     print(table(rows))

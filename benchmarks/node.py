@@ -6,10 +6,10 @@ The shapes are the layers of Llama 3 8B and 70B at as many ranks as there are, a
 gate, up behind an all-gather; o and down before a reduce-scatter. No activation and no bias, which torch's operators
 do not have. `tpfuse collective` is our product beside the library's collective, `tpfuse fused` is one with it.
 
-Every contender is checked on every rank first: some columns of its result against float64, with twice the error of
+Every candidate is checked on every rank first: some columns of its result against float64, with twice the error of
 the products by hand allowed. A wrong one of ours is not timed; a less exact peer is, and its row says so. A round times
 some calls behind each other, started on all ranks at once while their streams are held; the slowest rank counts, and
-contenders take turns. Rows are kept in benchmarks/results/node.jsonl.
+candidates take turns. Rows are kept in benchmarks/results/node.jsonl.
 
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m benchmarks.node --scale tiny
 
@@ -142,7 +142,7 @@ def _ours(name: Implementation, product: Product, x: Tensor, weight: Tensor, nod
 
 
 def left_out(node: Node) -> list[str]:
-    """A line for each contender that cannot run here."""
+    """A line for each candidate that cannot run here."""
     if node.cuda:
         return []
     lines = [f"left out: {SYMMETRIC}: there is no CUDA GPU"]
@@ -151,7 +151,7 @@ def left_out(node: Node) -> list[str]:
     return lines
 
 
-def contenders(product: Product, node: Node) -> dict[str, Call]:
+def candidates(product: Product, node: Node) -> dict[str, Call]:
     """By name; ours begin with tpfuse."""
     x, weight = _inputs(product, node)
     calls = {BY_HAND: _by_hand(product, x, weight, node)}
@@ -176,7 +176,7 @@ def truth_of(product: Product, node: Node) -> Tensor:
 
 
 def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
-    """Verdict by contender, the same on all ranks: "" where every rank's result is right."""
+    """Verdict by candidate, the same on all ranks: "" where every rank's result is right."""
     plain = calls[BY_HAND]()[:, :_COLUMNS].clone()
     scale = truth.abs().max().item()
     bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
@@ -229,8 +229,8 @@ def _host_seconds(call: Call, node: Node) -> float:
 
 
 def measure(product: Product, node: Node) -> Row:
-    """One row: microseconds by contender, or what is wrong with it. On every rank."""
-    calls = contenders(product, node)
+    """One row: microseconds by candidate, or what is wrong with it. On every rank."""
+    calls = candidates(product, node)
     verdicts = check(calls, truth_of(product, node), node)
     fit = {name: call for name, call in calls.items() if _may_run(name, verdicts[name])}
     host = {name: _host_seconds(call, node) for name, call in fit.items()}

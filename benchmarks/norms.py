@@ -7,8 +7,8 @@ of what is written. The others have the tokens of a micro-batch.
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks.contenders import Function, compiled, described, fresh_compiler
-from benchmarks.harness import Built, Case, Scale, Stage
+from benchmarks.candidates import Function, compiled, described, fresh_compiler
+from benchmarks.harness import Bench, Built, Case, Scale
 from benchmarks.shapes import MODELS, TOKENS, Model
 from tpfuse.tools.operators.layer_norm import Norm
 
@@ -16,12 +16,12 @@ LARGE = 1 << 27  # elements
 EAGER, COMPILED, LIGER = "eager", "torch.compile", "Liger-Kernel"
 
 
-def _build(shape: Norm, plain: Function, liger: Function, stage: Stage) -> Built:
+def _build(shape: Norm, plain: Function, liger: Function, bench: Bench) -> Built:
     fresh_compiler()
-    peers = {EAGER: plain, COMPILED: compiled(plain, stage)}
-    if not stage.interpreted:
+    peers = {EAGER: plain, COMPILED: compiled(plain, bench)}
+    if not bench.interpreted:
         peers[LIGER] = liger
-    return described(shape, stage, ("forward", "backward"), peers)
+    return described(shape, bench, ("forward", "backward"), peers)
 
 
 def norm_cases(

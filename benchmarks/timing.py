@@ -3,7 +3,7 @@
 On a GPU the time is between two events on the stream. Before the first one other memory is read until nothing else is
 in the L2 cache (read, not written: what is written would go to memory during the call), and the stream is held long
 enough for the host to hand over the whole call, so that the figure is the device's time and not that of Python (which
-is measured too, `Timing.host`). Contenders take turns within a round and each round starts with another
+is measured too, `Timing.host`). Candidates take turns within a round and each round starts with another
 of them: clocks and temperature drift for all alike.
 """
 
@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Candidate:
     """One way to compute something. prepare: called before every run, not timed; run gets what it returns."""
 
     name: str
@@ -47,10 +47,10 @@ class Timing:
 class Clock(Protocol):
     """How a call is timed; tests bring their own."""
 
-    def warm_up(self, contender: Contender) -> float:
+    def warm_up(self, candidate: Candidate) -> float:
         """Runs it until everything is compiled and cached; returns the host's seconds for a call."""
 
-    def start(self, contender: Contender, host: float) -> None:
+    def start(self, candidate: Candidate, host: float) -> None:
         """Starts one timed call."""
 
     def collect(self) -> list[float]:
@@ -66,26 +66,26 @@ class DeviceClock:
         self._other = torch.zeros(max(4 * cache, 1 << 28) // 4, device=device)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def warm_up(self, contender: Contender) -> float:
+    def warm_up(self, candidate: Candidate) -> float:
         """Three calls; the host's seconds are the least of the last two."""
         seconds = []
         for _ in range(3):
-            prepared = contender.prepare()
+            prepared = candidate.prepare()
             torch.cuda.synchronize(self._device)
             before = perf_counter()
-            contender.run(prepared)
+            candidate.run(prepared)
             seconds.append(perf_counter() - before)
             torch.cuda.synchronize(self._device)
         return min(seconds[1:])
 
-    def start(self, contender: Contender, host: float) -> None:
+    def start(self, candidate: Candidate, host: float) -> None:
         """Holds the stream for about twice the host's seconds, fills the cache, then the call between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        prepared = contender.prepare()
+        prepared = candidate.prepare()
         torch.cuda._sleep(int(min(2 * host + 50e-6, _LONGEST_HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
         self._other.sum()
         begin.record()
-        contender.run(prepared)
+        candidate.run(prepared)
         end.record()
         self._events.append((begin, end))
 
@@ -103,16 +103,16 @@ class HostClock:
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
-    def warm_up(self, contender: Contender) -> float:
+    def warm_up(self, candidate: Candidate) -> float:
         """One call."""
-        contender.run(contender.prepare())
+        candidate.run(candidate.prepare())
         return 0.0
 
-    def start(self, contender: Contender, host: float) -> None:
+    def start(self, candidate: Candidate, host: float) -> None:
         """Runs it."""
-        prepared = contender.prepare()
+        prepared = candidate.prepare()
         before = perf_counter()
-        contender.run(prepared)
+        candidate.run(prepared)
         self._seconds.append(perf_counter() - before)
 
     def collect(self) -> list[float]:
@@ -128,42 +128,42 @@ def one_line(error: BaseException) -> str:
 
 
 def alternate(
-    contenders: Sequence[Contender], clock: Clock, seconds: float, *, least: int = 7, most: int = 50
+    candidates: Sequence[Candidate], clock: Clock, seconds: float, *, least: int = 7, most: int = 50
 ) -> dict[str, Timing | str]:
     """Times all by turns, for about `seconds` (warm-up aside) but `least` to `most` rounds.
 
-    A contender that raises has the error in place of its timing; the others go on.
+    A candidate that raises has the error in place of its timing; the others go on.
     """
-    results = {contender.name: _warmed_up(contender, clock) for contender in contenders}
+    results = {candidate.name: _warmed_up(candidate, clock) for candidate in candidates}
     deadline = monotonic() + seconds
     for turn in range(most):
         if turn >= least and monotonic() > deadline:
             break
-        first = turn % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            results[contender.name] = _timed(contender, clock, results[contender.name])
+        first = turn % len(candidates)
+        for candidate in (*candidates[first:], *candidates[:first]):
+            results[candidate.name] = _timed(candidate, clock, results[candidate.name])
     return results
 
 
-def _warmed_up(contender: Contender, clock: Clock) -> Timing | str:
+def _warmed_up(candidate: Candidate, clock: Clock) -> Timing | str:
     try:
-        return Timing(clock.warm_up(contender))
+        return Timing(clock.warm_up(candidate))
     except Exception as error:
         return one_line(error)
 
 
-def _timed(contender: Contender, clock: Clock, timing: Timing | str) -> Timing | str:
+def _timed(candidate: Candidate, clock: Clock, timing: Timing | str) -> Timing | str:
     if isinstance(timing, str):
         return timing
     try:
-        clock.start(contender, timing.host)
+        clock.start(candidate, timing.host)
         timing.seconds += clock.collect()
         return timing
     except Exception as error:
         return one_line(error)
 
 
-def peak_bytes(contender: Contender, device: torch.device) -> int | None:
+def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
     """The most memory that one call held beyond what was there before it (its inputs); None on the CPU."""
     if device.type != "cuda":
         return None
@@ -171,7 +171,7 @@ def peak_bytes(contender: Contender, device: torch.device) -> int | None:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    contender.run(contender.prepare())
+    candidate.run(candidate.prepare())
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
@@ -213,7 +213,7 @@ def _matrix_rate(m: int, n: int, k: int, device: torch.device, clock: Clock) -> 
 
 
 def _median(call: Callable[[], Tensor], clock: Clock) -> float:
-    timing = alternate([Contender("call", lambda _: call())], clock, seconds=1.0, least=7, most=20)["call"]
+    timing = alternate([Candidate("call", lambda _: call())], clock, seconds=1.0, least=7, most=20)["call"]
     if isinstance(timing, str):
         raise RuntimeError(f"the ceilings of this device cannot be measured: {timing}")
     return statistics.median(timing.seconds)

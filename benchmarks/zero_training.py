@@ -1,6 +1,6 @@
 """Training steps that `benchmarks.bench_zero` times: tpfuse's stages, and torch's data parallelism over Gloo.
 
-All contenders train the GPT of `tpfuse.models.gpt`, with plain parameters, from the same weights on the same batches.
+All candidates train the GPT of `tpfuse.models.gpt`, with plain parameters, from the same weights on the same batches.
 Gradients are clipped: by clip_grad_norm_ for torch; ours counts the norm from its shards. The limit is so low that
 every step is clipped.
 
@@ -72,10 +72,10 @@ class Training:
         return torch.randint(256, (self.sequences, self.tokens + 1), generator=generator)
 
     def calls(self) -> dict[str, Call]:
-        """A step of each contender, checked, the baseline first. Collective."""
+        """A step of each candidate, checked, the baseline first. Collective."""
         together, own = _plain(self, range(dist.get_world_size())), _plain(self, [dist.get_rank()])
         found: dict[str, Call] = {}
-        for name, make in CONTENDERS.items():
+        for name, make in CANDIDATES.items():
             model = self.model()
             step = make(self, model)
             norms = [step(number) for number in range(CHECKED)]
@@ -170,7 +170,7 @@ def _fully_shard(subject: Training, model: GPT) -> Step:
     return _torch_step(subject, model, model, _adamw(model), [dist.get_rank()])
 
 
-CONTENDERS: dict[str, Callable[[Training, GPT], Step]] = {
+CANDIDATES: dict[str, Callable[[Training, GPT], Step]] = {
     ALONE: _alone,
     **{name: partial(_buckets, stage) for stage, name in enumerate(STAGES[:3])},
     STAGES[3]: _stage_3,
@@ -189,7 +189,7 @@ class Plain:
     after: dict[str, Tensor]
 
     def check(self, name: str, norms: list[float], model: nn.Module) -> None:
-        """Raises AssertionError where a contender took other steps."""
+        """Raises AssertionError where a candidate took other steps."""
         for found, wanted in zip(norms, self.norms, strict=True):
             assert abs(found - wanted) <= TOLERANCE * wanted, f"{name}: norms {norms}, plain AdamW's {self.norms}"
             assert found > CLIP, f"{name}: a gradient of norm {found} is not clipped"

@@ -35,7 +35,7 @@ class Update:
         return torch.randn(self.matrices * self.size**2, generator=generator)
 
     def calls(self) -> dict[str, Call]:
-        """An update by each contender, checked, the baseline first. Collective."""
+        """An update by each candidate, checked, the baseline first. Collective."""
         world = dist.get_world_size()
         before, gradient = self.drawn(-1), self.drawn(dist.get_rank())
         total, after = self.drawn(0), before.clone()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.harness import provenance
-from benchmarks.timing import Contender, DeviceClock, Timing, alternate, peak_bytes
+from benchmarks.timing import Candidate, DeviceClock, Timing, alternate, peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -42,24 +42,24 @@ def _clock(stream: list[str]) -> DeviceClock:
 
 def test_a_call_is_between_two_events_behind_a_full_cache(stream: list[str]) -> None:
     clock = _clock(stream)
-    contender = Contender("ours", lambda x: stream.append(f"run {x}"), prepare=lambda: stream.append("prepare") or "it")
-    clock.start(contender, host=100e-6)
+    candidate = Candidate("ours", lambda x: stream.append(f"run {x}"), prepare=lambda: stream.append("prepare") or "it")
+    clock.start(candidate, host=100e-6)
     assert stream == ["prepare", "hold 250 us", "read other memory", "event", "run it", "event"]
     assert clock.collect() == [2.5e-3] and clock.collect() == []
     assert stream[-2:] == ["wait", "wait"]
     stream.clear()
-    clock.start(Contender("ours", lambda _: None), host=1.0)
+    clock.start(Candidate("ours", lambda _: None), host=1.0)
     assert stream[0] == "hold 5000 us", "the stream is not held for long"
 
 
 def test_warm_up_waits_around_the_call_that_the_host_is_timed_for(stream: list[str]) -> None:
-    contender = Contender("ours", lambda _: stream.append("run"), prepare=lambda: stream.append("prepare"))
-    assert 0 <= _clock(stream).warm_up(contender) < 1
+    candidate = Candidate("ours", lambda _: stream.append("run"), prepare=lambda: stream.append("prepare"))
+    assert 0 <= _clock(stream).warm_up(candidate) < 1
     assert stream == ["prepare", "wait", "run", "wait"] * 3
 
 
 def test_rounds_on_the_device(stream: list[str]) -> None:
-    (timing,) = alternate([Contender("ours", lambda _: None)], _clock(stream), seconds=0.0, least=3).values()
+    (timing,) = alternate([Candidate("ours", lambda _: None)], _clock(stream), seconds=0.0, least=3).values()
     assert isinstance(timing, Timing) and timing.seconds == [2.5e-3] * 3
 
 
@@ -67,10 +67,10 @@ def test_the_peak_is_what_came_on_top(stream: list[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1700)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: stream.append("reset"))
-    contender = Contender("ours", lambda _: stream.append("run"))
-    assert peak_bytes(contender, torch.device("cuda")) == 700
+    candidate = Candidate("ours", lambda _: stream.append("run"))
+    assert peak_bytes(candidate, torch.device("cuda")) == 700
     assert stream == ["wait", "reset", "run", "wait"]
-    assert peak_bytes(contender, CPU) is None
+    assert peak_bytes(candidate, CPU) is None
 
 
 def test_rows_of_a_gpu_name_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

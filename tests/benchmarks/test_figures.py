@@ -2,14 +2,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.figures import FIGURES, Figure, cost, figures_table, memory, of_copy, speedup
+from benchmarks.figures import FIGURES, Target, cost, figures_table, memory, of_copy, speedup
 from benchmarks.harness import OURS, Row
 
-FASTER = Figure("toy / peer", "toy", "forward", 1.1, "peer", speedup)
+FASTER = Target("toy / peer", "toy", "forward", 1.1, "peer", speedup)
 
 
-def _row(contender: str, case: str = "a", median: float | None = None, **more: Any) -> Row:
-    row: Row = {"operator": "toy", "case": case, "mode": "forward", "contender": contender, "asked": True, **more}
+def _row(candidate: str, case: str = "a", median: float | None = None, **more: Any) -> Row:
+    row: Row = {"operator": "toy", "case": case, "mode": "forward", "contender": candidate, "asked": True, **more}
     return row if median is None else row | {"median_us": median}
 
 
@@ -57,7 +57,7 @@ def test_a_case_without_this_peer_is_none_of_its() -> None:
 
 
 def test_the_slowest_of_several_peers_counts() -> None:
-    figure = Figure("toy / slower", "toy", "forward", 1.05, ("peer", "other"), cost, at_most=True)
+    figure = Target("toy / slower", "toy", "forward", 1.05, ("peer", "other"), cost, at_most=True)
     rows = [_row(OURS, median=21.0), _row("peer", median=20.0), _row("other", median=10.0)]
     assert (figure.outcome(rows, 1.0)["got"], figure.outcome(rows, 1.0)["verdict"]) == (1.05, "pass")
     assert figure.outcome([rows[0], rows[2], rows[1]], 1.0)["got"] == 1.05
@@ -67,7 +67,7 @@ def test_the_slowest_of_several_peers_counts() -> None:
 
 
 def test_memory_is_at_most() -> None:
-    figure = Figure("memory", "toy", "forward", 0.25, "peer", memory, at_most=True)
+    figure = Target("memory", "toy", "forward", 0.25, "peer", memory, at_most=True)
     rows = [_row(OURS, median=1.0, peak_bytes=20), _row("peer", median=1.0, peak_bytes=100)]
     assert figure.outcome(rows, 1.0)["verdict"] == "pass"
     rows[0]["peak_bytes"] = 26
@@ -77,7 +77,7 @@ def test_memory_is_at_most() -> None:
 
 
 def test_part_of_the_copy_bandwidth() -> None:
-    figure = Figure("bandwidth", "toy", "forward", 0.85, None, of_copy)
+    figure = Target("bandwidth", "toy", "forward", 0.85, None, of_copy)
     found = figure.outcome([_row(OURS, median=1000.0, bytes=2.7e9)], copy=3e12)
     assert found["got"] == pytest.approx(0.9) and found["verdict"] == "pass"
 

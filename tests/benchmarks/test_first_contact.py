@@ -55,9 +55,9 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
     assert {row["check"] for row in rows if row["contender"] == OURS} == {"within the bound"}
     written = {(row["mode"], row["contender"]) for row in rows}
     for figure in (figure for figure in FIGURES if figure.operator == operator):
-        for contender in (OURS, *figure.peers):
-            if contender not in ("SDPA flash", "SDPA cudnn"):  # which only a GPU has
-                assert (figure.mode, contender) in written, figure.name
+        for candidate in (OURS, *figure.peers):
+            if candidate not in ("SDPA flash", "SDPA cudnn"):  # which only a GPU has
+                assert (figure.mode, candidate) in written, figure.name
         assert any(figure.case in row["case"] for row in rows), figure.name
 
 

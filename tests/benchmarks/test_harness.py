@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.contenders import Operator, absent, compiled
-from benchmarks.harness import OURS, Case, Row, Stage, Work, aligned, measure, new_stage, table, unable
+from benchmarks.candidates import Operator, absent, compiled
+from benchmarks.harness import OURS, Bench, Case, Measurement, Row, aligned, measure, new_bench, table, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return new_stage(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
+def bench() -> Bench:
+    return new_bench(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def _unwritten(x: Tensor, weight: Tensor) -> Tensor:
     return torch.where(hole.isnan(), hole, out)
 
 
-def _rows(stage: Stage, ours: Callable[..., Tensor], **peers: Callable[..., Tensor]) -> dict[tuple[str, str], Row]:
-    def build(_: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tensor]) -> dict[tuple[str, str], Row]:
+    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
         operator = Operator(
             inputs={"x": normal(0, 5, 7), "weight": normal(1, 7, 3)},
             grad=normal(2, 5, 3),
@@ -62,12 +62,12 @@ def _rows(stage: Stage, ours: Callable[..., Tensor], **peers: Callable[..., Tens
         )
         return operator.check, operator.works()
 
-    rows = list(measure(Case("toy", "5 x 3 x 7", build), stage))
+    rows = list(measure(Case("toy", "5 x 3 x 7", build), bench))
     return {(row["mode"], row["contender"]): row for row in rows}
 
 
-def test_what_is_right_is_timed_in_every_mode(stage: Stage) -> None:
-    rows = _rows(stage, _plain, compiled=compiled(_plain, stage))
+def test_what_is_right_is_timed_in_every_mode(bench: Bench) -> None:
+    rows = _rows(bench, _plain, compiled=compiled(_plain, bench))
     assert len(rows) == 8
     for row in rows.values():
         assert row["check"] == "within the bound"
@@ -78,10 +78,10 @@ def test_what_is_right_is_timed_in_every_mode(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("ours", [_wrong_gradient, _nan, _unwritten])
-def test_what_is_wrong_is_not_timed(stage: Stage, ours: Callable[..., Tensor]) -> None:
+def test_what_is_wrong_is_not_timed(bench: Bench, ours: Callable[..., Tensor]) -> None:
     torch.use_deterministic_algorithms(False)  # as where benchmarks run
     try:
-        rows = _rows(stage, ours, peer=_plain)
+        rows = _rows(bench, ours, peer=_plain)
         assert not torch.are_deterministic_algorithms_enabled(), "timed as it was found"
     finally:
         torch.use_deterministic_algorithms(True)
@@ -91,33 +91,33 @@ def test_what_is_wrong_is_not_timed(stage: Stage, ours: Callable[..., Tensor]) -
         assert "median_us" in rows[mode, "peer"]
 
 
-def test_a_peer_that_is_less_exact_is_timed_and_says_so(stage: Stage) -> None:
-    row = _rows(stage, _plain, peer=_wrong_gradient)["forward", "peer"]
+def test_a_peer_that_is_less_exact_is_timed_and_says_so(bench: Bench) -> None:
+    row = _rows(bench, _plain, peer=_wrong_gradient)["forward", "peer"]
     assert "median_us" in row and row["check"].startswith("AssertionError")
 
 
-def test_a_peer_that_is_not_installed_says_so(stage: Stage) -> None:
-    row = _rows(stage, _plain, peer=absent("Liger-Kernel"))["forward", "peer"]
+def test_a_peer_that_is_not_installed_says_so(bench: Bench) -> None:
+    row = _rows(bench, _plain, peer=absent("Liger-Kernel"))["forward", "peer"]
     assert "median_us" not in row and row["error"] == "ModuleNotFoundError: Liger-Kernel is not installed"
 
 
-def test_contenders_cannot_spoil_each_others_inputs(stage: Stage) -> None:
+def test_candidates_cannot_spoil_each_others_inputs(bench: Bench) -> None:
     def greedy(x: Tensor, weight: Tensor) -> Tensor:
         out = _plain(x, weight)
         with torch.no_grad():
             x.data.zero_()
         return out
 
-    rows = _rows(stage, _plain, greedy=greedy, peer=_plain)
+    rows = _rows(bench, _plain, greedy=greedy, peer=_plain)
     assert rows["forward", "peer"]["check"] == "within the bound"
 
 
 def test_a_case_that_cannot_be_built_is_a_row() -> None:
-    def build(_: Stage) -> tuple[Callable[[], dict[str, str]], list[Work]]:
+    def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
         raise RuntimeError("out of\nmemory")
 
-    stage = new_stage(0, interpreted=True, ceilings=Ceilings(1.0, 1.0))
-    (row,) = measure(Case("toy", "huge", build, asked=True), stage)
+    bench = new_bench(0, interpreted=True, ceilings=Ceilings(1.0, 1.0))
+    (row,) = measure(Case("toy", "huge", build, asked=True), bench)
     assert row == {
         "operator": "toy",
         "case": "huge",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks import node
 from benchmarks.harness import Row
-from benchmarks.node import BY_HAND, Node, Product, check, contenders, measure, products, run, truth_of
+from benchmarks.node import BY_HAND, Node, Product, candidates, check, measure, products, run, truth_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
 
@@ -69,7 +69,7 @@ def test_every_contender_is_right() -> None:
 
 def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
     """With one element of one contender's result wrong, on one rank."""
-    calls, one = contenders(product, here()), here().group.rank() == rank
+    calls, one = candidates(product, here()), here().group.rank() == rank
     right = calls[broken]
 
     def wrong() -> torch.Tensor:

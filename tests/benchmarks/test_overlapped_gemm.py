@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks import bench_overlapped_gemm
 from benchmarks.bench_overlapped_gemm import cases
-from benchmarks.harness import OURS, Row, measure, new_stage
+from benchmarks.harness import OURS, Row, measure, new_bench
 from benchmarks.timing import Ceilings
 from tpfuse.testing.tiers import exhaustive
 
@@ -16,8 +16,8 @@ TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
 
 
 def rows(kind: str) -> dict[str, Row]:
-    stage = new_stage(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
-    return {row["contender"]: row for row in measure(TINY[kind], stage)}
+    bench = new_bench(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
+    return {row["contender"]: row for row in measure(TINY[kind], bench)}
 
 
 def other(x: Tensor, *place: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The contenders of ring attention compute the same thing, or are not timed."""
+"""The candidates of ring attention compute the same thing, or are not timed."""
 
 import math
 
@@ -21,7 +21,7 @@ def _settings() -> None:
 
 
 @pytest.mark.exhaustive
-def test_contenders_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     """Every one has been compared with the whole sequence on one rank, or `measure` would have raised."""
     times, others = measure(Subject(64, 4, 16), pool(4), pool(1), rounds=2, seconds=0.01)
     expected = {f"tpfuse {schedule} {name}" for schedule in SCHEDULES for name in ("direct", "collective")}

@@ -1,4 +1,4 @@
-"""The contenders of tensor parallelism compute the same thing, or are not timed."""
+"""The candidates of tensor parallelism compute the same thing, or are not timed."""
 
 import math
 
@@ -25,7 +25,7 @@ def test_every_contender_of_the_mlp_is_right() -> None:
     assert pool(1).run(prepared, 6, 16, True) == [{ALONE}]
 
 
-def test_contenders_take_turns() -> None:
+def test_candidates_take_turns() -> None:
     times, others = measure(Subject("mlp", prepare_mlp, (4, 8)), pool(2), pool(1), rounds=2)
     assert times.keys() == {OURS, TORCH, ALONE}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())

@@ -3,7 +3,7 @@ from time import monotonic
 import pytest
 
 from benchmarks.harness import percentiles
-from benchmarks.timing import Ceilings, Contender, HostClock, Timing, alternate, measure_ceilings, one_line
+from benchmarks.timing import Candidate, Ceilings, HostClock, Timing, alternate, measure_ceilings, one_line
 
 
 class FakeClock:
@@ -13,15 +13,15 @@ class FakeClock:
         self.order: list[str] = []
         self._seconds: list[float] = []
 
-    def warm_up(self, contender: Contender) -> float:
-        contender.run(contender.prepare())
+    def warm_up(self, candidate: Candidate) -> float:
+        candidate.run(candidate.prepare())
         return 0.5
 
-    def start(self, contender: Contender, host: float) -> None:
+    def start(self, candidate: Candidate, host: float) -> None:
         assert host == 0.5
-        contender.run(contender.prepare())
-        self.order.append(contender.name)
-        self._seconds.append(float(contender.name))
+        candidate.run(candidate.prepare())
+        self.order.append(candidate.name)
+        self._seconds.append(float(candidate.name))
 
     def collect(self) -> list[float]:
         seconds, self._seconds = self._seconds, []
@@ -34,10 +34,10 @@ def test_percentiles() -> None:
     assert percentiles([7.0]) == {"median": 7.0, "p20": 7.0, "p80": 7.0}
 
 
-def test_contenders_take_turns_and_each_round_starts_with_another() -> None:
+def test_candidates_take_turns_and_each_round_starts_with_another() -> None:
     clock = FakeClock()
-    contenders = [Contender(name, lambda _: None) for name in ("1", "2", "3")]
-    results = alternate(contenders, clock, seconds=0.0, least=3, most=9)
+    candidates = [Candidate(name, lambda _: None) for name in ("1", "2", "3")]
+    results = alternate(candidates, clock, seconds=0.0, least=3, most=9)
     assert "".join(clock.order) == "123231312"
     assert {name: x.seconds for name, x in results.items() if isinstance(x, Timing)} == {
         "1": [1.0] * 3,
@@ -49,10 +49,10 @@ def test_contenders_take_turns_and_each_round_starts_with_another() -> None:
 def test_rounds_end_with_the_time_or_with_the_most() -> None:
     clock = FakeClock()
     before = monotonic()
-    alternate([Contender("1", lambda _: None)], clock, seconds=0.05, least=1, most=10**9)
+    alternate([Candidate("1", lambda _: None)], clock, seconds=0.05, least=1, most=10**9)
     assert monotonic() - before > 0.04
     clock = FakeClock()
-    alternate([Contender("1", lambda _: None)], clock, seconds=60.0, least=1, most=4)
+    alternate([Candidate("1", lambda _: None)], clock, seconds=60.0, least=1, most=4)
     assert len(clock.order) == 4
 
 
@@ -68,8 +68,8 @@ def test_what_fails_has_its_error_and_the_others_go_on() -> None:
     def at_once(_: object) -> None:
         raise ValueError("at once")
 
-    contenders = [Contender("1", later), Contender("2", at_once), Contender("3", lambda _: None)]
-    results = alternate(contenders, FakeClock(), seconds=0.0, least=4)
+    candidates = [Candidate("1", later), Candidate("2", at_once), Candidate("3", lambda _: None)]
+    results = alternate(candidates, FakeClock(), seconds=0.0, least=4)
     assert results["1"] == "RuntimeError: at the second round"
     assert results["2"] == "ValueError: at once"
     assert isinstance(results["3"], Timing) and len(results["3"].seconds) == 4
@@ -77,8 +77,8 @@ def test_what_fails_has_its_error_and_the_others_go_on() -> None:
 
 def test_what_is_prepared_is_handed_over_and_not_timed() -> None:
     handed: list[object] = []
-    contender = Contender("1", handed.append, prepare=lambda: len(handed))
-    (timing,) = alternate([contender], HostClock(), seconds=0.0, least=2).values()
+    candidate = Candidate("1", handed.append, prepare=lambda: len(handed))
+    (timing,) = alternate([candidate], HostClock(), seconds=0.0, least=2).values()
     assert handed == [0, 1, 2]
     assert isinstance(timing, Timing) and len(timing.seconds) == 2
 
@@ -93,8 +93,8 @@ def test_ceilings_are_rates_of_what_was_done() -> None:
     import torch
 
     class Slow(FakeClock):
-        def start(self, contender: Contender, host: float) -> None:
-            contender.run(None)
+        def start(self, candidate: Candidate, host: float) -> None:
+            candidate.run(None)
             self._seconds.append(2.0)
 
     ceilings = measure_ceilings(torch.device("cpu"), Slow(), tiny=True)

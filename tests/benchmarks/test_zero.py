@@ -1,4 +1,4 @@
-"""The contenders of ZeRO's benchmark do the same thing, or are not timed; figures find their rows."""
+"""The candidates of ZeRO's benchmark do the same thing, or are not timed; figures find their rows."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks import zero_training, zero_update
 from benchmarks.bench_zero import FIGURES, SUBJECTS, measure, report, rows
-from benchmarks.zero_training import ALONE, CONTENDERS, STAGES, Training
+from benchmarks.zero_training import ALONE, CANDIDATES, STAGES, Training
 from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
@@ -21,11 +21,11 @@ def _settings() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def test_contenders_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_candidates_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     """Every one has been compared with plain AdamW, or `measure` would have raised."""
     times, others = measure(TRAINING, pool(2), rounds=2, seconds=0.01)
     pool(2).run(_settings)
-    assert list(times) == list(CONTENDERS) and set(STAGES) < times.keys()
+    assert list(times) == list(CANDIDATES) and set(STAGES) < times.keys()
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in times.values())
     assert math.isnan(others) or -0.5 < others < 1.5  # the kernel counts in hundredths of a second
     row = report("training", TRAINING, 2, times, others)
@@ -35,7 +35,7 @@ def test_contenders_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_contenders_of_the_update_take_turns(world: int) -> None:
+def test_candidates_of_the_update_take_turns(world: int) -> None:
     times, others = measure(Update(3, 16), pool(world), rounds=1, seconds=0.01)
     pool(world).run(_settings)
     assert list(times) == [WHOLE, PIECES, SWEEP, NORM_FIRST]
@@ -49,7 +49,7 @@ def _figures_of(mode: str, found: list[dict[str, object]]) -> None:
 
 
 def test_the_figures_are_the_asked_ones() -> None:
-    asked = {(figure.mode, figure.asked, figure.at_most) for figure in FIGURES}
+    asked = {(figure.mode, figure.threshold, figure.at_most) for figure in FIGURES}
     assert asked == {
         ("training", 1.0, True),
         ("training", 1.2, False),
@@ -62,10 +62,10 @@ def test_the_figures_are_the_asked_ones() -> None:
 
 
 def _said_of(name: str, changed: str = "") -> str:
-    """What is said when only this contender takes part, and does something else than the plain AdamW before it."""
+    """What is said when only this candidate takes part, and does something else than the plain AdamW before it."""
     wanted = [zero_training._plain(TRAINING, ranks) for ranks in (range(dist.get_world_size()), [dist.get_rank()])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_training, "CONTENDERS", {name: CONTENDERS[ALONE if changed == "sum" else name]})
+        patch.setattr(zero_training, "CANDIDATES", {name: CANDIDATES[ALONE if changed == "sum" else name]})
         patch.setattr(zero_training, "_plain", lambda subject, ranks: wanted[len(ranks) == 1])
         if changed == "clip":
             right = nn.utils.clip_grad_norm_

@@ -14,7 +14,7 @@ from tpfuse.kernels.configurations import TABLE, Configuration, read_table
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import gate, operators
 from tpfuse.tools.compilation import Report, compile_in_subprocess
-from tpfuse.tools.gate import complaints, table, version_of
+from tpfuse.tools.gate import table, version_of, violations
 from tpfuse.tools.recorded import DTYPES
 
 COMMITTED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "compiled.md"
@@ -34,7 +34,7 @@ def report(compiled_beside: None) -> Report:
 def test_every_kernel_is_as_it_should_be(report: Report, operator: str, family: str) -> None:
     results = [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
     assert results, "nothing was recorded"
-    wrong = [line for result in results for line in complaints(result)]
+    wrong = [line for result in results for line in violations(result)]
     assert not wrong, "\n".join(wrong)
 
 

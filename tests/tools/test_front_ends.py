@@ -17,7 +17,7 @@ import triton
 
 from tpfuse.tools import operators
 from tpfuse.tools.compilation import Report, read_report
-from tpfuse.tools.gate import complaints
+from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
@@ -79,7 +79,7 @@ def test_every_kernel_passes(report_of: Callable[[str], Report], version: str) -
     report = report_of(version)
     assert report.triton == version
     assert {result.operator for result in report.compilations} >= OWN_KERNELS
-    wrong = [line for result in report.compilations for line in complaints(result) if result.error]
+    wrong = [line for result in report.compilations for line in violations(result) if result.error]
     assert not wrong, "\n".join(wrong)
 
 

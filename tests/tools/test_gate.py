@@ -14,7 +14,7 @@ import pytest
 from tpfuse.kernels.launch import FAMILIES
 from tpfuse.tools import compilation, gate
 from tpfuse.tools.compilation import Report, compile_jobs, read_report
-from tpfuse.tools.gate import complaints, table, version_of
+from tpfuse.tools.gate import table, version_of, violations
 from tpfuse.tools.recorded import Job
 from tpfuse.tools.resources import Compilation
 
@@ -54,8 +54,8 @@ def results(report: Report, operator: str, family: str) -> list[Compilation]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sound_kernels_pass(toys: Report, family: str) -> None:
     copy, product = results(toys, "sound", family)
-    assert not list(complaints(copy))
-    assert not list(complaints(product))
+    assert not list(violations(copy))
+    assert not list(violations(product))
     assert (copy.kernel, copy.loads, copy.stores, copy.dot) == ("copy_kernel", {16: 1}, {16: 1}, False)
     assert (product.dot, product.tensor_cores) == (True, [gate.NEWEST[family]])
     assert product.constants == {"BLOCK": 64, "BLOCK_K": 64}
@@ -79,7 +79,7 @@ FLAWS = {
 @pytest.mark.parametrize("start", FLAWS)
 def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
     (result,) = [result for result in results(toys, "flawed", family) if f" {start}" in gate.named(result)]
-    lines = list(complaints(result))
+    lines = list(violations(result))
     if family == "sm_80" and FLAWS[start].startswith("mma.sync"):
         assert not lines, "mma.sync is what sm_80 has"
         return
@@ -95,39 +95,39 @@ def test_each_flaw_is_named(toys: Report, family: str, start: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_launchers_that_raise_are_one_line(toys: Report, family: str) -> None:
     (result,) = results(toys, "broken", family)
-    assert list(complaints(result)) == [f"broken {family} bfloat16: ValueError: tiles of 3 rows"]
+    assert list(violations(result)) == [f"broken {family} bfloat16: ValueError: tiles of 3 rows"]
 
 
 @pytest.mark.compile
 def test_wgmma_that_ptxas_serializes_is_told(toys: Report) -> None:
     (result,) = [result for result in results(toys, "flawed", "sm_90") if result.spilled]
-    assert "wait for one another: insufficient register resources" in list(complaints(result))[1]
+    assert "wait for one another: insufficient register resources" in list(violations(result))[1]
 
 
 @pytest.mark.compile
 def test_an_exception_needs_tensor_cores_all_the_same(toys: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     (result,) = [result for result in results(toys, "flawed", "sm_90") if result.constants.get("BLOCK") == 32]
-    (complaint,) = complaints(result)
+    (violation,) = violations(result)
     monkeypatch.setitem(gate.EXCEPTIONS, "sm_90 bfloat16 product_kernel BLOCK=32 ", "few rows")
-    assert not list(complaints(result))
-    assert gate.slow(result) in complaint
+    assert not list(violations(result))
+    assert gate.slow(result) in violation
     without = Compilation(**vars(result) | {"tensor_cores": []})
-    assert "not done by tensor cores" in next(complaints(without))
+    assert "not done by tensor cores" in next(violations(without))
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize(("family", "kibibytes"), [("sm_80", 99), ("sm_90", 227), ("sm_100", 227)])
 def test_shared_memory_up_to_the_limit(toys: Report, family: str, kibibytes: int) -> None:
     _, product = results(toys, "sound", family)
-    assert not list(complaints(Compilation(**vars(product) | {"shared": kibibytes * 1024})))
-    assert list(complaints(Compilation(**vars(product) | {"shared": kibibytes * 1024 + 1})))
+    assert not list(violations(Compilation(**vars(product) | {"shared": kibibytes * 1024})))
+    assert list(violations(Compilation(**vars(product) | {"shared": kibibytes * 1024 + 1})))
 
 
 @pytest.mark.compile
 def test_sums_may_be_stored_one_by_one(toys: Report) -> None:
     copy, _ = results(toys, "sound", "sm_90")
-    assert not list(complaints(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {4: 2}})))
-    assert list(complaints(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {2: 32}})))
+    assert not list(violations(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {4: 2}})))
+    assert list(violations(Compilation(**vars(copy) | {"loads": {16: 4}, "stores": {2: 32}})))
 
 
 @pytest.mark.compile
@@ -219,25 +219,25 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[said for _, said in FAULTS])
 def test_each_kind_of_complaint(fault: dict[str, Any], said: str) -> None:
     """On results that no compiler has made; the toys above show that a compiler's results have these faults."""
-    assert not list(complaints(SOUND, "3.7.1"))
-    (line,) = complaints(replace(SOUND, **fault), "3.7.1")
+    assert not list(violations(SOUND, "3.7.1"))
+    (line,) = violations(replace(SOUND, **fault), "3.7.1")
     assert line.startswith("toy sm_90 bfloat16 toy_kernel ") and said in line
 
 
 def test_at_the_limits_nothing_is_said() -> None:
-    assert not list(complaints(replace(SOUND, shared=227 * 1024), "3.7.1"))
-    assert not list(complaints(replace(SOUND, loads={16: 4}, stores={4: 2}, **COPY), "3.7.1"))
-    assert not list(complaints(replace(SOUND, constants={"WARP_SPECIALIZE": True}, specialized=True), "3.7.1"))
+    assert not list(violations(replace(SOUND, shared=227 * 1024), "3.7.1"))
+    assert not list(violations(replace(SOUND, loads={16: 4}, stores={4: 2}, **COPY), "3.7.1"))
+    assert not list(violations(replace(SOUND, constants={"WARP_SPECIALIZE": True}, specialized=True), "3.7.1"))
 
 
 def test_a_spill_is_accepted_under_the_version_that_it_is_listed_for() -> None:
     constants = {"ACTIVATION": "geglu", "BLOCK_M": 128}
     known = replace(SOUND, kernel="all_gather_gemm_forward_kernel", constants=constants, spilled=8)
-    assert not list(complaints(known, "3.6.0"))
-    assert list(complaints(replace(known, spilled=16), "3.6.0"))
-    assert list(complaints(known, "3.7.1"))
-    assert list(complaints(replace(known, dtype="float32"), "3.6.0"))
-    assert list(complaints(replace(known, family="sm_80"), "3.6.0")), "nobody has seen that family spill"
+    assert not list(violations(known, "3.6.0"))
+    assert list(violations(replace(known, spilled=16), "3.6.0"))
+    assert list(violations(known, "3.7.1"))
+    assert list(violations(replace(known, dtype="float32"), "3.6.0"))
+    assert list(violations(replace(known, family="sm_80"), "3.6.0")), "nobody has seen that family spill"
 
 
 def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,5 +57,5 @@ def test_products_and_attention_have_bounds_of_their_own() -> None:
         ("ring_attention_dq_kernel", 1.0, True),
         ("ring_attention_dq_kernel", 1.01, False),
     ):
-        found = list(gate.complaints(replace(product, kernel=kernel, issue_share=share)))
+        found = list(gate.violations(replace(product, kernel=kernel, issue_share=share)))
         assert bool(found) == (not passes), (kernel, share, found)

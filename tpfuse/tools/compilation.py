@@ -298,9 +298,9 @@ def main() -> int:
     if options.markdown:
         print(gate.table(report.compilations, report.triton), end="")
     judged = [result for result in report.compilations if result.error or not (options.front_end or options.warm)]
-    complaints = [text for result in judged for text in gate.complaints(result)]
-    print(*complaints, sep="\n", file=sys.stderr, end="\n" if complaints else "")
-    return int(bool(complaints))
+    violations = [text for result in judged for text in gate.violations(result)]
+    print(*violations, sep="\n", file=sys.stderr, end="\n" if violations else "")
+    return int(bool(violations))
 
 
 if __name__ == "__main__":

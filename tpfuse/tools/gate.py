@@ -51,16 +51,16 @@ SPILLS = {
 SHARED = {family: limits.shared_per_program for family, limits in LIMITS.items()} | {"sm_80": 99 * 1024}
 
 
-def complaints(result: Compilation, version: str = triton.__version__) -> Iterator[str]:
+def violations(result: Compilation, version: str = triton.__version__) -> Iterator[str]:
     """One line for each thing that is wrong with what this version of Triton has compiled."""
     if result.error:
         yield f"{named(result)}: {result.error}"
         return
-    for complaint in _complaints(result, version):
-        yield f"{named(result)}: {complaint}"
+    for violation in _violations(result, version):
+        yield f"{named(result)}: {violation}"
 
 
-def _complaints(result: Compilation, version: str) -> Iterator[str]:
+def _violations(result: Compilation, version: str) -> Iterator[str]:
     if result.spilled > accepted_spill(result, version):
         yield f"{result.spilled} bytes of registers are spilled"
     if result.shared > SHARED[result.family]:

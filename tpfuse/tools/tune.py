@@ -29,7 +29,7 @@ import triton.testing
 from tpfuse.kernels import configurations, launch
 from tpfuse.kernels.configurations import Configuration, override, read_table
 from tpfuse.tools.compilation import compile_jobs
-from tpfuse.tools.gate import complaints
+from tpfuse.tools.gate import violations
 from tpfuse.tools.operator import Trial
 from tpfuse.tools.operators import trials
 from tpfuse.tools.recorded import Job, source_of
@@ -75,11 +75,11 @@ def _tuned(
 ) -> list[Configuration]:
     text = configurations.TABLE.read_text(encoding="utf-8")
     found: list[Configuration] = []
-    for place in places(operators, tuner, all_trials):
-        if not place.fitting or monotonic() > tuner.deadline:
-            tuner.say(f"{place.name}: left as it is, {'no time left' if place.fitting else 'no trial chooses it'}")
+    for row in tuned_rows(operators, tuner, all_trials):
+        if not row.fitting or monotonic() > tuner.deadline:
+            tuner.say(f"{row.name}: left as it is, {'no time left' if row.fitting else 'no trial chooses it'}")
             continue
-        best = place.best(tuner, spaces)
+        best = row.best(tuner, spaces)
         if best is None:
             continue
         found.append(best)
@@ -89,7 +89,7 @@ def _tuned(
 
 
 @dataclass(frozen=True)
-class Place:
+class TunedRow:
     """A row of the table. fitting: the trials that choose it."""
 
     row: Configuration
@@ -110,12 +110,12 @@ class Place:
         return best
 
 
-def places(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[Place]:
+def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[TunedRow]:
     """The rows of these operators for the tuner's device."""
     rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
     mine = [row for row in rows if row.family == family and row.operator in operators]
     chosen = _chosen_rows(mine, all_trials, tuner)
-    return [Place(row, [trial for trial, served in chosen if row in served]) for row in mine]
+    return [TunedRow(row, [trial for trial, served in chosen if row in served]) for row in mine]
 
 
 def _chosen_rows(
@@ -157,7 +157,7 @@ def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
                 keys.add(key)
             needed.append(keys)
         results = dict(compile_jobs(list(jobs.values())))
-        reasons = {key: next(complaints(results[index]), "").partition(": ")[2] for index, key in enumerate(jobs)}
+        reasons = {key: next(violations(results[index]), "").partition(": ")[2] for index, key in enumerate(jobs)}
         return [next(filter(None, (reasons[key] for key in keys)), "") for keys in needed]
 
     return inspect

@@ -32,7 +32,7 @@ from tpfuse.testing.compare import Expected, evaluate
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators as cases
 from tpfuse.tools.compilation import compile_in_subprocess
-from tpfuse.tools.gate import complaints
+from tpfuse.tools.gate import violations
 from tpfuse.tools.operator import Case
 from tpfuse.tools.recorded import DTYPES
 from tpfuse.tools.resources import Compilation
@@ -247,7 +247,7 @@ def show(found: Verification, console: Console) -> None:
             reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
             console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
     for kernel in found.bad_kernels:
-        console.print(f"FAILED {next(complaints(kernel))}", markup=False, soft_wrap=True)
+        console.print(f"FAILED {next(violations(kernel))}", markup=False, soft_wrap=True)
     console.print(f"\ncompared on {found.device}")
     if found.kernels:
         columns = "registers a thread, spilled bytes and bytes of shared memory"

@@ -1,6 +1,6 @@
-"""Differentiable operators as contenders: the three-way check of each, and its forward and backward pass as works.
+"""Differentiable operators as candidates: the three-way check of each, and its forward and backward pass as works.
 
-Every contender is a function of the same named inputs that returns one tensor. The tolerance is that of the tests
+Every candidate is a function of the same named inputs that returns one tensor. The tolerance is that of the tests
 (`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype says how large an
 error may be. While ours is checked, memory that nobody wrote is NaN.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Built, Stage, Work
-from benchmarks.timing import Contender, one_line
+from benchmarks.harness import OURS, Bench, Built, Measurement
+from benchmarks.timing import Candidate, one_line
 from tpfuse.testing.compare import Expected
 from tpfuse.tools.operator import DifferentiableShape
 
@@ -69,45 +69,45 @@ class Operator:
         out.backward(self.grad.to(out.dtype))  # type: ignore[no-untyped-call]
         return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.is_floating_point()}
 
-    def works(self) -> list[Work]:
+    def works(self) -> list[Measurement]:
         """What `costs` names: "inference" (no graph), "forward" (with one), "backward" alone, "both"."""
         made = {"inference": self._inference, "forward": self._forward, "backward": self._backward, "both": self._both}
         works = []
         for mode, cost in self.costs.items():
             names = [name for name in self.functions if mode == "inference" or name not in self.forward_only]
-            contenders = tuple(made[mode](name, self.functions[name]) for name in names)
-            works.append(Work(mode, *cost, contenders, mode in self.memory))
+            candidates = tuple(made[mode](name, self.functions[name]) for name in names)
+            works.append(Measurement(mode, *cost, candidates, mode in self.memory))
         return works
 
-    def _inference(self, name: str, function: Function) -> Contender:
+    def _inference(self, name: str, function: Function) -> Candidate:
         inputs = {name: x.detach() for name, x in _leaves(self.inputs).items()}
 
         @torch.no_grad()
         def run(_: object) -> object:
             return function(**inputs)
 
-        return Contender(name, run)
+        return Candidate(name, run)
 
-    def _forward(self, name: str, function: Function) -> Contender:
+    def _forward(self, name: str, function: Function) -> Candidate:
         leaves = _leaves(self.inputs)
-        return Contender(name, lambda _: function(**leaves))
+        return Candidate(name, lambda _: function(**leaves))
 
-    def _backward(self, name: str, function: Function) -> Contender:
+    def _backward(self, name: str, function: Function) -> Candidate:
         leaves = _leaves(self.inputs)
         wanted = [x for x in leaves.values() if x.requires_grad]
 
         def run(out: Tensor) -> object:
             return torch.autograd.grad(out, wanted, self.grad.to(out.dtype))
 
-        return Contender(name, run, prepare=lambda: function(**leaves))
+        return Candidate(name, run, prepare=lambda: function(**leaves))
 
-    def _both(self, name: str, function: Function) -> Contender:
+    def _both(self, name: str, function: Function) -> Candidate:
         backward = self._backward(name, function)
-        return Contender(name, lambda _: backward.run(backward.prepare()))
+        return Candidate(name, lambda _: backward.run(backward.prepare()))
 
 
 def described(
-    shape: DifferentiableShape, stage: Stage, modes: Sequence[str], peers: Mapping[str, Function], **options: Any
+    shape: DifferentiableShape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any
 ) -> Built:
     """Return the check of an operator at a shape of its description beside peers, and its works in these modes.
 
@@ -115,8 +115,8 @@ def described(
     """
     costs = shape.costs()
     operator = Operator(
-        inputs=shape.inputs(stage),
-        grad=shape.gradient(stage),
+        inputs=shape.inputs(bench),
+        grad=shape.gradient(bench),
         reference=shape.reference,
         functions={OURS: shape.function, **peers},
         costs={mode: (costs[mode].flops, costs[mode].moved) for mode in modes},
@@ -143,14 +143,14 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def compiled(function: Function, stage: Stage, mode: str | None = None) -> Function:
+def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function:
     """torch.compile of the function, for one shape; where kernels are interpreted its tracing alone.
 
-    It raises LeftOut on a stage without the compiler.
+    It raises LeftOut on a bench without the compiler.
     """
-    if not stage.compiler:
+    if not bench.compiler:
         return _left_out
-    if stage.interpreted:
+    if bench.interpreted:
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")
     return torch.compile(function, fullgraph=True, dynamic=False, mode=mode)
 
