@@ -282,7 +282,7 @@ def test_a_recomputed_function_runs_twice_and_its_consumer_once() -> None:
     with saved.hooks:
         out = recomputed(function, (x,), use)
     assert saved.total == x.nbytes and runs == ["function", "use"]
-    assert results[0].expired(), "counting cannot see what is kept behind other hooks"
+    assert results[0].expired(), "counting cannot see tensors that other hooks hide"
     out.sum().backward()
     assert runs == ["function", "use", "function"]
     torch.testing.assert_close(x.grad, expected, rtol=1e-14, atol=0)

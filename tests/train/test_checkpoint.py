@@ -278,10 +278,10 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path):
         save_whole(tmp_path, step)
     flip(tmp_path / "step-3" / "rank-00000.safetensors", -1)
     (tmp_path / "step-4" / "manifest.json").unlink()
-    said = []
-    save_whole(tmp_path, 5, keep=2, warn=said.append)
+    warnings = []
+    save_whole(tmp_path, 5, keep=2, warn=warnings.append)
     assert names(tmp_path) == ["step-2", "step-3", "step-4", "step-5"]
-    assert len(said) == 2 and "step-4/manifest.json" in said[0] and "step-3/rank-00000" in said[1]
+    assert len(warnings) == 2 and "step-4/manifest.json" in warnings[0] and "step-3/rank-00000" in warnings[1]
 
 
 def flip(file: Path, index: int, bit: int = 0) -> None:
@@ -304,10 +304,10 @@ def test_a_good_step_is_never_written_over(tmp_path, monkeypatch):
 
 
 def test_a_damaged_step_is_replaced(tmp_path):
-    said = []
+    warnings = []
     flip(save_whole(tmp_path, 1) / "rank-00000.safetensors", 100)
-    assert save_whole(tmp_path, 1, keep=1, warn=said.append) == tmp_path / "step-1"
-    assert len(said) == 1 and "step-1/rank-00000.safetensors: expected SHA-256" in said[0]
+    assert save_whole(tmp_path, 1, keep=1, warn=warnings.append) == tmp_path / "step-1"
+    assert len(warnings) == 1 and "step-1/rank-00000.safetensors: expected SHA-256" in warnings[0]
     assert names(tmp_path) == ["step-1"]
     assert_loads(checkpoint.newest_good(tmp_path, warn=silent), whole_shards(1))
 

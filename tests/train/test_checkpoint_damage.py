@@ -42,13 +42,13 @@ def run(tmp_path):
 
 def assert_falls_back(run: Path, file: str, *, to: int = 2) -> str:
     """Checks that step `to` loads, and returns the one warning, which must name the file and what was expected."""
-    said: list[str] = []
-    assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == to
-    assert len(said) == 3 - to
-    assert "\n" not in said[0]
+    warnings: list[str] = []
+    assert loaded_step(checkpoint.newest_good(run, warn=warnings.append)) == to
+    assert len(warnings) == 3 - to
+    assert "\n" not in warnings[0]
     damaged = re.escape(str(run / "step-3" / file))
-    assert re.search(rf"damaged checkpoint: {damaged}: expected .+, found .", said[0])
-    return said[0]
+    assert re.search(rf"damaged checkpoint: {damaged}: expected .+, found .", warnings[0])
+    return warnings[0]
 
 
 BYTES = [(DATA, 7), ("manifest.json", 7), *exhaustive((DATA, 1), ("manifest.json", 1))]
@@ -105,18 +105,18 @@ def test_an_older_checkpoint_loads_if_newer_ones_are_damaged_and_else_an_error(r
     (run / "step-2" / "manifest.json").unlink()
     assert_falls_back(run, DATA, to=1)
     shutil.rmtree(run / "step-1")
-    said: list[str] = []
+    warnings: list[str] = []
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.newest_good(run, warn=said.append)
+        checkpoint.newest_good(run, warn=warnings.append)
     assert f"{run}: expected a good checkpoint, found only damaged ones (2)" in str(caught.value)
-    assert len(said) == 2 and f"step-3/{DATA}: expected" in str(caught.value)
+    assert len(warnings) == 2 and f"step-3/{DATA}: expected" in str(caught.value)
 
 
 def test_a_manifest_in_the_folder_of_another_step_is_found(run):
     (run / "step-3").rename(run / "step-4")
-    said: list[str] = []
-    assert loaded_step(checkpoint.newest_good(run, warn=said.append)) == 2
-    assert said == [f"damaged checkpoint: {run}/step-4/manifest.json: expected the step of step-4, found step 3"]
+    warnings: list[str] = []
+    assert loaded_step(checkpoint.newest_good(run, warn=warnings.append)) == 2
+    assert warnings == [f"damaged checkpoint: {run}/step-4/manifest.json: expected the step of step-4, found step 3"]
 
 
 def without_digest(table):

@@ -295,7 +295,7 @@ def test_a_killed_parent_leaves_no_rank(
     command.process.kill()
     command.assert_nothing_is_left()
     assert list((tmp_path / "run").glob("step-*")), "the ranks save before they go"
-    assert not list(temporary.glob("tpfuse*")), "no file to meet through is left behind"
+    assert not list(temporary.glob("tpfuse*")), "the file through which ranks meet remains"
 
 
 # This program starts ranks whose imports never end (those of rank 0 of two, or of all ranks), or that do not end.

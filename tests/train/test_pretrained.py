@@ -284,4 +284,4 @@ def test_samples_end_at_the_token_that_ends_a_text(
     calls, forward = [], GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda *args, **options: calls.append(0) or forward(*args, **options))
     assert run(["sample", str(worded), *flags, "--seed", str(seed)]) == 0
-    assert len(calls) == free[seed].index(0) - 1, "nothing is computed behind the end"
+    assert len(calls) == free[seed].index(0) - 1, "nothing is computed after the end"

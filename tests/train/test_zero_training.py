@@ -49,7 +49,7 @@ def options_for(layout: Layout, dtype: str = "float64", accumulation: int = 1) -
     )
 
 
-def made(options: TrainCommand) -> tuple[Trainer, Windows]:
+def new_trainer(options: TrainCommand) -> tuple[Trainer, Windows]:
     parallel, mesh = options.parallel, None
     if dist.get_world_size() > 1:
         mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp)
@@ -69,8 +69,8 @@ Result = tuple[list[float], list[float], dict[str, Tensor]]
 
 def train(options: TrainCommand, steps: int, folder: Path | None = None, resume: Path | None = None) -> Result:
     """Returns losses, norms and whole weights. Starts from the checkpoint in `resume`, and saves one in `folder`."""
-    offload._IN_MEMORY = ()  # where a checkout lies in memory the file may as well
-    trainer, windows = made(options)
+    offload._IN_MEMORY = ()  # if the checkout is in memory, the file may be too
+    trainer, windows = new_trainer(options)
     if resume is not None:
         for parameter in trainer.model.parameters():
             local_tensor(parameter).fill_(float("nan"))
@@ -216,12 +216,12 @@ def test_losses_with_16_bit_gradients_are_near_those_with_32(stage: int, more: d
     assert found[0] != plain[0]
 
 
-def kept_back(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
+def remainders_resume(folder: Path, stage: int, dtype: str, resumed_at: int) -> None:
     """Compares four steps with two steps after a checkpoint of two, on two pretended nodes under PowerSGD."""
 
     def fresh(stage: int, dtype: str) -> tuple[Trainer, Windows]:
         powersgd = {"compression": "powersgd", "powersgd_rank": 1}
-        trainer, windows = made(options_for((stage, 4, 1, 1, 1, powersgd), dtype))
+        trainer, windows = new_trainer(options_for((stage, 4, 1, 1, 1, powersgd), dtype))
         assert "2 nodes of 2 ranks" in trainer.exchanged_by
         return trainer, windows
 
@@ -269,7 +269,7 @@ def test_the_remainders_of_powersgd_are_in_checkpoints(tmp_path: Path, stage: in
     # A mesh of all ranks has the default group, whose nodes are determined only once, so the ranks must be new.
     pool(4).close()
     try:
-        pool(4).run(kept_back, tmp_path, stage, dtype, resumed_at)
+        pool(4).run(remainders_resume, tmp_path, stage, dtype, resumed_at)
     finally:
         pool(4).close()
 
@@ -278,7 +278,7 @@ def until_killed(rank: Rank, options: TrainCommand, folder: Path) -> None:
     """Saves after every step. Rank 1 kills itself in the third update, between two blocks of its buckets."""
     rank.join()
     set_settings(timeout=patient(LIMIT))
-    trainer, windows = made(options)
+    trainer, windows = new_trainer(options)
     for _ in range(2):
         trainer.train_step(windows, lambda: False)
         save(
@@ -310,7 +310,7 @@ def without_room(options: TrainCommand) -> str:
         trainer_module.state_store = lambda *_: full_disk()
     try:
         with pytest.raises(RunError) as caught:
-            made(options)
+            new_trainer(options)
     finally:
         trainer_module.state_store = real
     return str(caught.value)

@@ -13,7 +13,7 @@ from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Te
 
 _OPTIONS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _STEPS = 3
-RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR, STEP = 1e-3, 3
 NUMBERS = {"lr": LR, "step": STEP}  # scalars on the device in training
 

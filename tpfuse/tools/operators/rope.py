@@ -1,6 +1,7 @@
 """rope: the rotation of queries and keys."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +40,12 @@ class Rope(Shape):
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
         return self.inputs(Draw(device, dtype)) | self.tables(device)
 
-    def launch(self, q: Tensor, k: Tensor, **tables: Tensor) -> Outputs:
+    def launch(self, q: Tensor, k: Tensor, **tables: Any) -> Outputs:
         q_out, k_out = rope_forward(q, k, **tables)
         assert k_out is not None
         return q_out, k_out
 
-    def plain(self, q: Tensor, k: Tensor, **tables: Tensor) -> Outputs:
+    def plain(self, q: Tensor, k: Tensor, **tables: Any) -> Outputs:
         return reference.rope(q, **tables), reference.rope(k, **tables)
 
     def trials(self) -> list[Trial]:
