@@ -36,13 +36,13 @@ def _candidates(pair: Pair, name: str, q: Tensor, k: Tensor, grads: tuple[Tensor
 
 
 def _build(shape: Rope, bench: Bench) -> Built:
-    tables = shape.tables(bench.device)
+    cos, sin, positions = shape.tables(bench.device).values()
 
     def ours(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q, k, **tables)
+        return rope(q, k, cos, sin, positions)
 
     def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.rope(q, **tables), reference.rope(k, **tables)
+        return reference.rope(q, cos, sin, positions), reference.rope(k, cos, sin, positions)
 
     fresh_compiler()
     pairs: dict[str, Pair] = {OURS: ours, EAGER: plain, COMPILED: compiled(plain, bench)}
