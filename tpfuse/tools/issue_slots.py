@@ -48,7 +48,7 @@ class _Block:
 
     @property
     def tensor_cycles(self) -> float:
-        """Of its wgmma instructions."""
+        """The issue slots of its wgmma instructions."""
         return sum(int(match[1]) / 2 for name in self.names if (match := _PRODUCT.match(name)))
 
 

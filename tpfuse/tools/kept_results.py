@@ -29,7 +29,7 @@ from tpfuse.tools.resources import Compilation
 
 
 def default_folder() -> Path:
-    """Where results are kept unless the caller says otherwise."""
+    """Return the folder in which results are kept unless the caller gives another one."""
     return cache_folder() / "compiled"
 
 

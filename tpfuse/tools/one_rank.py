@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """On a GPU; interpreted, with tiny shapes, where TRITON_INTERPRET=1 is set. Exit status 1 where a kernel waits."""
+    """Run on a GPU, or interpreted with tiny shapes if TRITON_INTERPRET=1 is set. Return 1 if a kernel waits."""
     arguments = _arguments()
     if not INTERPRETED and not torch.cuda.is_available():
         print("tpfuse.tools.one_rank: error: there is no CUDA GPU, and TRITON_INTERPRET=1 is not set", file=sys.stderr)

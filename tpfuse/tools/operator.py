@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trial:
-    """What `tpfuse tune` measures: a launcher at a shape, and the same outputs by plain torch.
+    """A measurement of `tpfuse tune`: a launcher at a shape, and the same outputs by plain torch.
 
     inputs: draws the inputs, on "meta" too. run: the launcher; plain: the reference in any dtype; both take all inputs
     by keyword. work: FLOP or bytes of one call; `unit` is 1e12 of them per second.

@@ -87,7 +87,7 @@ def _pairs(families: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, st
 
 
 def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Recorded:
-    """What the operators would launch, each kernel of theirs once, and the rows of configurations.toml that they chose.
+    """Return the kernels that the operators would launch, each once, and the rows of configurations.toml they chose.
 
     Several families share float16 (`_pairs`). The kernels must not be interpreted in this process.
     """

@@ -43,7 +43,7 @@ LIMITS = {
 
 
 def occupancy(family: str, registers: int, shared: int, num_warps: int, tensor_memory: int = 0) -> int:
-    """How many programs of a kernel fit on a multiprocessor at once; 0 where one does not fit."""
+    """Return how many programs of a kernel fit on a multiprocessor at once; 0 if none fits."""
     limits = LIMITS[family]
     if shared > limits.shared_per_program:
         return 0

@@ -26,7 +26,7 @@ _HOPELESS = 1.25  # times the present time at one trial: the others are left out
 
 @dataclass(frozen=True)
 class Tuner:
-    """What the search is made with; tests bring their own.
+    """The tools of the search; tests pass their own.
 
     inspect: for each candidate the word why it is not to be run, "" where it may be. measure: seconds of a call.
     """
@@ -103,7 +103,7 @@ class Search:
 
 
 def copies(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For launchers that write over their inputs; strides stay as they are."""
+    """Return copies with the same strides, for launchers that write over their inputs."""
     return {name: x.clone() for name, x in inputs.items()}
 
 

@@ -73,7 +73,7 @@ def candidates(row: Configuration, step: Step) -> Iterator[Configuration]:
 
 
 def sensible(row: Configuration) -> bool:
-    """Whether a candidate can be right and fast, as far as that can be said without compiling it."""
+    """Return whether a candidate can be right and fast, as far as that can be said without compiling it."""
     blocks, family = row.blocks, row.family
     if blocks.get("TMA") and family == "sm_80":
         return False

@@ -52,7 +52,7 @@ class TrainingRun:
 
     @property
     def passed(self) -> bool:
-        """Whether the weights are as near as they should be."""
+        """Return whether the weights are within the allowed distance."""
         return not self.failure and self.distance <= self.allowed
 
 
@@ -113,7 +113,7 @@ def _distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[floa
 
 
 def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -> list[TrainingRun]:
-    """One rank with torch's kernels, then RANKS ranks with each of the implementations.
+    """Train one rank with torch's kernels, then RANKS ranks with each of the implementations.
 
     On the GPUs of this machine (several ranks may share one), on its CPU where there is none: then this process must
     interpret kernels. Where the one rank fails there is nothing to compare the others with, and its run alone says so.

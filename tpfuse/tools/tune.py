@@ -5,7 +5,7 @@
 
 For each row of the table that a trial's launcher chooses, the candidates of its search space are compiled (what spills,
 or fails the gate of the tests in another way, goes no further), compared with float64 as the tests do, and timed. The
-best by geometric mean over the row's trials takes the row's place, which says what it reached, where and when. Rows are
+best by geometric mean over the row's trials replaces the row, and says what it reached, where and when. Rows are
 written one by one, so that what ends early keeps what it has found.
 
 On several ranks the first one measures and writes, and the others receive its rows: ranks never launch differently.
@@ -97,12 +97,12 @@ class TunedRow:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
         limits = "".join(f", {key} <= {x}" for key, x in self.row.at_most.items())
         return f"{self.row.operator}, {self.row.bits} bits{limits}"
 
     def best(self, tuner: Tuner, spaces: dict[str, tuple[Step, ...]]) -> Configuration | None:
-        """The best row for this place, None where the present one does not work."""
+        """Return the best row to replace this one, None if the present one does not work."""
         tuner.say(f"{self.name}: {', '.join(trial.name for trial in self.fitting)}")
         best = Search(tuner, self.fitting).best(self.row, spaces[self.row.operator])
         if best is not None:
@@ -121,7 +121,7 @@ def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Tria
 def _chosen_rows(
     rows: Sequence[Configuration], all_trials: Sequence[Trial], tuner: Tuner
 ) -> list[tuple[Trial, list[Configuration]]]:
-    """For each trial the rows among these that its launcher chooses: nothing runs where launches can be recorded.
+    """Return for each trial the rows that its launcher chooses; nothing runs if launches can be recorded.
 
     A trial that fails chooses none.
     """
@@ -192,7 +192,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch
 
 
 def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], deadline: float) -> Tuner:
-    """What measures on a GPU until the deadline, by time.monotonic."""
+    """Return a tuner that measures on a GPU until the deadline, by time.monotonic."""
     return Tuner(
         device=device,
         dtype=dtype,

@@ -57,12 +57,12 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound."""
+        """Return whether the error is within the bound."""
         return self.error is not None and self.error <= self.bound
 
 
 def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comparison:
-    """Runs a case by the kernels and by its reference."""
+    """Run a case with the kernels and with its reference."""
     place = operator, case.name, dtype
     try:
         inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
@@ -134,7 +134,7 @@ def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verification:
-    """Everything that `tpfuse verify` finds out. kernels: what was compiled, for `family`."""
+    """The results of `tpfuse verify`. kernels: what was compiled, for `family`."""
 
     machine: list[Finding]
     device: str
@@ -145,12 +145,12 @@ class Verification:
 
     @property
     def bad_kernels(self) -> list[Compilation]:
-        """Those that spill or do not compile."""
+        """The kernels that spill or do not compile."""
         return [kernel for kernel in self.kernels if kernel.spilled or kernel.error]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether every check has passed."""
         verdicts = [x.passed for x in self.comparisons] + [x.passed for x in self.training]
         return all(verdicts) and not self.bad_kernels
 
@@ -189,7 +189,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
 
 
 def document(found: Verification) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return the document that `--json` prints."""
     return {
         "passed": found.passed,
         "device": found.device,
@@ -216,7 +216,7 @@ def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
 
 
 def show(found: Verification, console: Console) -> None:
-    """What the machine can do, the table, the reasons of what failed, and the last word."""
+    """Print what the machine can do, the table, the reasons of failures, and the verdict."""
     machine = Table("machine", "", "", box=None)
     for finding in found.machine:
         machine.add_row(finding.name, finding.value, finding.meaning)

@@ -38,7 +38,7 @@ class AdamW(Shape):
         return state | ({"parameter": torch.empty_like(state["gradient"])} if self.half else {})
 
     def costs(self) -> dict[str, Cost]:
-        """Four float32 elements in, three out; or three in and three out, and two of a half type."""
+        """Return the cost: four float32 elements are read and three written, or three each and two of a half type."""
         return {"step": Cost(0.0, 28 * self.n)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
@@ -90,7 +90,7 @@ CASES = (Case("three updates", _function, _reference, lambda dtype: {"gradient":
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Float32 and half gradients into a half parameter; float32 alone."""
+    """Launch float32 and half gradients into a half parameter; float32 alone."""
     master, exp_avg, exp_avg_sq = (torch.empty(1 << 22, device="meta") for _ in range(3))
     scalar = torch.empty((), device="meta")
     parameter = None if dtype == torch.float32 else torch.empty(1 << 22, dtype=dtype, device="meta")

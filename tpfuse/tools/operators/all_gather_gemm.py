@@ -73,7 +73,7 @@ class AllGatherGemm(Shape):
 def _alone(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The product of a group of one rank, several times over; at the end what was gathered."""
+    """Multiply several times in a group of one rank; return the last results and what was gathered."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
     flags, state, abort, ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8, 1))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
@@ -143,7 +143,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: column-parallel layers and gradients of a row-parallel one, in groups of several sizes."""
+    """Launch on meta tensors: column-parallel layers and gradients of a row-parallel one, groups of several sizes."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -108,7 +108,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: each head size alone, and with everything at once."""
+    """Launch on meta tensors: each head size alone, and with every option at once."""
     for size in (64, 128, 256):
         _launch(dtype, size, causal=True)
         _launch(dtype, size, causal=True, window=256, dropout_p=0.1, documents=8)
@@ -124,7 +124,7 @@ def _launch(
     dropout_p: float = 0.0,
     documents: int = 0,
 ) -> None:
-    """The gradients of 8192 positions under 32 heads and 8 of keys and values."""
+    """Launch the backward pass of 8192 positions under 32 heads and 8 of keys and values."""
 
     def empty(heads: int) -> Tensor:
         return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)

@@ -83,7 +83,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Each head size alone and with everything at once, and merges into both kinds of sums."""
+    """Launch each head size alone and with every option at once, and merges into both kinds of sums."""
     for size in (64, 128, 256):
         _launch(dtype, size)
         _launch(dtype, size, documents=8, window=256, dropout_p=0.1)
@@ -99,7 +99,7 @@ def _empty(heads: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
-    """8192 positions under 32 heads and 8 of keys and values."""
+    """Launch 8192 positions with 32 heads, and 8 of keys and values."""
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
     attention_forward(
         _empty(32, size, dtype),

@@ -53,7 +53,7 @@ class CrossEntropy(DifferentiableShape):
         return (cross_entropy_combine(statistics.unsqueeze(0), target, self.V)[0],)
 
     def backward(self, logits: Tensor, target: Tensor, normalizer: Tensor, **_: Tensor) -> Outputs:
-        """The gradient of the sum of all losses."""
+        """Return the gradient of the sum of all losses."""
         return (cross_entropy_backward(logits, target, 0, normalizer),)
 
     def plain_sum_backward(self, grad: Tensor, **tensors: Tensor) -> Outputs:
@@ -67,7 +67,7 @@ class CrossEntropy(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Rows of a small vocabulary, of GPT-2's as they lie, and of padded ones; one rank and a shard."""
+    """Launch rows of a small vocabulary, of GPT-2's with and without padding; one rank and a shard."""
     target = torch.empty(4096, dtype=torch.int64, device="meta")
     scale = torch.empty(4096, device="meta")
     for width, stride in ((256, 256), (50257, 50257), (50257, 50272)):

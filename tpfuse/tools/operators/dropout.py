@@ -44,7 +44,7 @@ class Dropout(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: the stream between the blocks of GPT-2."""
+    """Launch on meta tensors: the residual stream between the blocks of GPT-2."""
     x = torch.empty(8192, 768, dtype=dtype, device="meta")
     rows, key = (torch.empty(n, dtype=torch.int64, device="meta") for n in (8192, 1))
     dropout_forward(x, 0.1, rows, key)

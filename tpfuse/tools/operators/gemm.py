@@ -92,7 +92,7 @@ def _small(activation: str | None, *terms: str) -> Gemm:
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: every activation forward and backward, thin and large, aligned for TMA and not."""
+    """Launch on meta tensors: every activation forward and backward, thin and large, aligned for TMA and not."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -20,7 +20,7 @@ _EPOCHS = 3
 
 
 def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:
-    """The product of a group of one rank, several times over; copied: as where copy engines take the tiles away."""
+    """The product of a group of one rank, several times over; copied: as if copy engines moved the tiles."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
     flags, state, abort, stored = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 2, 1, 3))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
@@ -83,7 +83,7 @@ CASES = (_case("x weight bias residual"), _case("x weight"), _case("x weight bia
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: forward of a row-parallel layer, gradients of a column-parallel one, groups of any size."""
+    """Launch on meta tensors: forward of a row-parallel layer, gradients of a column-parallel one, of groups."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -35,7 +35,7 @@ class Norm(DifferentiableShape):
         return draw.normal(self.M, self.C)
 
     def costs(self) -> dict[str, Cost]:
-        """Without a residual."""
+        """Return the costs without a residual."""
         statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation; 1 / root mean square
         tensor, rest = 2 * self.M * self.C, 4 * statistics * self.M + 2 * (1 + statistics) * self.C
         return {"forward": Cost(0.0, 2 * tensor + rest), "backward": Cost(0.0, 3 * tensor + rest)}
@@ -77,7 +77,7 @@ class LayerNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Every width with a residual and a bias, one of GPT-2's also without."""
+    """Launch every width with a residual and a bias, one of GPT-2's also without."""
     for columns, with_residual in [(c, True) for c in WIDTHS] + [(768, False)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")

@@ -47,7 +47,7 @@ class LinearCrossEntropy(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """GPT-2's vocabulary in two chunks and in one, and a 7B model's that needs no padding; gradients of both."""
+    """Launch GPT-2's vocabulary in two chunks and in one, and a 7B model's that needs no padding; gradients of both."""
     for tokens, width, vocabulary in ((8192, 768, 50257), (4096, 768, 50257), (8192, 4096, 32000)):
         x, weight = (torch.empty(rows, width, dtype=dtype, device="meta") for rows in (tokens, vocabulary))
         target, weights = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, device="meta")

@@ -1,4 +1,4 @@
-"""ring_attention: launches of one rank, with blocks that are here or that its copiers bring, which reach every row."""
+"""ring_attention: launches of one rank, with blocks present or fetched by its copiers, which reach every row."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ _EPOCHS = 3
 
 
 def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """What queries see of a sequence that is not padded."""
+    """Return the range of positions that each query sees, in a sequence without padding."""
     return torch.zeros_like(positions, dtype=torch.int32), positions.to(torch.int32)
 
 
@@ -44,7 +44,7 @@ def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
-    """Every rank's launch, one after another, with all blocks here."""
+    """Every rank's launch, one after another, with all blocks present."""
     own = [runs.positions(rank, q.device) for rank in range(runs.world)]
     blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
     out = torch.empty_like(q)
@@ -88,7 +88,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: every head size alone, with dropout, with blocks that are here; and groups of several sizes."""
+    """Launch on meta tensors: every head size alone, with dropout, with blocks present; groups of several sizes."""
     _launches_forward(dtype)
 
 
@@ -135,7 +135,7 @@ def _launch_forward(
 
 
 def _exchange(world: int, ring: bool) -> BlockExchange:
-    """Of the last rank of a group, on meta tensors."""
+    """Return the channel of the last rank of a group, on meta tensors."""
     slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
     state, abort, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 16 * world))
     end = Endpoint(world - 1, world, slots, 1 << 30, flags, 16 * world**2, state, abort, programs=108)

@@ -1,4 +1,4 @@
-"""ring_attention_backward: of one rank and its copiers, and of blocks that are here; launches that reach every row."""
+"""ring_attention_backward: one rank with its copiers, and blocks that are present; launches reach every row."""
 
 from collections.abc import Callable
 from functools import partial
@@ -107,7 +107,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: every head size alone, with dropout, with blocks that are here; and groups of several sizes."""
+    """Launch on meta tensors: every head size alone, with dropout, with blocks present; groups of several sizes."""
     for size in (64, 128, 256):
         _launch(dtype, size, 8)
         _launch(dtype, size, 8, dropout_p=0.1)
@@ -141,7 +141,7 @@ def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropou
 
 
 def _launch_here(dtype: torch.dtype, size: int, world: int) -> None:
-    """With all blocks here, and one by one."""
+    """Launch with all blocks present, and with one block at a time."""
     q, sums = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 16, 2048 + 128, dtype=torch.float32)
     visible = (_empty(2048, dtype=torch.int32),) * 2
     blocks = _empty(world, 2, 1, 4, 2048, size, dtype=dtype)

@@ -26,7 +26,7 @@ class RmsNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Every width without a residual, one of a 7B model also with."""
+    """Launch every width without a residual, one of a 7B model also with."""
     for columns, with_residual in [(c, False) for c in WIDTHS] + [(4096, True)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")

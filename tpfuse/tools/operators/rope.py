@@ -79,7 +79,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Heads of 64 and 128 elements with fewer for the keys, both ways of pairing; one tensor alone."""
+    """Launch heads of 64 and 128 elements with fewer for the keys, both ways of pairing; one tensor alone."""
     positions = torch.empty(4096, dtype=torch.int64, device="meta")
     for size in (64, 128):
         table = torch.empty(8192, size // 2, device="meta")

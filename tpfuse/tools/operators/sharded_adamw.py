@@ -23,7 +23,7 @@ def _address(x: Tensor) -> Tensor:
 
 
 def _alone(device: torch.device) -> tuple[Endpoint, Tensor]:
-    """The endpoint of a group of one rank, and the flags behind its address."""
+    """The endpoint of a group of one rank, and the flags at its address."""
     flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (64, 2, 1))
     table = _address(flags)
     return Endpoint(0, 1, table, 16, table, len(flags), state, abort, programs=3), flags
@@ -52,7 +52,7 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
 
 
 def _function(gradients: Tensor, *, summed: bool) -> Tensor:
-    """As an operator that has no gradient, of its own input none."""
+    """Return the parameters after the updates. The operator has no gradient, so its input takes none from it."""
     return _updates(gradients, summed=summed) + 0 * gradients
 
 
@@ -81,7 +81,7 @@ CASES = (_case("gradients of all", summed=False), _case("sums known before", sum
 
 
 def launches(dtype: torch.dtype) -> None:
-    """On meta tensors: the last rank of groups of several sizes."""
+    """Launch on meta tensors: the last rank of groups of several sizes."""
     for world in (2, 4, 8):
         _launch(dtype, world, clipped=world == 8)
 
