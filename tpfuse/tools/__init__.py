@@ -1,1 +1,1 @@
-"""What kernels compute and take: comparisons with references, the compile gate, and the tuner."""
+"""Tools that check kernels: comparisons with references, the compile gate, and the tuner."""

@@ -1,13 +1,14 @@
-"""Compiles, without a GPU, every kernel that the operators would launch, and says what each takes.
+"""Compile, without a GPU, every kernel that the operators would launch, and report the resources that each one uses.
 
     python -m tpfuse.tools.compilation gemm --families sm_90 --dtypes bfloat16
     python -m tpfuse.tools.compilation --front-end
 
-Results are kept (`tpfuse.tools.kept_results`), so that a second run compiles only what has changed. The front end
-alone (`tpfuse.tools.front_end`) takes seconds for all kernels.
+The results are kept (`tpfuse.tools.kept_results`), so that a second run compiles only the kernels that have changed.
+The front end alone (`tpfuse.tools.front_end`) takes seconds for all kernels.
 
-Each whole compilation runs in a process of its own, so that one that fails, or takes the compiler down, is one line.
-Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a Python that does not.
+Each whole compilation runs in a process of its own, so that a compilation that fails, or that crashes the compiler, is
+reported on one line. Kernels that are interpreted cannot be compiled: `compile_in_subprocess` starts this module in a
+Python process that does not interpret them.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from tpfuse.tools.resources import Compilation
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was compiled, and the rows of configurations.toml that the launches chose."""
+    """The results of all compilations, and the rows of configurations.toml that the launches chose."""
 
     triton: str
     compilations: list[Compilation]
@@ -48,7 +49,7 @@ class Report:
 
 
 def compiled(job: Job) -> Any:
-    """Triton's CompiledKernel; its `asm` holds "ttir", "ttgir", "ptx" and "cubin"."""
+    """Return Triton's CompiledKernel of a job; its `asm` holds "ttir", "ttgir", "ptx" and "cubin"."""
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     return triton.compile(job.source, target=target(job.family), options=options)
 
@@ -66,7 +67,7 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def _keep(kernel: Any, stem: Path) -> None:
-    """Writes what the compiler made, stage by stage, for people who want to read it."""
+    """Write the output of each stage of the compiler to a file, for people who want to read it."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     for stage in ("ttir", "ttgir", "ptx"):
         stem.with_suffix(f".{stage}").write_text(kernel.asm[stage])
@@ -74,17 +75,17 @@ def _keep(kernel: Any, stem: Path) -> None:
 
 
 def _reason(error: BaseException, printed: str) -> str:
-    """One line: what the compiler printed, else the error at the bottom of the chain."""
+    """Return one line: the error that the compiler printed, or else the first cause in the chain of exceptions."""
     lines = [line.partition("error:")[2] for line in printed.splitlines() if "error:" in line]
     while error.__cause__ is not None:
         error = error.__cause__
     if lines:
         return " ".join(lines[0].split())[:300]
-    return " ".join(str(error).split())[-300:] or type(error).__name__  # Triton shows the source in front of its reason
+    return " ".join(str(error).split())[-300:] or type(error).__name__  # Triton shows the source before the reason
 
 
 def _work(job: Job, sender: Connection, keep: Path | None, examined: bool) -> None:
-    """The whole of a worker process: what the compiler prints is kept from the terminal."""
+    """Run a worker process: compile a job and send the result. The compiler's output does not reach the terminal."""
     with tempfile.TemporaryFile() as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
@@ -102,14 +103,14 @@ def _work(job: Job, sender: Connection, keep: Path | None, examined: bool) -> No
 
 
 def _printed(output: IO[bytes]) -> str:
-    """What this process has printed to a file."""
+    """Return the text that this process has printed to a file."""
     sys.stdout.flush()
     output.seek(0)
     return output.read().decode(errors="replace")
 
 
 def _warm_up(families: set[str]) -> None:
-    """What Triton finds out once in a process, the hash of itself above all, and workers then inherit."""
+    """Make Triton compute what it computes once in a process, above all its own hash, so that workers inherit it."""
     triton_key()
     for family in families:
         make_backend(target(family)).hash()
@@ -118,12 +119,13 @@ def _warm_up(families: set[str]) -> None:
 def compile_jobs(
     jobs: Sequence[Job], keep: Path | None = None, *, examined: bool = True
 ) -> Iterator[tuple[int, Compilation]]:
-    """(index, result) of each job as it is done, on all cores. keep: a folder for what the compiler makes.
+    """Compile the jobs on all cores, and yield (index, result) of each job when it is done.
 
-    examined: whether results say what a kernel takes, for which ptxas may run a second time.
+    keep: a folder to which the compiler's output is written. examined: whether the results contain the resources that
+    a kernel uses, for which ptxas may run a second time.
     """
     _warm_up({job.family for job in jobs})
-    context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be sent
+    context = multiprocessing.get_context("fork")  # jobs hold functions of Triton, which cannot be pickled
     waiting = list(enumerate(jobs))[::-1]
     running: dict[Any, tuple[int, BaseProcess]] = {}
     while waiting or running:
@@ -158,15 +160,15 @@ def compile_here(
     on_done: Callable[[Compilation], object] = lambda result: None,
     kept_results: Path | None = None,
 ) -> Report:
-    """Records here and compiles in this process's children. The kernels must not be interpreted here.
+    """Record launches in this process and compile them in its children. This process must not interpret kernels.
 
-    kept_results: a folder of results, which are taken from there where nothing has changed, and kept there; not with
-    `keep`, which needs what the compiler makes.
+    kept_results: a folder of results. A result is read from it if nothing has changed, and otherwise written to it. The
+    folder is not used together with `keep`, which needs the compiler's output.
     """
     recorded = record(operators, families, dtypes)
     unique: dict[tuple[object, ...], Job] = {}
     for job in recorded.jobs:
-        unique.setdefault(job.key, job)  # some operators share kernels
+        unique.setdefault(job.key, job)  # some operators launch the same kernels
     kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
     names = {} if kept is None else {key: digest(job) for key, job in unique.items()}
     found = {}
@@ -189,7 +191,7 @@ def compile_here(
 
 
 def _refused(recorded: Recorded) -> list[Compilation]:
-    """The launchers that raised."""
+    """Return a result with an error for each launcher that raised."""
     return [
         Compilation(operator, family, dtype, "", {}, 0, 0, error=reason)
         for operator, family, dtype, reason in recorded.errors
@@ -199,7 +201,7 @@ def _refused(recorded: Recorded) -> list[Compilation]:
 def warm_cache(
     operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str], on_done: Callable[[Compilation], object]
 ) -> Report:
-    """Compiles, in this process's children, so that Triton finds in its cache what the operators launch here later."""
+    """Compile in this process's children, so that Triton later finds in its cache what the operators launch here."""
     recorded = record(operators, families, dtypes)
     jobs = list({job.key: job for job in recorded.jobs}.values())
     results = _refused(recorded)
@@ -210,7 +212,7 @@ def warm_cache(
 
 
 def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
-    """Records, and takes representatives of all launches through the compiler's front end, in this process."""
+    """Record launches, and run the compiler's front end on representatives of them, in this process."""
     recorded = record(operators, families, dtypes)
     results = _refused(recorded)
     for job in front_end.representatives(recorded.jobs):
@@ -223,7 +225,7 @@ def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Se
 
 
 def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
-    """`compile_here` in a Python of its own that does not interpret. Raises RuntimeError where it fails as a whole."""
+    """Run `compile_here` in a Python process that does not interpret kernels. Raise RuntimeError if the process fails."""
     flags = ["--json", "--families", *families, "--dtypes", *dtypes]
     done = subprocess.run(
         [sys.executable, "-m", "tpfuse.tools.compilation", *operators, *flags],
@@ -238,7 +240,7 @@ def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dty
 
 
 def read_report(text: str) -> Report:
-    """The report that `--json` printed."""
+    """Return the report that `--json` printed."""
     document = json.loads(text)
     return Report(
         document["triton"],
@@ -276,7 +278,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 where a kernel does not pass the gate."""
+    """Run the command. Return 1 if a kernel does not pass the gate, else 0."""
     options = _arguments()
     document = options.json or options.markdown
     asked = options.operators, options.families, options.dtypes

@@ -1,14 +1,14 @@
-"""The compiler's front end alone: from a kernel's Python to Triton's first representation (TTIR), without ptxas.
+"""The compiler's front end alone, which translates a kernel's Python to Triton's first representation (TTIR).
 
-This takes about a twentieth of a second where a whole compilation takes seconds, so that the tests try it under several
-versions of Triton. It finds what one version of the language refuses and another takes.
+The front end takes about a twentieth of a second, and a whole compilation takes seconds. Tests therefore run the front
+end under several versions of Triton. They find code that one version of the language refuses and another one accepts.
 
-The front end runs the branches of a kernel's Python that constants decide. What it can tell apart of two launches is:
-the types of the arguments, which pointers are None, which integers are the constant 1, and the values of the constexpr
-parameters, where a size of 2 or more is as good as another: sizes are shapes and bounds of loops, and that shapes fit
-one another is up to the whole compilation (`tpfuse.tools.compilation`), as is everything that depends on the family
-of the GPU or on the numbers of warps and stages. The family hardly reaches the front end: it decides which constants a
-launch has (TMA, for instance), and these are told apart.
+The front end executes the branches of a kernel's Python that constants decide. It can distinguish two launches by the
+types of the arguments, by which pointers are None, by which integers are the constant 1, and by the values of the
+constexpr parameters. All sizes of 2 or more count as equal: sizes are shapes and bounds of loops, and the whole
+compilation (`tpfuse.tools.compilation`) checks that shapes fit one another. It also checks everything that depends on
+the family of the GPU or on the numbers of warps and stages. The family hardly affects the front end: it decides which
+constants a launch has (TMA, for instance), and constants are distinguished.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from tpfuse.tools.recorded import Job, target
 
 
 def lower(job: Job) -> Any:
-    """The TTIR of a kernel. Raises what the front end raises."""
+    """Return the TTIR of a kernel. Raise the exceptions that the front end raises."""
     backend = make_backend(target(job.family))
     context = ir.context()
     ir.load_dialects(context)
@@ -34,7 +34,7 @@ def lower(job: Job) -> Any:
 
 
 def features(job: Job) -> list[tuple[str, object]]:
-    """(parameter, what the front end can tell apart of it) of a launch, and the types of its arguments as a set."""
+    """Return pairs of a launch's parameter and of what the front end distinguishes in it, and the set of all types."""
     source = job.source
     names = source.fn.arg_names
     declared = {parameter.name for parameter in source.fn.params if parameter.is_constexpr}
@@ -53,10 +53,10 @@ def features(job: Job) -> list[tuple[str, object]]:
 
 
 def representatives(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs that have, kernel by kernel, each pair of features that one of all jobs has.
+    """Return jobs that together have, for each kernel, every pair of features that occurs in one of all jobs.
 
-    What goes wrong in a front end hangs on one feature, or on two: a branch that one constant opens and the type or
-    None that it meets there. The jobs are chosen greedily, those that add most pairs first.
+    An error in the front end depends on one feature or on two: on a constant that selects a branch, and on a type or a
+    None in this branch. The jobs are chosen greedily: the job that adds the most pairs is chosen first.
     """
     pairs = {
         index: {(job.source.name, *pair) for pair in itertools.combinations(features(job), 2)}

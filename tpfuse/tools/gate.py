@@ -1,6 +1,7 @@
-"""What is asked of every compiled kernel, and the table of what they take.
+"""The conditions that every compiled kernel must meet, and the table of the resources that kernels use.
 
-A kernel that spills, does without tensor cores or loads few bytes at a time is right, and slow: no other test shows it.
+A kernel that spills, that does not use tensor cores or that loads few bytes at a time is correct but slow, and no other
+test detects it.
 """
 
 import re
@@ -14,16 +15,16 @@ from tpfuse.tools.resources import LIMITS, Compilation
 # The newest matrix instruction of each family.
 NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
-# Pattern of `named` -> why these products are not as fast as the family's can be. Tensor cores they have all the same.
+# Pattern of `named` -> why these products are slower than the family allows. They must still use tensor cores.
 EXCEPTIONS = {
     r"float32 \w*attention_\w+ .*BLOCK_M=(16|32) ": "three tf32 products of 64 rows, as wgmma and tcgen05 want, spill",
     r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows spill beside dropout's hashes",
 }
 
-# The largest `issue_share` of kernels by name: attention's loops hold a softmax beside the products.
+# A part of a kernel's name -> the largest `issue_share`. The loops of attention contain a softmax besides the products.
 ISSUE_SHARE = {"attention": 1.0, "": 0.8}
 
-# Pattern of `named` -> why a kernel may take more.
+# Pattern of `named` -> why a kernel may exceed ISSUE_SHARE.
 ISSUE_EXCEPTIONS = {
     r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
     r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "few rows: reading the weight takes longer than multiplying it",
@@ -33,10 +34,10 @@ ISSUE_EXCEPTIONS = {
     r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers hold no larger tile",
 }
 
-# Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16.
+# Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16 bytes.
 NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "one program, which moves signals alone"}
 
-# Version of Triton -> pattern of `named` -> (bytes that it spills at most, why they are accepted).
+# Version of Triton -> pattern of `named` -> (the most bytes that a kernel may spill, why they are accepted).
 _SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
 SPILLS = {
     "3.6": {
@@ -47,12 +48,12 @@ SPILLS = {
     },
 }
 
-# Rows of sm_80 serve the GPUs that have less shared memory than an A100 too.
+# The rows of sm_80 also serve GPUs that have less shared memory than an A100.
 SHARED = {family: limits.shared_per_program for family, limits in LIMITS.items()} | {"sm_80": 99 * 1024}
 
 
 def violations(result: Compilation, version: str = triton.__version__) -> Iterator[str]:
-    """One line for each thing that is wrong with what this version of Triton has compiled."""
+    """Yield one line for each condition that a kernel violates, compiled by this version of Triton."""
     if result.error:
         yield f"{named(result)}: {result.error}"
         return
@@ -78,13 +79,13 @@ def _violations(result: Compilation, version: str) -> Iterator[str]:
 
 
 def accepted_spill(result: Compilation, version: str) -> int:
-    """How many bytes a result may spill under a version of Triton."""
+    """Return how many bytes a result may spill under a version of Triton."""
     listed = SPILLS.get(".".join(version.split(".")[:2]), {})
     return max((size for pattern, (size, _) in listed.items() if re.search(pattern, named(result))), default=0)
 
 
 def slow(result: Compilation) -> str:
-    """Why its products take longer than the family can: an older instruction, or such as do not overlap."""
+    """Return why products are slower than the family allows (an older instruction, no overlap); "" if they are not."""
     if NEWEST[result.family] not in result.tensor_cores:
         return f"{'+'.join(result.tensor_cores)} instructions for its dot, not {NEWEST[result.family]}"
     if result.serialized:
@@ -93,12 +94,12 @@ def slow(result: Compilation) -> str:
 
 
 def issues_too_much(result: Compilation) -> bool:
-    """Whether instructions bind a loop around wgmma rather than the tensor cores."""
+    """Return whether the issue of instructions, not the tensor cores, limits the speed of a loop around wgmma."""
     return result.issue_share > next(share for part, share in ISSUE_SHARE.items() if part in result.kernel)
 
 
 def issue_exception(result: Compilation) -> str | None:
-    """The entry of ISSUE_EXCEPTIONS that a result falls under."""
+    """Return the entry of ISSUE_EXCEPTIONS that matches a result, or None."""
     return _listed(ISSUE_EXCEPTIONS, result)
 
 
@@ -107,30 +108,30 @@ def _listed(patterns: Iterable[str], result: Compilation) -> str | None:
 
 
 def exception(result: Compilation) -> str | None:
-    """The entry of EXCEPTIONS that a result falls under."""
+    """Return the entry of EXCEPTIONS that matches a result, or None."""
     return _listed(EXCEPTIONS, result)
 
 
 def moves_little(result: Compilation) -> bool:
-    """Whether a kernel without products moves too many of its bytes a few at a time."""
+    """Return whether a kernel without products moves more than a third of its bytes in narrow accesses (`narrow`)."""
     return not result.dot and narrow(result) > 1 / 3
 
 
 def narrow_exception(result: Compilation) -> str | None:
-    """The entry of NARROW_EXCEPTIONS that a result falls under."""
+    """Return the entry of NARROW_EXCEPTIONS that matches a result, or None."""
     return _listed(NARROW_EXCEPTIONS, result)
 
 
 def narrow(result: Compilation) -> float:
-    """The share of what it loads and stores, instruction by instruction, that moves less than 16 bytes of a thread."""
+    """Return the share of all loaded and stored bytes that instructions of less than 16 bytes of a thread move."""
     moved = [(width, width * count) for widths in (result.loads, result.stores) for width, count in widths.items()]
     return sum(size for width, size in moved if width < 16) / max(1, sum(size for _, size in moved))
 
 
 def named(result: Compilation) -> str:
-    """Operator, family and configuration on one line."""
+    """Return the operator, the family and the configuration on one line."""
     place = f"{result.operator} {result.family} {result.dtype}"
-    if not result.kernel:  # a launcher raised
+    if not result.kernel:  # the launcher raised an exception
         return place
     return f"{place} {result.kernel} {_constants(result)} num_warps={result.num_warps} num_stages={result.num_stages}"
 
@@ -140,7 +141,7 @@ def _constants(result: Compilation) -> str:
 
 
 def describe(result: Compilation) -> str:
-    """Two lines for people."""
+    """Return a description of a result for people, on two lines."""
     if result.error:
         return f"{named(result)}\n    {result.error}"
     features = "".join(f"  {text}" for text in _features(result))
@@ -182,7 +183,7 @@ COLUMNS = (
 
 
 def table(results: Sequence[Compilation], version: str) -> str:
-    """Markdown, a line for each kernel and family."""
+    """Return a table in Markdown, with a line for each kernel and family."""
     groups: dict[tuple[str, str], list[Compilation]] = {}
     for result in results:
         kernel = result.kernel.removesuffix("_kernel") or f"{result.operator}'s launcher"
@@ -223,6 +224,6 @@ def _range(values: Iterable[float]) -> str:
 
 
 def version_of(table: str) -> str:
-    """The version of Triton that a table was made with."""
+    """Return the version of Triton that compiled the kernels of a table, or "" if the table does not contain it."""
     found = re.search(r"Triton (\S+)", table)
     return found[1] if found else ""

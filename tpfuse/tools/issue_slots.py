@@ -1,14 +1,15 @@
-"""How much of a scheduler's time a loop around matrix products takes, counted in the SASS of sm_90.
+"""The issue slots of a scheduler that a loop around matrix products takes, counted in the SASS of sm_90.
 
-A multiprocessor has four schedulers, each with a tensor core beside it, and a scheduler issues one instruction of one
-of its warps in a cycle. A wgmma of 64 x N x 16 half-type or 64 x N x 8 tf32 elements keeps the four tensor cores busy
-for N / 2 cycles (NVIDIA, H100 white paper: 2048 and 1024 multiplications of a multiprocessor in a cycle). Each warp of
-the group issues all instructions of the loop, so that for any number of warps
+A multiprocessor has four schedulers, each with its own tensor core, and a scheduler issues one instruction of one of
+its warps in a cycle. A wgmma of 64 x N x 16 half-type or 64 x N x 8 tf32 elements keeps the four tensor cores busy for
+N / 2 cycles (NVIDIA, H100 white paper: a multiprocessor does 2048 and 1024 multiplications in a cycle). Each warp of
+the group issues all instructions of the loop. Therefore, for any number of warps,
 
     issue slots / tensor cycles = instructions of the loop / Σ N / 2 of its wgmma instructions.
 
-Above 1 the tensor cores must wait for instructions, however well all else overlaps. Special functions, which take four
-or eight issue slots of a unit of their own, are counted as one instruction: the real bound may be higher.
+If the quotient is above 1, the tensor cores must wait for instructions, however well everything else overlaps. Special
+functions, which take four or eight issue slots of a unit of their own, are counted as one instruction: the real bound
+may be higher.
 """
 
 import re
@@ -23,9 +24,10 @@ _PRODUCT = re.compile(r"HGMMA\.64x(\d+)x")
 
 @dataclass(frozen=True)
 class ProductLoop:
-    """A loop around wgmma. tile_instructions: those of the loop of tiles around it that are not its own.
+    """A loop that contains wgmma instructions.
 
-    They are 0 where there is no loop around it.
+    tile_instructions: the number of instructions of the enclosing loop over tiles that are not in this loop, or 0 if
+    no loop encloses it.
     """
 
     instructions: int
@@ -35,33 +37,33 @@ class ProductLoop:
 
     @property
     def issue_share(self) -> float:
-        """Issue slots over tensor cycles."""
+        """Return the quotient of issue slots and tensor cycles."""
         return self.instructions / self.tensor_cycles
 
 
 @dataclass
 class _Block:
-    """Instructions that run one after another. after: the blocks that may follow, by number."""
+    """Instructions that run one after another. after: the numbers of the blocks that may run next."""
 
     names: list[str] = field(default_factory=list)
     after: set[int] = field(default_factory=set)
 
     @property
     def tensor_cycles(self) -> float:
-        """The issue slots of its wgmma instructions."""
+        """Return the number of cycles for which the block's wgmma instructions keep the tensor cores busy."""
         return sum(int(match[1]) / 2 for name in self.names if (match := _PRODUCT.match(name)))
 
 
 def main_loop(sass: str) -> ProductLoop | None:
-    """The loop around wgmma that needs the fewest issue slots for its tensor cycles; None without one.
+    """Return the loop around wgmma with the fewest issue slots for its tensor cycles, or None if there is no loop.
 
-    Attention has others, for blocks that a mask cuts, which run only at the edges of what is attended to.
+    Attention has other loops, for blocks that the mask hides in part. They run only at the edges of the visible ranges.
     """
     return min(product_loops(sass), key=lambda loop: loop.issue_share, default=None)
 
 
 def product_loops(sass: str) -> Iterator[ProductLoop]:
-    """Each innermost loop that has wgmma instructions. sass: a kernel for sm_90, as nvdisasm prints it."""
+    """Yield each innermost loop that has wgmma instructions. sass: a kernel for sm_90, as nvdisasm prints it."""
     blocks = _blocks(sass)
     loops = [loop for loop in _loops(blocks) if sum(blocks[number].tensor_cycles for number in loop)]
     for loop in loops:
@@ -81,7 +83,7 @@ def _size(blocks: Sequence[_Block], loop: frozenset[int]) -> int:
 
 
 def _blocks(sass: str) -> list[_Block]:
-    """The program cut at labels and behind branches."""
+    """Return the program, divided into blocks at labels and after branches."""
     blocks, labels, targets = [_Block()], {}, []
     for line in sass.splitlines():
         if match := _LABEL.match(line):
@@ -96,7 +98,9 @@ def _blocks(sass: str) -> list[_Block]:
             if branches and (target := _TARGET.search(operands)):
                 targets.append((len(blocks) - 1, target[1]))
             if branches or name in ("EXIT", "BRX"):
-                if predicate or (branches and not operands.startswith("`(")):  # as BRA.DIV, if threads differ
+                if predicate or (
+                    branches and not operands.startswith("`(")
+                ):  # such as BRA.DIV, which branches if threads differ
                     blocks[-1].after.add(len(blocks))
                 blocks.append(_Block())
     for number, label in targets:
@@ -105,9 +109,11 @@ def _blocks(sass: str) -> list[_Block]:
 
 
 def _loops(blocks: Sequence[_Block]) -> list[frozenset[int]]:
-    """Natural loops: a block that dominates the source of a branch back to it, and all that reach this without it.
+    """Return the natural loops of a program.
 
-    Dominators of a block are those through which every path from the start leads to it.
+    A natural loop consists of a block that dominates the source of a branch back to it, and of all blocks that reach
+    this source without passing through the first block. A block is dominated by each block that is on every path from
+    the start to it.
     """
     before: list[set[int]] = [set() for _ in blocks]
     for number, block in enumerate(blocks):

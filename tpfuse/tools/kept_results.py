@@ -1,13 +1,13 @@
-"""Results of compilations, kept by a digest of all that they depend on, so that only what has changed is compiled.
+"""Results of compilations, stored under a digest of all that they depend on, so that only changed kernels are compiled.
 
-A digest covers the kernel's source with that of every function it calls, the types and constants of the launch, the
-options, Triton itself, the version of ptxas, the variables of the environment that Triton asks, and the source of what
-reads the figures out of a compiled kernel. So an entry never becomes wrong, and checkouts share one folder: by default
-`tpfuse/compiled` in the user's cache, which survives `make clean` and may be deleted at any time.
+A digest covers the kernel's source and that of every function it calls, the types and constants of the launch, the
+options, Triton itself, the version of ptxas, the environment variables that Triton reads, and the source of the code
+that reads the figures from a compiled kernel. An entry therefore never becomes wrong, and checkouts share one folder:
+by default `tpfuse/compiled` in the user's cache, which survives `make clean` and may be deleted at any time.
 
-Each entry is a file that begins with the checksum of its rest. It is written beside its place and then renamed, so that
-processes that write at the same time do no harm; an entry whose checksum is wrong counts as missing. Errors are not
-kept: some go away (memory that ran out).
+Each entry is a file that begins with the checksum of the rest of the file. It is written under a temporary name in the
+same folder and then renamed, so that processes that write at the same time do no harm. An entry whose checksum is wrong
+counts as missing. Errors are not stored, because some do not occur again (for example, lack of memory).
 """
 
 import hashlib
@@ -35,13 +35,13 @@ def default_folder() -> Path:
 
 @cache
 def _reader() -> str:
-    """The digest of the code that makes a Compilation of a compiled kernel."""
+    """Return the digest of the code that makes a Compilation from a compiled kernel."""
     files = resources.__file__, issue_slots.__file__
     return hashlib.sha256(b"".join(Path(str(file)).read_bytes() for file in files)).hexdigest()
 
 
 def digest(job: Job) -> str:
-    """Equal for jobs whose results are the same but for the operator and the dtype that they were met in."""
+    """Return the digest of a job. It is equal for jobs whose results differ at most in the operator and the dtype."""
     backend = make_backend(target(job.family))
     options = backend.parse_options({"num_warps": job.num_warps, "num_stages": job.num_stages})
     key = get_cache_key(job.source, backend, options, env_vars=get_cache_invalidating_env_vars())
@@ -49,7 +49,7 @@ def digest(job: Job) -> str:
 
 
 def entry(document: dict[str, Any]) -> Compilation:
-    """The Compilation whose fields JSON has kept, which makes texts of the widths."""
+    """Return the Compilation with the fields of a JSON document, in which the widths are strings."""
     widths = {name: {int(width): count for width, count in document[name].items()} for name in ("loads", "stores")}
     return Compilation(**document | widths)
 
@@ -65,7 +65,7 @@ class KeptResults:
         self.folder = folder
 
     def read(self, name: str) -> Compilation | None:
-        """The result with this digest; None where there is none that is whole."""
+        """Return the result with the digest `name`, or None if there is no intact one."""
         try:
             checksum, _, text = (self.folder / name).read_text(encoding="utf-8").partition("\n")
         except (OSError, UnicodeDecodeError):
@@ -73,7 +73,7 @@ class KeptResults:
         return entry(json.loads(text)) if checksum == _checksum(text) else None
 
     def write(self, name: str, result: Compilation) -> None:
-        """Keeps a result. A folder that cannot be written is no error: the result is then compiled again next time."""
+        """Store a result. A folder that cannot be written is no error: the kernel is then compiled again next time."""
         if result.error:
             return
         text = json.dumps(asdict(result))

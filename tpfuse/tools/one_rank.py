@@ -1,11 +1,11 @@
-"""One rank of a communicating operator alone on a device, with all signals set ahead: for a profiler.
+"""Run one rank of a communicating operator alone on a device, with all signals set in advance, for a profiler.
 
     ncu --profile-from-start off --set full python -m tpfuse.tools.one_rank all_gather_gemm --world 8 --rows 1024
 
-Nsight Compute runs each kernel many times and alone; one that waits for a peer would wait for ever. Here its flags say
-that every other rank has come as far as a thousand launches from now, so no launch waits; the epochs are in memory
-that the profiler puts back before each replay. What peers would have sent is zeros, read from this device instead of
-through a link: the figures of copies are those of local memory.
+Nsight Compute runs each kernel many times and alone; a kernel that waits for a peer would wait for ever. Here the flags
+say that every other rank is a thousand launches ahead, so that no launch waits. The epochs are in memory that the
+profiler restores before each replay. The data of the peers are zeros and are read from this device, not over a link:
+the figures of copies are those of local memory.
 """
 
 import argparse
@@ -24,9 +24,9 @@ _NUMBERS = [field.name for field in fields(Sizes) if field.name != "dtype"]
 
 
 def profile(name: str, world: int, rank: int, sizes: Sizes, device: torch.device, timeout: float) -> None:
-    """Runs a program of PROGRAMS once as `rank` of `world`, between the marks at which a profiler starts and stops.
+    """Run a program of PROGRAMS once as `rank` of `world`, between the marks at which a profiler starts and stops.
 
-    Raises PeerTimeout where a kernel still waits after `timeout` seconds.
+    Raise PeerTimeout if a kernel still waits after `timeout` seconds.
     """
     ranks = OneProcess(world, device, timeout, shared=False)
     with ranks.aborted():
@@ -61,7 +61,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run on a GPU, or interpreted with tiny shapes if TRITON_INTERPRET=1 is set. Return 1 if a kernel waits."""
+    """Run on a GPU, or interpreted with tiny shapes if TRITON_INTERPRET=1 is set. Return the exit status.
+
+    It is 1 if a kernel waits, 2 if there is no GPU and kernels are not interpreted, else 0.
+    """
     arguments = _arguments()
     if not INTERPRETED and not torch.cuda.is_available():
         print("tpfuse.tools.one_rank: error: there is no CUDA GPU, and TRITON_INTERPRET=1 is not set", file=sys.stderr)
