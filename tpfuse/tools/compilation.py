@@ -225,7 +225,7 @@ def front_end_here(operators: Sequence[str], families: Sequence[str], dtypes: Se
 
 
 def compile_in_subprocess(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Report:
-    """Run `compile_here` in a Python process that does not interpret kernels. Raise RuntimeError if the process fails."""
+    """Run `compile_here` in a Python process that does not interpret kernels. Raise RuntimeError if it fails."""
     flags = ["--json", "--families", *families, "--dtypes", *dtypes]
     done = subprocess.run(
         [sys.executable, "-m", "tpfuse.tools.compilation", *operators, *flags],

@@ -98,9 +98,8 @@ def _blocks(sass: str) -> list[_Block]:
             if branches and (target := _TARGET.search(operands)):
                 targets.append((len(blocks) - 1, target[1]))
             if branches or name in ("EXIT", "BRX"):
-                if predicate or (
-                    branches and not operands.startswith("`(")
-                ):  # such as BRA.DIV, which branches if threads differ
+                # BRA.DIV, for example, has an operand before its target: it branches if threads differ.
+                if predicate or (branches and not operands.startswith("`(")):
                     blocks[-1].after.add(len(blocks))
                 blocks.append(_Block())
     for number, label in targets:

@@ -1,9 +1,9 @@
-"""What one rank does in each operator that ranks do together, for ranks of one process (`tpfuse.testing.one_process`).
+"""Programs of one rank for each communicating operator, for ranks in one process (`tpfuse.testing.one_process`).
 
-The classes are those that models use, so that whatever they launch, wait for and copy is what is tried. A program has
-three sets of inputs, taken in turn: a slot of two halves never holds the right numbers by being late. Whole numbers
-make products and sums exact, whatever their order. Where results are rounded, the first ones are compared with float64,
-and later ones with the first, to the bit.
+The programs call the classes that models use, so that they test what these classes launch, wait for and copy. A program
+takes three sets of inputs in turn: since a slot has two halves, data of an earlier round are never the right numbers.
+The inputs are whole numbers, so that products and sums are exact in any order. If results are rounded, those of the
+first rounds are compared with float64, and those of later rounds must equal the first ones to the bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +28,14 @@ from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.one_process import set_epochs
 
 VARIANTS = 3
-_WRAP = 2**31  # where epochs become negative
+_WRAP = 2**31  # the epoch that becomes negative
 _NO_ENGINES = 2**62  # bytes
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank. rows of x, k and n of a product; elements of a collective; tokens and head size; shard of AdamW."""
+    """The sizes of one rank: rows, k and n of a product, elements of a collective, tokens and heads, shard of AdamW."""
 
     dtype: torch.dtype = torch.bfloat16
     rows: int = 1000
@@ -52,17 +52,17 @@ TINY = Sizes(torch.float32, 3, 8, 5, 7, 8, 1, 16, 40)  # for the interpreter
 
 
 class Program(Protocol):
-    """What a rank does again and again."""
+    """The work that a rank repeats."""
 
     def run(self, variant: int) -> Tensors:
-        """One round with a set of inputs: launches, and returns its results, which the next round may overwrite."""
+        """Launch one round with a set of inputs, and return its results, which the next round may overwrite."""
 
     def check(self, variant: int, found: Tensors) -> None:
-        """Raises AssertionError where results of `run(variant)` are wrong."""
+        """Raise AssertionError if the results of `run(variant)` are wrong."""
 
 
 class _Exact:
-    """A program whose results are equal to the expected ones to the bit. rounds: (what runs, what it gives)."""
+    """A program whose results are equal to the expected ones to the bit. rounds: (function, its results)."""
 
     def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Tensors]]) -> None:
         self._rounds = rounds
@@ -77,12 +77,12 @@ class _Exact:
 
 
 def _whole(seed: int, *shape: int, memory: SymmetricMemory, dtype: torch.dtype) -> Tensor:
-    """Of -1, 0 and 1: sums of some hundred products stay exact in bfloat16."""
+    """Return a tensor of -1, 0 and 1. Sums of some hundred of its products are exact in bfloat16."""
     return integers(seed, *shape, low=-1, high=1, dtype=dtype).to(memory.device)
 
 
 def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
-    """act(all_gather(x) Wᵀ), the shards brought by programs of the product or by copy engines."""
+    """Return the program of act(all_gather(x) Wᵀ); programs of the product, or copy engines, copy the shards."""
     products = FusedLinear(memory, 1 if engines else _NO_ENGINES)
     weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
     rounds = []
@@ -98,8 +98,11 @@ def all_gather_gemm(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> 
 
 
 def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool) -> Program:
-    """reduce_scatter(x Wᵀ) + residual, the partial sums moved by programs of the product or by copy engines; and
-    all_reduce(x Wᵀ), the same with an all-gather after it."""
+    """Return the program of reduce_scatter(x Wᵀ) + residual and of all_reduce(x Wᵀ).
+
+    Programs of the product, or copy engines, move the partial sums. The all-reduce is a reduce-scatter followed by an
+    all-gather.
+    """
     products = FusedLinear(memory).variant(engines=engines, other_tiles=False)
     rank, world = memory.rank, memory.world
     weight = _whole(1, sizes.n, sizes.k, memory=memory, dtype=sizes.dtype)
@@ -107,7 +110,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
     for seed in range(VARIANTS):
         xs = _whole(10 + seed, world, world * sizes.rows, sizes.k, memory=memory, dtype=sizes.dtype)
         residual = _whole(20 + seed, sizes.rows, sizes.n, memory=memory, dtype=sizes.dtype)
-        partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # as they travel
+        partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # in the dtype in which they are moved
         sums = partial_sums.sum(0)
         own = sums.view(world, sizes.rows, -1)[rank] + residual.float()
         expected = {"scattered": own.to(sizes.dtype), "reduced": sums.to(sizes.dtype)}
@@ -121,7 +124,7 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
 
 
 def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
-    """all_gather, reduce_scatter, all_to_all, and all_reduce of few and of many bytes."""
+    """Return the program of all_gather, reduce_scatter, all_to_all, and all_reduce of few and of many bytes."""
     launched, (rank, world) = FusedCollectives(memory), (memory.rank, memory.world)
     few = min(sizes.elements, 1000)
     rounds = []
@@ -150,7 +153,7 @@ def collectives(memory: SymmetricMemory, sizes: Sizes) -> Program:
 
 
 class _Rounded:
-    """A program whose first results are compared with float64. rounds: (what runs, what checks)."""
+    """A program whose first results are compared with float64. rounds: (function, check of its results)."""
 
     def __init__(self, rounds: Sequence[tuple[Callable[[], Tensors], Callable[[Tensors], None]]]) -> None:
         self._rounds = rounds
@@ -163,7 +166,10 @@ class _Rounded:
 
 
 def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Program:
-    """Causal attention forward and backward (dq, then dk and dv), blocks from neighbours or from their owners."""
+    """Return the program of causal attention, forward and backward (dq, then dk and dv).
+
+    The blocks come from neighbours if `ring` is set, else from their owners.
+    """
     attention, rank = FusedRing(memory), memory.rank
     layout = SequenceLayout(memory.world * sizes.tokens, memory.world, "zigzag")
     call = RingCall(layout.runs, rank, True, None, sizes.head_size**-0.5, ring=ring)
@@ -185,7 +191,11 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Prog
 
 
 def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
-    """The log-sum-exp is rounded between forward and backward, which is a relative error of the probabilities."""
+    """Check the results of a round against float64.
+
+    The log-sum-exp is rounded between forward and backward, which causes a relative error of the probabilities. The
+    bound includes this error.
+    """
     with torch.enable_grad():
         expected = Expected(lambda **x: reference.attention(**x)[0], inputs, grad)
     lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
@@ -201,7 +211,11 @@ _STEP, _LR = 3, 1e-3
 
 
 def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
-    """An update in one sweep: sum, AdamW, new parameters to all ranks; and the sum by itself before another one."""
+    """Return the program of two updates of a shard.
+
+    The first one is a single launch: it sums gradients, applies AdamW and writes new parameters to all ranks. For the
+    second one, a launch of its own sums the gradients before.
+    """
     size, start = memory.world * sizes.shard, memory.rank * sizes.shard
     own, device = slice(start, start + sizes.shard), memory.device
     _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
@@ -269,7 +283,10 @@ PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
 
 
 def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
-    """A program of PROGRAMS, all of whose launches have been made once: where waits are aborted, without effect."""
+    """Return a program of PROGRAMS after each of its launches has run once.
+
+    If waits are aborted, these launches have no effect.
+    """
     with torch.no_grad():
         program = PROGRAMS[name](memory, sizes)
         for variant in range(VARIANTS):
@@ -280,11 +297,12 @@ def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
 def iterate(
     memory: SymmetricMemory, program: Program, iterations: int, delay: Callable[[], object] = lambda: None
 ) -> list[int]:
-    """The rounds, of `iterations`, in which this rank's results were not those of the same inputs' first time.
+    """Return the rounds, of `iterations`, in which this rank's results differ from the first ones of the same inputs.
 
-    Each set of inputs is tried and checked first. Then the epochs of all channels are set so that they wrap around
-    within the rounds. delay: called before each of them; may keep the rank's stream busy for a while. Nothing is looked
-    at before the last round has been launched. Raises AssertionError where a first result is wrong.
+    Each set of inputs first runs once and its results are checked. Then the epochs of all channels are set so that they
+    wrap around within the rounds. delay: a function that is called before each round and may keep the rank's stream
+    busy for a while. No result is read before the last round has been launched. Raise AssertionError if a first result
+    is wrong.
     """
     firsts = []
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""What the operators would launch on a GPU of each family, found out without one: the compiler's work list.
+"""The list of kernels to compile: the launches that operators would make on GPUs of each family, recorded without one.
 
 The launchers run on meta tensors (`tpfuse.kernels.launch.recording`), and Triton's own binder turns the arguments of
-each launch into a signature, as it would at run time: None and 1 become constants, what 16 divides is marked.
+each launch into a signature, as it would at run time: None and 1 become constants, and arguments that are divisible by
+16 are marked.
 """
 
 import itertools
@@ -24,7 +25,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile. dtype: of the launches that it was first met in."""
+    """A kernel to compile. dtype: the dtype of the first recorded launch of it."""
 
     operator: str
     family: str
@@ -35,24 +36,24 @@ class Job:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for jobs that give the same kernel."""
+        """Return a key that is equal for jobs that compile to the same kernel."""
         return self.family, self.source.hash(), self.num_warps, self.num_stages
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The kernel's constexpr parameters, and None for pointers that are not given."""
+        """Return the kernel's constexpr parameters, and None for each pointer that is not given."""
         named = {self.source.fn.arg_names[path[0]]: value for path, value in self.source.constants.items()}
         declared = {parameter.name for parameter in self.source.fn.params if parameter.is_constexpr}
         return {name: value for name, value in named.items() if name in declared or value is None}
 
 
 def target(family: str) -> GPUTarget:
-    """Triton's name of a family."""
+    """Return Triton's target for a family."""
     return GPUTarget("cuda", int(family.removeprefix("sm_")), 32)
 
 
 def source_of(recorded: Launch, family: str) -> Any:
-    """The ASTSource of a launch, specialised for its arguments."""
+    """Return the ASTSource of a launch, specialised for its arguments."""
     kernel = recorded.kernel
     backend = make_backend(target(family))
     options = {"num_warps": recorded.num_warps, "num_stages": recorded.num_stages}
@@ -64,7 +65,7 @@ def source_of(recorded: Launch, family: str) -> Any:
 
 @dataclass
 class Recorded:
-    """The work list. errors: (operator, family, dtype, one line) of launchers that raised."""
+    """The kernels to compile. errors: (operator, family, dtype, message on one line) of each launcher that raised."""
 
     jobs: list[Job]
     rows: list[Configuration]
@@ -72,10 +73,10 @@ class Recorded:
 
 
 def _pairs(families: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, str]]:
-    """Every (family, dtype), except that several families share one float16 where bfloat16 is there too.
+    """Return every (family, dtype), except that float16 occurs with one family only if bfloat16 is compiled too.
 
-    The kernels of the two differ in conversions alone: of 622 pairs that Triton 3.7.1 compiled, 507 took the same
-    registers and shared memory, and no two were further apart than 18 registers.
+    The kernels of the two dtypes differ in conversions alone: of 622 pairs that Triton 3.7.1 compiled, 507 used the
+    same registers and shared memory, and no pair differed by more than 18 registers.
     """
     shared = "float16" in dtypes and "bfloat16" in dtypes
     only = "sm_90" if "sm_90" in families else families[0]
@@ -89,7 +90,7 @@ def _pairs(families: Sequence[str], dtypes: Sequence[str]) -> list[tuple[str, st
 def record(operators: Sequence[str], families: Sequence[str], dtypes: Sequence[str]) -> Recorded:
     """Return the kernels that the operators would launch, each once, and the rows of configurations.toml they chose.
 
-    Several families share float16 (`_pairs`). The kernels must not be interpreted in this process.
+    Only one family has float16 if bfloat16 is asked for too (`_pairs`). This process must not interpret kernels.
     """
     assert not launch.INTERPRETED, "kernels are interpreted in this process"
     jobs: dict[tuple[object, ...], Job] = {}

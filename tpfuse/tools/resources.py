@@ -1,8 +1,8 @@
-"""What a compiled kernel takes of a multiprocessor, and by which instructions it moves and multiplies.
+"""The resources of a multiprocessor that a compiled kernel uses, and the instructions that move data and multiply.
 
-Registers are read from the cubin by cuobjdump, which comes with Triton; instructions from the PTX, whose matrix
-products and wide accesses ptxas takes over one by one. Only loops around wgmma are disassembled, which takes half a
-second.
+The registers are read from the cubin by cuobjdump, which comes with Triton. The instructions are read from the PTX,
+whose matrix products and wide accesses ptxas translates one by one. Only kernels with wgmma are disassembled, for their
+loops, which takes half a second.
 """
 
 import os
@@ -22,17 +22,18 @@ from tpfuse.tools.issue_slots import main_loop
 
 @dataclass(frozen=True)
 class Limits:
-    """A multiprocessor: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+    """The limits of a multiprocessor.
 
-    Registers are given out 256 at a time to a warp; each program takes 1 KiB of shared memory on top of its own.
+    Source: NVIDIA, CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". Registers are
+    allocated to a warp 256 at a time; each program takes 1 KiB of shared memory in addition to its own.
     """
 
-    shared_per_program: int  # bytes that one program may ask for
+    shared_per_program: int  # the most bytes of one program
     shared: int  # bytes
     warps: int = 64
     programs: int = 32
     registers: int = 65536
-    tensor_memory: int = 512  # columns, where the family has it
+    tensor_memory: int = 512  # columns, if the family has tensor memory
 
 
 LIMITS = {
@@ -48,7 +49,7 @@ def occupancy(family: str, registers: int, shared: int, num_warps: int, tensor_m
     if shared > limits.shared_per_program:
         return 0
     registers_per_warp = -(-max(registers, 1) * 32 // 256) * 256
-    warps = limits.registers // registers_per_warp // 4 * 4  # of each of the four schedulers alike
+    warps = limits.registers // registers_per_warp // 4 * 4  # the same number for each of the four schedulers
     fits = [limits.programs, limits.warps // num_warps, warps // num_warps, limits.shared // (shared + 1024)]
     if tensor_memory:
         fits.append(limits.tensor_memory // tensor_memory)
@@ -57,38 +58,38 @@ def occupancy(family: str, registers: int, shared: int, num_warps: int, tensor_m
 
 @dataclass(frozen=True)
 class Compilation:
-    """What came of compiling one kernel for one family. Where `error` is set, the figures are empty."""
+    """The result of compiling one kernel for one family. If `error` is set, the figures are empty."""
 
     operator: str
     family: str
     dtype: str
     kernel: str
     constants: dict[str, Any]
-    num_warps: int  # those of specialised roles included
+    num_warps: int  # including the warps of specialised roles
     num_stages: int
-    registers: int = 0  # of a thread
-    spilled: int = 0  # bytes of a thread's local memory
-    shared: int = 0  # bytes of a program
-    programs: int = 0  # that fit on a multiprocessor
+    registers: int = 0  # per thread
+    spilled: int = 0  # bytes of local memory per thread
+    shared: int = 0  # bytes per program
+    programs: int = 0  # how many fit on a multiprocessor
     dot: bool = False
-    tensor_cores: list[str] = field(default_factory=list)  # of mma.sync, wgmma, tcgen05
-    loads: dict[int, int] = field(default_factory=dict)  # bytes of a thread -> how many such instructions
+    tensor_cores: list[str] = field(default_factory=list)  # some of mma.sync, wgmma, tcgen05
+    loads: dict[int, int] = field(default_factory=dict)  # bytes per thread -> number of instructions
     stores: dict[int, int] = field(default_factory=dict)
-    bulk: bool = False  # whether tiles are moved by TMA
+    bulk: bool = False  # whether TMA moves tiles
     specialized: bool = False  # whether warps have roles of their own
-    serialized: str = ""  # why ptxas makes each wgmma wait for the one before
+    serialized: str = ""  # why ptxas makes each wgmma wait for the previous one
     issue_share: float = 0.0  # issue slots over tensor cycles of the main loop around wgmma (`issue_slots`)
-    barriers: int = 0  # of the program, in that loop
-    tile_instructions: int = 0  # of the loop of tiles around it: its epilogue, and what begins a tile
-    pending: int = 0  # wgmma groups that a step leaves running
+    barriers: int = 0  # barrier instructions of the whole program (BAR) in that loop
+    tile_instructions: int = 0  # instructions outside it in the loop over tiles: prologue and epilogue
+    pending: int = 0  # wgmma groups that a step of the loop leaves running
     error: str = ""
 
 
 def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation:
-    """What Triton's CompiledKernel takes and consists of.
+    """Return the resources and instructions of Triton's CompiledKernel.
 
-    identity: the first fields of the result; log: what ptxas printed, where Triton has not found the cubin in its cache
-    and so has run it.
+    identity: the first fields of the result. log: the output of ptxas, which exists if Triton did not find the cubin in
+    its cache and therefore ran ptxas.
     """
     registers, spilled = registers_and_stack(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
@@ -113,7 +114,7 @@ def examine(kernel: Any, identity: dict[str, Any], log: str = "") -> Compilation
 
 
 def _product_loop(kernel: Any) -> dict[str, Any]:
-    """The fields of a Compilation that are about the loop around wgmma."""
+    """Return the fields of a Compilation that describe the loop around wgmma."""
     pending = [int(count) for count in re.findall(r"warp_group_dot_wait .*pendings = (\d+)", kernel.asm["ttgir"])]
     loop = main_loop(disassembly(kernel.asm["cubin"]))
     if loop is None:
@@ -127,7 +128,7 @@ def _product_loop(kernel: Any) -> dict[str, Any]:
 
 
 def _run(tool: str, *flags: str, on: bytes) -> str:
-    """What a tool prints about a file with these contents."""
+    """Return the output of a tool for a file with these contents."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(on)
         file.flush()
@@ -138,7 +139,7 @@ def _run(tool: str, *flags: str, on: bytes) -> str:
 
 
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and the bytes of local memory that it has for those that did not fit."""
+    """Return the registers of a thread, and the bytes of its local memory, which holds the spilled registers."""
     text = _run(knobs.nvidia.cuobjdump.path, "-res-usage", on=cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     assert found is not None, text
@@ -146,14 +147,14 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
 
 
 def disassembly(cubin: bytes) -> str:
-    """SASS."""
+    """Return the SASS of a cubin."""
     return _run(knobs.nvidia.nvdisasm.path, "-c", on=cubin)
 
 
 def serialized(ptx: str, log: str = "") -> str:
-    """Why ptxas makes each wgmma of a program for sm_90 wait for the one before; empty where it does not.
+    """Return why ptxas makes each wgmma of a program for sm_90 wait for the previous one; "" if it does not.
 
-    log: what ptxas printed for this program; without it ptxas is run again.
+    log: the output of ptxas for this program. If it is missing, ptxas runs again.
     """
     text = log
     if "ptxas info" not in log:
@@ -166,19 +167,19 @@ _PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS
 
 
 def tensor_cores(ptx: str) -> list[str]:
-    """The kinds of matrix instructions in a program."""
+    """Return the kinds of matrix instructions in a program."""
     return [name for name in _PRODUCTS if re.search(rf"\b{re.escape(name)}\.(mma|aligned)", ptx)]
 
 
 def access_widths(ptx: str, name: str) -> dict[int, int]:
-    """bytes of a thread -> how many instructions load ("ld") or store ("st") that many in global memory."""
+    """Return, by the number of bytes per thread, how many instructions load ("ld") or store ("st") global memory."""
     widths: Counter[int] = Counter()
     for modifiers in re.findall(rf"\b{name}((?:\.[\w:]+)+)\s", ptx):
         parts = modifiers.split(".")
         if "global" in parts:
             vector = next((int(part[1:]) for part in parts if re.fullmatch(r"v\d", part)), 1)
             widths[vector * int(parts[-1].lstrip("bfsu")) // 8] += 1
-    if name == "ld":  # to shared memory, without a register between
+    if name == "ld":  # copies to shared memory without a register in between
         for size in re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* [^;]*?\], (\w+)", ptx):
             widths[int(size, 0)] += 1
     return dict(sorted(widths.items()))

@@ -1,6 +1,7 @@
-"""The search for the best row of configurations.toml, over the trials that choose it, on whatever measures.
+"""The search for the best row of configurations.toml, over the trials that choose it, with any means of measurement.
 
-Step by step (`search_space`): each candidate is inspected, compared with float64 as the tests do, and timed.
+The search goes step by step (`search_space`): it inspects each candidate, compares its results with float64 as the
+tests do, and times it.
 """
 
 import statistics
@@ -20,15 +21,16 @@ from tpfuse.train.errors import RunError
 
 Inspect = Callable[[Sequence[Configuration], Sequence[Trial]], list[str]]
 Measure = Callable[[Callable[[], object]], float]
-_GAIN = 0.98  # of the present time: what is closer is noise, and the present row stays
-_HOPELESS = 1.25  # times the present time at one trial: the others are left out
+_GAIN = 0.98  # of the present time: a smaller gain is noise, and the present row stays
+_HOPELESS = 1.25  # times the present time at one trial: the candidate's other trials are skipped
 
 
 @dataclass(frozen=True)
 class Tuner:
-    """The tools of the search; tests pass their own.
+    """The means of the search; tests pass their own.
 
-    inspect: for each candidate the word why it is not to be run, "" where it may be. measure: seconds of a call.
+    inspect: returns for each candidate the reason why it must not be run, or "" if it may be run. measure: returns the
+    seconds of a call.
     """
 
     device: torch.device
@@ -36,8 +38,8 @@ class Tuner:
     inspect: Inspect
     measure: Measure
     say: Callable[[str], None]
-    place: str  # where it measures, for the row
-    deadline: float = float("inf")  # by time.monotonic
+    place: str  # the device, date and Triton, for the row's `measured`
+    deadline: float = float("inf")  # seconds, by time.monotonic
 
 
 class Search:
@@ -50,7 +52,7 @@ class Search:
         self._truth = [trial.plain(**_wide(x)) for trial, x in zip(fitting, self._inputs, strict=True)]
 
     def best(self, row: Configuration, steps: Sequence[Step]) -> Configuration | None:
-        """The best row, `measured` filled in; None where the present row itself does not work."""
+        """Return the best row, with `measured` filled in, or None if the present row itself does not work."""
         present = self._times(row, None)
         if isinstance(present, str):
             self._tuner.say(f"  {brief(row)}: the present row does not work, {present}")
@@ -73,7 +75,7 @@ class Search:
         return replace(best, measured=f"{self._tuner.place}, {speed}")
 
     def _times(self, row: Configuration, present: Sequence[float] | None) -> list[float] | str:
-        """Seconds at each trial, or why there are none."""
+        """Return the seconds at each trial, or the reason why there are none."""
         times: list[float] = []
         try:
             with override(row):
@@ -88,10 +90,10 @@ class Search:
         return times
 
     def _check(self, index: int) -> None:
-        """Raises AssertionError where a result is further from the truth than the tests allow."""
+        """Raise AssertionError if a result differs from float64 by more than the tests allow."""
         before = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody wrote is NaN
+        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is never written is NaN
         try:
             outputs = self._trials[index].run(**copies(self._inputs[index]))
         finally:
@@ -125,7 +127,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _check_device(device: torch.device, error: Exception) -> None:
-    """Raises RunError where an error has taken the device down: nothing that follows could be measured."""
+    """Raise RunError if an error has made the device unusable: no later measurement would be possible."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

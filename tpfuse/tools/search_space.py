@@ -1,8 +1,8 @@
-"""What `tpfuse tune` tries: for every operator of configurations.toml the values of each parameter, in steps.
+"""The search space of `tpfuse tune`: the values of each parameter, in steps, for every operator of configurations.toml.
 
-A step is a set of parameters that depend on each other and are tried in all combinations; what is best goes into the
-next step. What cannot be right or fast is not tried: tiles whose stages do not fit shared memory, accumulators that do
-not fit the registers, roles of warps where the hardware has none.
+A step is a set of parameters that depend on each other and are tried in all combinations. The next step starts from the
+best combination. Candidates that cannot be correct or fast are not tried: tiles whose stages do not fit in shared
+memory, accumulators that do not fit in the registers, and specialised warps on hardware that does not support them.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _TILES: tuple[Step, ...] = ({"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4,
 SPACES: dict[str, tuple[Step, ...]] = {
     "gemm": _GEMM,
     "gemm_reduce_scatter": (*_GEMM, {"SUM_WIDTH": (16, 32, 64, 128)}),
-    "all_gather_gemm": _GEMM,  # COPIERS and BLOCK_COPY are a matter of links, which no trial has
+    "all_gather_gemm": _GEMM,  # COPIERS and BLOCK_COPY depend on the links, which no trial uses
     "activation_backward": ({"BLOCK_M": (4, 8, 16, 32), "BLOCK_N": (128, 256, 512), "num_warps": (4, 8)},),
     "gemm_sum_partials": ({"BLOCK_M": (8, 16, 32), "BLOCK_N": (64, 128, 256), "num_warps": (4, 8)},),
     "attention_forward": (_SCORES, {"TMA": (False, True), "WARP_SPECIALIZE": (False, True), "num_warps": (4, 8)}),
@@ -58,9 +58,9 @@ SPACES: dict[str, tuple[Step, ...]] = {
 
 
 def candidates(row: Configuration, step: Step) -> Iterator[Configuration]:
-    """`row` with every sensible combination of a step's values, itself among them or not.
+    """Yield `row` with every sensible combination of a step's values. `row` itself may be among them.
 
-    Parameters that the row's kernel does not have are left out.
+    Parameters that the row's kernel does not have are ignored.
     """
     known = {name: values for name, values in step.items() if name in row.blocks or name.startswith("num_")}
     for values in itertools.product(*known.values()):
@@ -80,7 +80,7 @@ def sensible(row: Configuration) -> bool:
     if blocks.get("WARP_SPECIALIZE") and (family == "sm_80" or not blocks.get("TMA") or row.num_warps != 4):
         return False
     if blocks.get("TMA") and row.operator == "attention_forward" and row.bits == 32:
-        return False  # wide heads of float32 are read in parts, by pointers
+        return False  # wide heads of float32 are read in parts, through pointers
     if "BLOCK_C" in blocks and "BLOCK_M" in blocks and not 8 <= _elements(row, "BLOCK_M", "BLOCK_C") <= 128:
         return False
     if "BLOCK_V" in blocks and not 8 <= _elements(row, "BLOCK_M", "BLOCK_V") <= 64:
@@ -93,5 +93,5 @@ def sensible(row: Configuration) -> bool:
 
 
 def _elements(row: Configuration, *names: str) -> int:
-    """Elements of a tile that each thread holds."""
+    """Return the number of a tile's elements that each thread holds."""
     return math.prod(int(row.blocks[name]) for name in names) // (32 * row.num_warps)

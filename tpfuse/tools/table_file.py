@@ -1,4 +1,4 @@
-"""configurations.toml as text: the lines of an operator are written anew, and all others stay as people wrote them."""
+"""The text of configurations.toml: an operator's lines are written again, and all other lines stay as they are."""
 
 import json
 import re
@@ -14,7 +14,7 @@ _OPERATOR = re.compile(r"^(\w+) = \[$")
 
 @dataclass
 class _Line:
-    """Rows that agree. content: what they have in common, as TOML."""
+    """A line of the table for rows that are equal but for family and bits. content: the rest of the line, as TOML."""
 
     families: list[str]
     bits: list[int]
@@ -25,7 +25,7 @@ class _Line:
 
 
 def _value(value: Any) -> str:
-    """A TOML value; strings, numbers and booleans are written as JSON writes them."""
+    """Return a TOML value; strings, numbers and booleans are written as in JSON."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {_value(x)}" for key, x in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)
@@ -38,9 +38,9 @@ def _content(row: Configuration) -> str:
 
 
 def section(operator: str, rows: Sequence[Configuration]) -> list[str]:
-    """The lines of an operator's rows; rows that agree share one where the order of all rows allows it.
+    """Return the lines of an operator's rows. Rows that agree share a line if the order of all rows allows it.
 
-    The order of the rows of one family and element type says which of them is taken, so it is kept.
+    The order of the rows of one family and element type decides which of them is chosen, so the lines keep it.
     """
     lines: list[_Line] = []
     for family in ("interpreted", *FAMILIES):
@@ -50,7 +50,7 @@ def section(operator: str, rows: Sequence[Configuration]) -> list[str]:
 
 def _lines_of_family(rows: Sequence[Configuration]) -> list[_Line]:
     lines: list[_Line] = []
-    last: dict[int, int] = {}  # where the last row of these bits is
+    last: dict[int, int] = {}  # bits -> the line of the last row with these bits
     for row in rows:
         content, after = _content(row), last.get(row.bits, -1)
         found = next((i for i, line in enumerate(lines) if i > after and line.content == content), len(lines))
@@ -62,7 +62,7 @@ def _lines_of_family(rows: Sequence[Configuration]) -> list[_Line]:
 
 
 def _append_family(lines: list[_Line], more: Sequence[_Line]) -> None:
-    """Adds a family's lines to those of others."""
+    """Add a family's lines to those of other families."""
     after = -1
     for new in more:
         same = (i for i, x in enumerate(lines) if i > after and (x.bits, x.content) == (new.bits, new.content))
@@ -73,10 +73,10 @@ def _append_family(lines: list[_Line], more: Sequence[_Line]) -> None:
 
 
 def with_rows(text: str, rows: Iterable[Configuration]) -> str:
-    """The text of a table with rows replaced by those for the same place.
+    """Return the text of a table in which `rows` replace the rows with the same keys.
 
-    What is between operators stays, comments included; an operator's own lines have no comments. Raises ValueError for
-    a row whose place the text does not have.
+    The text between operators stays as it is, including comments; an operator's own lines have no comments. Raise
+    ValueError for a row whose key the table does not have.
     """
     left = {row.key: row for row in rows}
     operators = {row.operator for row in left.values()}

@@ -1,11 +1,12 @@
-"""Two training steps of the tiny GPT with each implementation of tensor parallelism, side by side.
+"""A comparison of two training steps of the tiny GPT with each implementation of tensor parallelism.
 
-From one seed and the same batches all of them, and one rank alone, compute the same numbers but for rounding. How far
-they are from float64 says whether it is rounding: weights may be twice as far as those of one rank with torch's kernels
-in float32, plus rounding of their own (in the 2-norm of all but the biases of the keys, whose gradients softmax makes 0
-and AdamW then as large as any other).
+From one seed and the same batches, all implementations and one rank alone compute the same numbers but for rounding.
+The distance from float64 shows whether a difference is rounding: the weights may be twice as far from float64 as those
+of one rank with torch's kernels in float32, plus their own rounding. The distance is the 2-norm over all weights except
+the biases of the keys. Softmax makes the gradients of these biases 0 but for rounding, and AdamW then makes their
+updates as large as any others.
 
-Options are imported where they are used: they need tyro, which comparisons of kernels do without.
+Options are imported where they are used, because they need tyro, and comparisons of kernels must run without it.
 """
 
 from collections.abc import Sequence
@@ -29,17 +30,18 @@ if TYPE_CHECKING:
     from tpfuse.train.options import TrainCommand
 
 STEPS, SEQUENCES, RANKS = 2, 1, 2
-SIZES = GPTConfig(vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4)  # of models/tiny.toml
+SIZES = GPTConfig(vocab_size=256, n_positions=128, n_embd=128, n_layer=4, n_head=4)  # the sizes in models/tiny.toml
 _ALONE = "one rank, torch"
 _Trained = tuple[list[float], dict[str, Tensor], float, str]
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What a way to train has come to. difference: of a weight from one rank's in float64, the largest.
+    """The result of training with one implementation.
 
-    distance: of all weights, in the 2-norm; allowed: what it may be. seconds: of a step; failure: one line, what it
-    raised.
+    difference: the largest difference of a weight from the weight of one rank in float64. distance: the 2-norm of the
+    differences of all weights. allowed: the largest `distance` that passes. seconds: the duration of a step. failure:
+    the exception, on one line.
     """
 
     name: str
@@ -68,13 +70,13 @@ def _options(dtype: str) -> "TrainCommand":
 
 
 def _text() -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-    """A sequence that can be learned."""
+    """Return a sequence of tokens that a model can learn."""
     count = np.arange(2000)
     return ((count * 7 + count // 5) % SIZES.vocab_size).astype(np.uint16)
 
 
 def _train(name: Implementation, kind: Kernels, dtype: str, tp: int) -> _Trained:
-    """Losses, weights, seconds of a step, and the implementation that was really taken."""
+    """Train, and return the losses, weights, seconds of a step and the implementation that layers really use."""
     from tpfuse.train.batches import Windows
     from tpfuse.train.trainer import Trainer
 
@@ -103,7 +105,7 @@ def _gpu() -> bool:
 
 
 def _distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
-    """(largest difference, 2-norm of all)."""
+    """Return the largest difference and the 2-norm of all differences, without the biases of the keys."""
     differences = {name: found[name] - truth[name] for name in truth}
     for name, difference in differences.items():
         if name.endswith("c_attn.bias"):
@@ -115,8 +117,9 @@ def _distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[floa
 def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -> list[TrainingRun]:
     """Train one rank with torch's kernels, then RANKS ranks with each of the implementations.
 
-    On the GPUs of this machine (several ranks may share one), on its CPU where there is none: then this process must
-    interpret kernels. Where the one rank fails there is nothing to compare the others with, and its run alone says so.
+    The ranks run on the GPUs of this machine (several ranks may share one), or on its CPU if it has none; this process
+    must then interpret kernels. If the one rank fails, there is nothing to compare the others with, and the result is
+    its failed run alone.
     """
     kind = GpuRankPool if _gpu() else RankPool
     alone, ranks = kind(1, timeout=300.0), kind(RANKS, timeout=300.0)

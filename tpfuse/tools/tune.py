@@ -1,14 +1,16 @@
-"""`tpfuse tune`: measures tile sizes on the GPU at hand and writes them into kernels/configurations.toml.
+"""`tpfuse tune`: measure tile sizes on this machine's GPU and write them into kernels/configurations.toml.
 
     tpfuse tune gemm attention_forward --minutes 20
     python -m tpfuse.tools.tune gemm
 
-For each row of the table that a trial's launcher chooses, the candidates of its search space are compiled (what spills,
-or fails the gate of the tests in another way, goes no further), compared with float64 as the tests do, and timed. The
-best by geometric mean over the row's trials replaces the row, and says what it reached, where and when. Rows are
-written one by one, so that what ends early keeps what it has found.
+For each row of the table that a trial's launcher chooses, the candidates of the row's search space are compiled,
+compared with float64 as the tests do, and timed. A candidate that spills, or that fails the gate of the tests in
+another way, is skipped. The candidate with the best geometric mean over the row's trials replaces the row; it states
+its speed, and where and when it was measured. Rows are written one by one, so that a run that ends early keeps the rows
+that it has finished.
 
-On several ranks the first one measures and writes, and the others receive its rows: ranks never launch differently.
+On several ranks the first one measures and writes, and the other ranks receive its rows: no two ranks ever launch
+different configurations.
 """
 
 import argparse
@@ -47,10 +49,10 @@ def tune(
     out: Path,
     group: dist.ProcessGroup | None = None,
 ) -> list[Configuration]:
-    """Tunes the rows of `operators` for the tuner's device and writes `out`; returns the rows that were measured.
+    """Tune the rows of `operators` for the tuner's device, write `out`, and return the rows that were measured.
 
-    A collective of `group`: its first rank measures and writes, all return the same. Raises RunError on all of them
-    where the first one fails.
+    All ranks of `group` must call this function: the first rank measures and writes, and all ranks return the same
+    rows. Raise RunError on all ranks if the first one fails.
     """
     if group is None:
         return _tuned(operators, tuner, all_trials, spaces, out)
@@ -97,12 +99,12 @@ class TunedRow:
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """Return the row's name in messages."""
         limits = "".join(f", {key} <= {x}" for key, x in self.row.at_most.items())
         return f"{self.row.operator}, {self.row.bits} bits{limits}"
 
     def best(self, tuner: Tuner, spaces: dict[str, tuple[Step, ...]]) -> Configuration | None:
-        """Return the best row to replace this one, None if the present one does not work."""
+        """Return the best row to replace this one, or None if the present row does not work."""
         tuner.say(f"{self.name}: {', '.join(trial.name for trial in self.fitting)}")
         best = Search(tuner, self.fitting).best(self.row, spaces[self.row.operator])
         if best is not None:
@@ -111,7 +113,7 @@ class TunedRow:
 
 
 def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[TunedRow]:
-    """The rows of these operators for the tuner's device."""
+    """Return the rows of these operators for the tuner's device."""
     rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
     mine = [row for row in rows if row.family == family and row.operator in operators]
     chosen = _chosen_rows(mine, all_trials, tuner)
@@ -121,9 +123,9 @@ def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Tria
 def _chosen_rows(
     rows: Sequence[Configuration], all_trials: Sequence[Trial], tuner: Tuner
 ) -> list[tuple[Trial, list[Configuration]]]:
-    """Return for each trial the rows that its launcher chooses; nothing runs if launches can be recorded.
+    """Return for each trial the rows that its launcher chooses. No kernel runs if launches can be recorded.
 
-    A trial that fails chooses none.
+    A trial that fails is left out.
     """
     family, chosen = launch.family(tuner.device), []
     recorded = family in launch.FAMILIES
@@ -139,7 +141,7 @@ def _chosen_rows(
 
 
 def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
-    """Compiles what each candidate would launch, all cores at once, and asks of it what the tests ask of the table."""
+    """Return a function that compiles the launches of candidates on all cores and applies the tests' gate to them."""
 
     def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
         inputs = [trial.inputs(torch.device("meta"), dtype) for trial in fitting]
@@ -164,12 +166,15 @@ def inspect_compiled(dtype: torch.dtype, family: str) -> Inspect:
 
 
 def measure_on_device(call: Callable[[], object]) -> float:
-    """The median of some 100 ms of calls, the L2 cache emptied before each."""
+    """Return the median seconds of a call, over some 100 ms of calls; the L2 cache is emptied before each call."""
     return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")) / 1e3
 
 
 def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch.dtype = torch.bfloat16) -> int:
-    """The command. Raises UserError where there is no GPU, for an operator without a search space, and for `out`."""
+    """Run the command.
+
+    Raise UserError if there is no GPU, if an operator has no search space, or if `out` cannot be written.
+    """
     unknown = [name for name in operators if name not in SPACES]
     if unknown:
         raise UserError(f"no search space for {', '.join(unknown)}: expected operators of {', '.join(SPACES)}")
@@ -192,7 +197,7 @@ def run(operators: Sequence[str], out: Path | None, minutes: float, dtype: torch
 
 
 def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None], deadline: float) -> Tuner:
-    """Return a tuner that measures on a GPU until the deadline, by time.monotonic."""
+    """Return a tuner that measures on a GPU until the deadline, in seconds of time.monotonic."""
     return Tuner(
         device=device,
         dtype=dtype,
@@ -205,7 +210,10 @@ def tuner_of(device: torch.device, dtype: torch.dtype, say: Callable[[str], None
 
 
 def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
-    """Under torchrun all ranks as a group, which may wait for the first one for hours; else this process alone."""
+    """Return the group and this rank's device. The group is None if torchrun has not started this process.
+
+    Ranks may wait for the first one for hours, so the group's timeout is 12 hours.
+    """
     if "WORLD_SIZE" not in os.environ:
         return None, torch.device("cuda", torch.cuda.current_device())
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -215,7 +223,7 @@ def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
 
 
 def main() -> int:
-    """The command without what `tpfuse` imports for the others."""
+    """Run the command without the modules that `tpfuse` imports for its other commands."""
     parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.tune")
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(SPACES)}; default: all")
     parser.add_argument("--out", type=Path, help="write the table there; default: kernels/configurations.toml itself")

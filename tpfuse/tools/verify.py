@@ -1,9 +1,10 @@
-"""`tpfuse verify`: every kernel beside its plain meaning on this machine, and what it takes of the GPU.
+"""`tpfuse verify`: compare every kernel with its reference on this machine, and show the resources that it uses.
 
-Output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted where there is
-none: in a process of its own then, since Triton decides that when kernels are imported. Meanwhile the kernels are
-compiled for this machine's family of GPUs, for sm_90 where there is none. Above that, what the machine can do for
-ranks that share memory (`tpfuse.comm.probe`); below, two training steps with each implementation of tensor parallelism
+The output and every gradient are compared three ways (`tpfuse.testing.compare`), on the GPU, or interpreted if there is
+none. Kernels are interpreted in a process of their own, since Triton decides when they are imported whether to
+interpret them. At the same time the kernels are compiled for this machine's family of GPUs, or for sm_90 if it has
+none. Before the comparisons, the report shows what the machine supports for ranks that share memory
+(`tpfuse.comm.probe`). After them, it shows two training steps with each implementation of tensor parallelism
 (`tpfuse.tools.training`).
 """
 
@@ -40,20 +41,20 @@ from tpfuse.tools.training import TrainingRun, train_each
 from tpfuse.train.errors import RunError, UserError
 from tpfuse.train.messages import say
 
-TRAINING = "training"  # what may be asked for beside the operators
+TRAINING = "training"  # a name that may be given besides those of the operators
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case in one dtype. Of the output and the gradients, the one that uses most of what it is allowed."""
+    """The result of a case in one dtype, for the output or gradient with the largest ratio of error to bound."""
 
     operator: str
     case: str
     dtype: str
     tensor: str = ""  # "out", or the name of the input whose gradient it is
-    error: float | None = None  # None: not finite, or the case raised
+    error: float | None = None  # None if it is not finite, or if the case raised
     bound: float = 0.0
-    failure: str = ""  # one line, what it raised
+    failure: str = ""  # the exception, on one line
 
     @property
     def passed(self) -> bool:
@@ -93,7 +94,7 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
 
 
 def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
-    """Every case of the operators in every dtype, in this process, which must have a GPU or interpret."""
+    """Compare all cases of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     runs: list[TrainingRun] = []
@@ -111,7 +112,7 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
 
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
-    """`compare_here` in a Python that interprets kernels. Raises RunError where it cannot."""
+    """Run `compare_here` in a Python process that interprets kernels. Raise RunError if that fails."""
     if problem := launch.interpreter_problem():
         raise RunError(problem)
     done = subprocess.run(
@@ -134,7 +135,7 @@ def _without_verdict(entry: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of `tpfuse verify`. kernels: what was compiled, for `family`."""
+    """The results of `tpfuse verify`. kernels: the compilations for `family`."""
 
     machine: list[Finding]
     device: str
@@ -145,7 +146,7 @@ class Verification:
 
     @property
     def bad_kernels(self) -> list[Compilation]:
-        """The kernels that spill or do not compile."""
+        """Return the kernels that spill or do not compile."""
         return [kernel for kernel in self.kernels if kernel.spilled or kernel.error]
 
     @property
@@ -156,7 +157,7 @@ class Verification:
 
 
 def chosen(operators: Sequence[str]) -> Sequence[str]:
-    """`operators`, or all of them for an empty sequence. Raises UserError for one that is not known."""
+    """Return `operators`, or all operators if it is empty. Raise UserError for an unknown operator."""
     known = [*cases.names(), TRAINING]
     for name in operators:
         if name not in known:
@@ -165,11 +166,11 @@ def chosen(operators: Sequence[str]) -> Sequence[str]:
 
 
 def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
-    """Compares and compiles the kernels of `operators` (all: an empty sequence) at the same time.
+    """Compare and compile the kernels of `operators` at the same time. An empty sequence stands for all operators.
 
-    One of them may be "training", two steps of the tiny GPT with each implementation of tensor parallelism.
+    One of the operators may be "training": two steps of the tiny GPT with each implementation of tensor parallelism.
 
-    Raises UserError for an operator that is not known, RunError where the comparison cannot start.
+    Raise UserError for an unknown operator, and RunError if the comparison cannot start.
     """
     operators = chosen(operators)
     to_compile = [name for name in operators if name != TRAINING] if compile_too else []
@@ -181,7 +182,7 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
         comparisons, training = compare_all(operators)
         try:
             compiled = [] if compiling is None else compiling.result().compilations
-        except RuntimeError as error:  # what was compared is shown all the same
+        except RuntimeError as error:  # the comparisons are shown nevertheless
             reason = " ".join(str(error).split())
             compiled = [Compilation(", ".join(to_compile), family, "", "", {}, 0, 0, error=reason)]
     device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU, interpreted"
@@ -208,7 +209,7 @@ def document(found: Verification) -> dict[str, Any]:
 
 
 def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
-    """The most that a kernel of an operator takes: registers, spilled bytes, shared memory."""
+    """Return the most registers, spilled bytes and bytes of shared memory that a kernel of an operator uses."""
     mine = [kernel for kernel in found.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
     if not mine:
         return ["", "", ""]
@@ -233,7 +234,7 @@ def show(found: Verification, console: Console) -> None:
                     bound = f"{x.bound:.1e}" if x.tensor else ""
                     style = None if x.passed else "bold red"
                     table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
-                    taken = ["", "", ""]  # they are the operator's, not the case's
+                    taken = ["", "", ""]  # shown once for each operator and dtype
     if found.comparisons:
         console.print(table)
         console.print(
@@ -256,7 +257,7 @@ def show(found: Verification, console: Console) -> None:
 
 
 def verdict(found: Verification) -> str:
-    """The last line: how many of all are right."""
+    """Return the last line of the report: how many of all checks have passed."""
     cases, runs, kernels = len(found.comparisons), len(found.training), len(found.kernels)
     counts = (
         (cases, sum(not x.passed for x in found.comparisons), "cases are within their bounds"),
@@ -291,7 +292,7 @@ def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
 
 
 def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
-    """The command. Exit status 1 where an error is out of bounds, or a kernel spills or does not compile."""
+    """Run the command. Return 0 if every check has passed, else 1."""
     operators = chosen(operators)
     if as_json:
         found = verify(operators, compile_too)
