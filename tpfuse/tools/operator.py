@@ -1,7 +1,7 @@
-"""The description of an operator: what `tpfuse verify`, the compile gate, `tpfuse tune` and the benchmarks read.
+"""The description of an operator, which `tpfuse verify`, the compile gate, `tpfuse tune` and the benchmarks read.
 
-Module NAME of `tpfuse.tools.operators` holds OPERATOR, an `Operator`. Its shapes say what the inputs are, what the
-operator and its reference are, and what a call costs; verify takes small ones, the tuner and the benchmarks those of
+Module NAME of `tpfuse.tools.operators` defines OPERATOR, an `Operator`. Its shapes define the inputs, the operator and
+its reference, and the cost of a call. `tpfuse verify` uses small shapes; the tuner and the benchmarks use the shapes of
 models.
 """
 
@@ -20,19 +20,19 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 @dataclass
 class Draw:
-    """A source of random tensors. Floating-point tensors are of `dtype` where no other one is asked for."""
+    """A source of random tensors. Floating-point tensors have `dtype` unless a call gives another one."""
 
     device: torch.device
     dtype: torch.dtype
     generator: torch.Generator | None = None
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Return new normal numbers times `scale`."""
+        """Return a new tensor of normal numbers times `scale`."""
         x = torch.randn(shape, generator=self.generator, device=self.device)
         return x.mul_(scale).to(dtype or self.dtype)
 
     def whole(self, high: int, *shape: int) -> Tensor:
-        """Return new whole numbers from 0 to high - 1, int64."""
+        """Return a new tensor of whole numbers from 0 to high - 1, int64."""
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 
@@ -40,9 +40,9 @@ class Draw:
 class Case:
     """A small comparison of an operator with its reference.
 
-    name: what the table of `tpfuse verify` shows ("gelu_tanh, residual"). function: is called with the inputs by
-    keyword under `kernels("triton")` and returns one tensor; reference: the same in plain torch. inputs: CPU tensors
-    of a dtype, by name; those of a floating-point type get gradients.
+    name: the name in the table of `tpfuse verify` ("gelu_tanh, residual"). function: takes the inputs by keyword under
+    `kernels("triton")` and returns one tensor. reference: the same function in plain torch. inputs: returns the CPU
+    tensors of a dtype, by name; tensors of a floating-point type get gradients.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Trial:
-    """A measurement of `tpfuse tune`: a launcher at a shape, and the same outputs by plain torch.
+    """A measurement of `tpfuse tune`: a launcher at a shape, and plain torch that computes the same outputs.
 
-    inputs: draws the inputs, on "meta" too. run: the launcher; plain: the reference in any dtype; both take all inputs
-    by keyword. work: FLOP or bytes of one call; `unit` is 1e12 of them per second.
+    inputs: draws the inputs, also on the device "meta". run: the launcher. plain: the reference in any dtype. Both take
+    all inputs by keyword. work: FLOP or bytes of one call; `unit` names 1e12 of them per second.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call takes: `flops` floating-point operations, and `moved` bytes of device memory."""
+    """The least work of a call: `flops` floating-point operations, and `moved` bytes of device memory."""
 
     flops: float
     moved: float
@@ -86,10 +86,10 @@ class Shape(ABC):
 
     @abstractmethod
     def costs(self) -> dict[str, Cost]:
-        """Return the costs by mode: "inference" (no graph), "forward" (with one), "backward" alone, "both"."""
+        """Return the costs by mode: "inference" (no graph), "forward" (with a graph), "backward" alone, "both"."""
 
     def trials(self) -> list[Trial]:
-        """Return what the tuner measures at this shape."""
+        """Return the trials that the tuner measures at this shape."""
         return []
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
@@ -113,18 +113,18 @@ class DifferentiableShape(Shape):
 
     @abstractmethod
     def reference(self, *inputs: Any, **named: Any) -> Tensor:
-        """Return the result of plain torch, for float64 too."""
+        """Return the result of plain torch, which must also accept float64."""
 
     @abstractmethod
     def gradient(self, draw: Draw) -> Tensor:
         """Return a gradient of the result."""
 
     def saved(self, inputs: Tensors) -> Tensors:
-        """Return what the launchers of the backward pass read besides the inputs and the result's gradient."""
+        """Return the tensors that the backward launchers read besides the inputs and the result's gradient."""
         return {}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
-        """Return the inputs, a gradient of the result as "grad", and what is saved for the backward pass."""
+        """Return the inputs, a gradient of the result as "grad", and the tensors saved for the backward pass."""
         draw = Draw(device, dtype)
         inputs = self.inputs(draw)
         return inputs | {"grad": self.gradient(draw)} | self.saved(inputs)
@@ -141,7 +141,7 @@ class DifferentiableShape(Shape):
         return {name: tensors[name] for name in self.inputs(Draw(META, torch.float32))}
 
     def seeded(self, dtype: torch.dtype) -> Tensors:
-        """Return inputs on the CPU that are the same in every call, but for the rounding to `dtype`."""
+        """Return inputs on the CPU, which are the same in every call but for the rounding to `dtype`."""
         return self.inputs(Draw(CPU, dtype, torch.Generator().manual_seed(1)))
 
     def case(self) -> Case:
@@ -154,8 +154,8 @@ class Operator:
     """The description of an operator.
 
     launches: calls the launchers on meta tensors of a dtype, so that they choose every row of the operator's
-    configurations and reach every variant of its kernels. cases: what `tpfuse verify` compares. models: the shapes of
-    models that the tuner measures. tiny: the same for the interpreter.
+    configurations and reach every variant of its kernels. cases: the comparisons of `tpfuse verify`. models: the shapes
+    of models, which the tuner measures. tiny: small shapes with the same trials, for the interpreter.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The descriptions of the operators: module NAME of this folder holds OPERATOR, a `tpfuse.tools.operator.Operator`."""
+"""The descriptions of the operators. Module NAME of this folder defines OPERATOR (`tpfuse.tools.operator.Operator`)."""
 
 import importlib
 import pkgutil
@@ -18,7 +18,7 @@ def load(operator: str) -> Operator:
 
 
 def trials() -> list[Trial]:
-    """Return what the tuner measures: the trials of all operators at shapes of models."""
+    """Return the trials that the tuner measures: those of all operators at shapes of models."""
     return [trial for name in names() for shape in load(name).models for trial in shape.trials()]
 
 

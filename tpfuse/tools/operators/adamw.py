@@ -1,4 +1,4 @@
-"""adamw: an update of a shard; its launches have every combination of dtypes that is trained with."""
+"""adamw: the update of a shard. Its launches have every combination of dtypes that training uses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,10 @@ NUMBERS = {"lr": LR, "step": STEP}  # scalars on the device in training
 
 @dataclass(frozen=True)
 class AdamW(Shape):
-    """Update STEP of a shard [n] with state in float32. half: gradient and parameter are of a half type; else the
-    gradient is float32 and the master is the parameter."""
+    """Update STEP of a shard [n] with state in float32.
+
+    half: gradient and parameter have a half type. Otherwise the gradient is float32 and the master is the parameter.
+    """
 
     name: str
     n: int
@@ -38,7 +40,11 @@ class AdamW(Shape):
         return state | ({"parameter": torch.empty_like(state["gradient"])} if self.half else {})
 
     def costs(self) -> dict[str, Cost]:
-        """Return the cost: four float32 elements are read and three written, or three each and two of a half type."""
+        """Return the cost: 28 bytes are moved for each element.
+
+        In float32, four numbers are read and three are written. With a half type, three float32 numbers are read and
+        three are written, and a gradient is read and a parameter is written in the half type.
+        """
         return {"step": Cost(0.0, 28 * self.n)}
 
     def drawn(self, device: torch.device, dtype: torch.dtype) -> Tensors:
@@ -66,7 +72,7 @@ def updated(shard: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def _function(gradient: Tensor) -> Tensor:
-    """The parameter after some updates; as an operator that has no gradient, its own input takes none."""
+    """Return the parameter after some updates. The operator has no gradient, so its input takes none from it."""
     master, parameter = normal(2, len(gradient)).to(gradient.device), torch.empty_like(gradient, requires_grad=False)
     exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     with torch.no_grad():
@@ -90,7 +96,7 @@ CASES = (Case("three updates", _function, _reference, lambda dtype: {"gradient":
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch float32 and half gradients into a half parameter; float32 alone."""
+    """Launch updates of a half parameter by float32 and half gradients, and updates in float32 alone."""
     master, exp_avg, exp_avg_sq = (torch.empty(1 << 22, device="meta") for _ in range(3))
     scalar = torch.empty((), device="meta")
     parameter = None if dtype == torch.float32 else torch.empty(1 << 22, dtype=dtype, device="meta")

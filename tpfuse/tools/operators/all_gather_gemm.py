@@ -1,4 +1,4 @@
-"""all_gather_gemm: of one rank alone for `tpfuse verify`, its copiers included; launches that reach every row."""
+"""all_gather_gemm: one rank alone, with its copiers, for `tpfuse verify`, and launches that reach every row."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ _EPOCHS = 3
 
 @dataclass(frozen=True)
 class AllGatherGemm(Shape):
-    """The product after an all-gather whose chunks are present: `world` chunks [m, K], weight [N, K]."""
+    """The product after an all-gather, with all chunks present: `world` chunks [m, K], weight [N, K]."""
 
     name: str
     world: int
@@ -35,7 +35,7 @@ class AllGatherGemm(Shape):
 
     def inputs(self, draw: Draw) -> Tensors:
         words = partial(torch.zeros, dtype=torch.int32, device=draw.device)
-        # The addresses of slots and flags, which no kernel reads.
+        # These are the addresses of slots and flags, which no kernel reads.
         addresses = torch.zeros(self.world, dtype=torch.int64, device=draw.device)
         return {
             "gathered": draw.normal(self.world, self.m, self.K),
@@ -52,7 +52,7 @@ class AllGatherGemm(Shape):
     def launch(
         self, gathered: Tensor, weight: Tensor, addresses: Tensor, ready: Tensor, state: Tensor, abort: Tensor
     ) -> Outputs:
-        state.zero_()  # the first epoch again, for which all are ready
+        state.zero_()  # the first epoch again, in which all chunks are ready
         programs = multiprocessors(gathered.device)
         endpoint = Endpoint(
             0, self.world, addresses, 16, addresses, programs * self.world, state, abort, programs=programs
@@ -73,7 +73,7 @@ class AllGatherGemm(Shape):
 def _alone(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, copied: bool, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Multiply several times in a group of one rank; return the last results and what was gathered."""
+    """Multiply several times in a group of one rank. Return the last results and the gathered rows."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
     flags, state, abort, ready, stamp = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (8, 2, 1, 8, 1))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
@@ -89,7 +89,7 @@ def _alone(
 
 
 class _Linear(torch.autograd.Function):
-    """Forward and the gradient of x are the kernel's, the gradient of the weight is of what was gathered."""
+    """A linear layer. The kernel computes the output and the gradient of x; torch computes that of the weight."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: column-parallel layers and gradients of a row-parallel one, groups of several sizes."""
+    """Launch column-parallel layers and gradients of a row-parallel one, in groups of several sizes (meta tensors)."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

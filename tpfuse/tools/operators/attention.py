@@ -1,4 +1,4 @@
-"""attention: the whole operator; its launches reach every row of the tables of the backward pass."""
+"""attention: the whole operator. Its launches reach every row of the tables of the backward pass."""
 
 import itertools
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from tpfuse.ops.attention import attention
 from tpfuse.ops.dropout import keep_mask
 from tpfuse.tools.operator import Case, Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
-ENDS = [0, 25, 26, 60]  # of documents
+ENDS = [0, 25, 26, 60]  # ends of documents, in tokens
 DROPOUT = 0.3
 
 
 @dataclass(frozen=True)
 class Attention(DifferentiableShape):
-    """q [B, H, T, D], k and v [B, Hk, T, D], as a projection leaves them in memory: [B, T, H, D]."""
+    """Attention of q [B, H, T, D] to k and v [B, Hk, T, D], in the memory order of a projection: [B, T, H, D]."""
 
     name: str
     B: int
@@ -50,7 +50,7 @@ class Attention(DifferentiableShape):
         return self._heads(draw, self.H)
 
     def costs(self) -> dict[str, Cost]:
-        """Two products forward, five backward; without a window."""
+        """Return the costs without a window: two products in the forward pass, five in the backward pass."""
         pairs = self.T * (self.T + 1) / 2 if self.causal else self.T**2
         flops, rows = 4 * self.B * self.H * self.D * pairs, self.B * self.T
         of_q, of_kv, of_lse = 2 * rows * self.H * self.D, 4 * rows * self.Hk * self.D, 4 * rows * self.H
@@ -108,7 +108,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: each head size alone, and with every option at once."""
+    """Launch each head size alone and with every option at once, on meta tensors."""
     for size in (64, 128, 256):
         _launch(dtype, size, causal=True)
         _launch(dtype, size, causal=True, window=256, dropout_p=0.1, documents=8)
@@ -124,7 +124,7 @@ def _launch(
     dropout_p: float = 0.0,
     documents: int = 0,
 ) -> None:
-    """Launch the backward pass of 8192 positions under 32 heads and 8 of keys and values."""
+    """Launch the backward pass of 8192 positions with 32 heads of queries, and 8 of keys and values."""
 
     def empty(heads: int) -> Tensor:
         return torch.empty(1, 8192, heads, size, dtype=dtype, device="meta").transpose(1, 2)

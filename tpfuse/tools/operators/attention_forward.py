@@ -1,5 +1,7 @@
-"""attention_forward: the forms of attention that have no gradient of their own, for `tpfuse verify`, and launches that
-reach every row of the tables of the forward pass and of the merge."""
+"""attention_forward: the forms of attention that have no gradient of their own, for `tpfuse verify`.
+
+The launches reach every row of the tables of the forward pass and of the merge.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Te
 
 @dataclass(frozen=True)
 class Merge(Shape):
-    """Attention to two sets of keys as one: outputs [2, H, T, D], log-sum-exps [2, H, T]."""
+    """The merge of attention to two sets of keys: outputs [2, H, T, D], log-sum-exps [2, H, T]."""
 
     name: str
     H: int
@@ -43,13 +45,13 @@ class Merge(Shape):
 
 
 def _case(name: str, function: Callable[..., Tensor], tq: int, tk: int, size: int, **options: Any) -> Case:
-    """`function(q, k, v, **options)` beside the reference, for two heads that share one of keys and values."""
+    """Return a case that compares `function` with the reference, for two heads that share one of keys and values."""
 
     def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.no_grad():
                 out = function(q, k, v, **options)
-            return out + 0 * (q + k.sum() + v.sum())  # the kernels by themselves have no gradient
+            return out + 0 * (q + k.sum() + v.sum())  # the kernels have no gradient of their own
 
         return call
 
@@ -99,7 +101,7 @@ def _empty(heads: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _launch(dtype: torch.dtype, size: int, documents: int = 0, dropout_p: float = 0.0, **options: Any) -> None:
-    """Launch 8192 positions with 32 heads, and 8 of keys and values."""
+    """Launch 8192 positions with 32 heads of queries, and 8 of keys and values."""
     cu_seqlens = torch.empty(documents + 1, dtype=torch.int32, device="meta") if documents else None
     attention_forward(
         _empty(32, size, dtype),

@@ -1,4 +1,4 @@
-"""Collectives: of one rank alone for `tpfuse verify`, signals included; launches of eight ranks."""
+"""collectives: one rank alone, with its signals, for `tpfuse verify`, and launches of eight ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ _EPOCHS = 3
 
 
 def _alone(device: torch.device) -> tuple[Endpoint, list[Tensor]]:
-    """The endpoint of a group of one rank, and the memory at its addresses."""
+    """Return the endpoint of a group of one rank, and the memory at its addresses."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=device)
     flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (256, 2, 1))
     addresses = [torch.tensor([x.data_ptr()], device=device) for x in (slots, flags)]
@@ -29,7 +29,7 @@ def _alone(device: torch.device) -> tuple[Endpoint, list[Tensor]]:
 
 
 class _Collective(torch.autograd.Function):
-    """In a group of one rank a collective and its gradient only move x through a slot."""
+    """A collective in a group of one rank. The collective and its gradient only move x through a slot."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, move: Callable[[Tensor, Endpoint], Tensor]) -> Tensor:
@@ -37,7 +37,7 @@ class _Collective(torch.autograd.Function):
         endpoint, memory = _alone(x.device)
         for _ in range(_EPOCHS):
             out = move(x, endpoint)
-        del memory  # in the order of the stream, or at once where kernels are interpreted
+        del memory  # freed in the order of the stream, or at once if kernels are interpreted
         return out
 
     @staticmethod
@@ -94,7 +94,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype, world: int = 8, n: int = 1 << 20) -> None:
-    """Launch on meta tensors: the last rank of `world`, n elements a row."""
+    """Launch the last rank of `world` with n elements in a row, on meta tensors."""
     tables = [torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2)]
     state, abort = (torch.empty(words, dtype=torch.int32, device="meta") for words in (2, 1))
     endpoint = Endpoint(world - 1, world, tables[0], 1 << 30, tables[1], 4096, state, abort, programs=64)

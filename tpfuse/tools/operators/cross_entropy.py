@@ -18,7 +18,7 @@ from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Out
 
 @dataclass(frozen=True)
 class CrossEntropy(DifferentiableShape):
-    """Logits [M, V], normal numbers times `scale`, and targets [M], some of which have no loss."""
+    """The loss of logits [M, V], normal numbers times `scale`, for targets [M], some of which have no loss."""
 
     name: str
     M: int
@@ -67,7 +67,7 @@ class CrossEntropy(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch rows of a small vocabulary, of GPT-2's with and without padding; one rank and a shard."""
+    """Launch rows of a small vocabulary, and of GPT-2's with and without padding, on one rank and on a shard."""
     target = torch.empty(4096, dtype=torch.int64, device="meta")
     scale = torch.empty(4096, device="meta")
     for width, stride in ((256, 256), (50257, 50257), (50257, 50272)):

@@ -1,4 +1,4 @@
-"""dropout: a mask by position, the same as the plain one."""
+"""dropout: a mask that depends on the position and equals the mask of the reference."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Out
 
 @dataclass(frozen=True)
 class Dropout(DifferentiableShape):
-    """x [M, C], whose elements are dropped with probability p."""
+    """Dropout of x [M, C], whose elements are dropped with probability p."""
 
     name: str
     M: int
@@ -44,7 +44,7 @@ class Dropout(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: the residual stream between the blocks of GPT-2."""
+    """Launch the residual stream between the blocks of GPT-2, on meta tensors."""
     x = torch.empty(8192, 768, dtype=dtype, device="meta")
     rows, key = (torch.empty(n, dtype=torch.int64, device="meta") for n in (8192, 1))
     dropout_forward(x, 0.1, rows, key)

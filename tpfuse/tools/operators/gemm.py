@@ -15,7 +15,7 @@ from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Out
 
 @dataclass(frozen=True)
 class Gemm(DifferentiableShape):
-    """x [M, K] times weight [N, K], with some of the terms bias [N] and residual."""
+    """The product of x [M, K] and weight [N, K], with some of the terms bias [N] and residual."""
 
     name: str
     M: int
@@ -26,7 +26,7 @@ class Gemm(DifferentiableShape):
 
     @property
     def width(self) -> int:
-        """The columns of the result."""
+        """Return the number of columns of the result."""
         return self.N // 2 if self.activation in GATED else self.N
 
     def inputs(self, draw: Draw) -> Tensors:
@@ -92,7 +92,7 @@ def _small(activation: str | None, *terms: str) -> Gemm:
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: every activation forward and backward, thin and large, aligned for TMA and not."""
+    """Launch every activation forward and backward, with few and many rows, aligned for TMA or not, on meta tensors."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -112,7 +112,8 @@ def launches(dtype: torch.dtype) -> None:
     for activation in (None, "gelu_tanh"):  # wide tiles would leave multiprocessors idle
         gemm_forward(empty(4096, k), empty(1280, k), activation=activation, residual=empty(4096, 1280))
     activation_backward(empty(m, n), empty(m, n), "gelu_tanh")
-    gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")  # few tiles: split
+    # K is split, since there are few tiles.
+    gemm_forward(empty(16, n), empty(768, n), empty(768), empty(16, 768), activation="gelu")
 
 
 _SMALL = (

@@ -1,4 +1,4 @@
-"""gemm_reduce_scatter: of one rank alone for `tpfuse verify`, signals included; launches that reach every row."""
+"""gemm_reduce_scatter: one rank alone, with its signals, for `tpfuse verify`, and launches that reach every row."""
 
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ _EPOCHS = 3
 
 
 def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:
-    """The product of a group of one rank, several times over; copied: as if copy engines moved the tiles."""
+    """Multiply several times in a group of one rank. copied: whether to launch as if copy engines moved the tiles."""
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=x.device)
     flags, state, abort, stored = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (3, 2, 1, 3))
     addresses = [torch.tensor([memory.data_ptr()], device=x.device) for memory in (slots, flags)]
@@ -37,7 +37,7 @@ def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> T
 
 
 class _Linear(torch.autograd.Function):
-    """Forward and the gradient of x are the kernel's."""
+    """A linear layer. The kernel computes the output and the gradient of x."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ CASES = (_case("x weight bias residual"), _case("x weight"), _case("x weight bia
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: forward of a row-parallel layer, gradients of a column-parallel one, of groups."""
+    """Launch a row-parallel layer and gradients of a column-parallel one, in groups of several sizes (meta tensors)."""
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -106,7 +106,7 @@ def launches(dtype: torch.dtype) -> None:
     run(8, empty(m, k), empty(k, n).t())
     run(8, empty(m, k), empty(n, k), copied=True, bias=empty(n), residual=empty(m // 8, n))
     run(8, empty(m, k), empty(k, n).t(), copied=True)
-    run(8, empty(256, k), empty(n, k))  # few rows of each owner
+    run(8, empty(256, k), empty(n, k))  # few rows for each owner
     run(8, empty(m, k), empty(1280, k))  # wide tiles would leave multiprocessors idle
     odd = k + 1  # rows that TMA cannot read
     run(3, empty(m, odd), empty(n, odd))

@@ -12,13 +12,13 @@ from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
 from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
 EPS = 1e-5
-# Heads, GPT-2's widths, those of 7B and 70B models, and one that is more than a block.
+# The widths of heads, of GPT-2, of 7B and 70B models, and one that is larger than a block.
 WIDTHS = (128, 768, 1600, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
 class Norm(DifferentiableShape):
-    """x [M, C] around `offset`, weight [C], and some of the terms bias [C] and residual [M, C]."""
+    """The norm of x [M, C] with mean `offset`, for weight [C] and some of the terms bias [C] and residual [M, C]."""
 
     name: str
     M: int
@@ -36,14 +36,14 @@ class Norm(DifferentiableShape):
 
     def costs(self) -> dict[str, Cost]:
         """Return the costs without a residual."""
-        statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation; 1 / root mean square
+        statistics = 2 if "bias" in self.terms else 1  # mean and 1 / deviation, or 1 / root mean square alone
         tensor, rest = 2 * self.M * self.C, 4 * statistics * self.M + 2 * (1 + statistics) * self.C
         return {"forward": Cost(0.0, 2 * tensor + rest), "backward": Cost(0.0, 3 * tensor + rest)}
 
 
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """The norm with a mean."""
+    """The norm that subtracts the mean of each row."""
 
     def function(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         if residual is None:
@@ -77,7 +77,7 @@ class LayerNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width with a residual and a bias, one of GPT-2's also without."""
+    """Launch every width with a residual and a bias, and one of GPT-2's widths also without them."""
     for columns, with_residual in [(c, True) for c in WIDTHS] + [(768, False)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")

@@ -12,7 +12,7 @@ from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Ten
 
 @dataclass(frozen=True)
 class LinearCrossEntropy(DifferentiableShape):
-    """x [M, K], weight [V, K], targets [M]: the sum of the losses, with weights [M] or without, or their mean."""
+    """The sum of the losses, with or without weights [M], or their mean: x [M, K], weight [V, K], targets [M]."""
 
     name: str
     M: int
@@ -47,7 +47,7 @@ class LinearCrossEntropy(DifferentiableShape):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch GPT-2's vocabulary in two chunks and in one, and a 7B model's that needs no padding; gradients of both."""
+    """Launch losses and gradients for GPT-2's vocabulary, in two chunks and in one, and a 7B model's, unpadded."""
     for tokens, width, vocabulary in ((8192, 768, 50257), (4096, 768, 50257), (8192, 4096, 32000)):
         x, weight = (torch.empty(rows, width, dtype=dtype, device="meta") for rows in (tokens, vocabulary))
         target, weights = torch.empty(tokens, dtype=torch.int64, device="meta"), torch.empty(tokens, device="meta")

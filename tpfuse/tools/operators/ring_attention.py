@@ -1,4 +1,4 @@
-"""ring_attention: launches of one rank, with blocks present or fetched by its copiers, which reach every row."""
+"""ring_attention: one rank, whose blocks are present or copied by its copiers, and launches that reach every row."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _alone(blocks: Tensor) -> BlockExchange:
-    """The channel of a group of one rank."""
+    """Return the block exchange of a group of one rank."""
     slot_bytes = -(-blocks.nbytes // 64) * 64
     slots = torch.empty(2, slot_bytes, dtype=torch.uint8, device=blocks.device)
     flags, state, abort, ready = (torch.zeros(n, dtype=torch.int32, device=blocks.device) for n in (8, 2, 1, 8))
@@ -34,7 +34,7 @@ def _alone(blocks: Tensor) -> BlockExchange:
 
 
 def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Several launches of a ring of one rank, which holds both ends of the sequence."""
+    """Launch several times in a ring of one rank, which has both ends of the sequence; return the last output."""
     runs = SequenceRuns(q.shape[2], 1, 2, q.shape[2] // 2, q.shape[2] // 2, 1)
     blocks = torch.stack([k, v])
     exchange = _alone(blocks)
@@ -44,7 +44,7 @@ def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
-    """Every rank's launch, one after another, with all blocks present."""
+    """Launch for every rank, one after another, with all blocks present."""
     own = [runs.positions(rank, q.device) for rank in range(runs.world)]
     blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
     out = torch.empty_like(q)
@@ -57,13 +57,13 @@ def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
 
 
 def _case(name: str, function: Callable[..., Tensor]) -> Case:
-    """Causal attention of two heads that share one of keys and values."""
+    """Return a case of causal attention of two heads that share one of keys and values."""
 
     def constant(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with torch.no_grad():
                 out = function(q, k, v)
-            return out + 0 * (q + k.sum() + v.sum())  # the kernel by itself has no gradient
+            return out + 0 * (q + k.sum() + v.sum())  # the kernel has no gradient of its own
 
         return call
 
@@ -88,7 +88,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: every head size alone, with dropout, with blocks present; groups of several sizes."""
+    """Launch every head size alone, with dropout and with blocks present, in groups of several sizes (meta tensors)."""
     _launches_forward(dtype)
 
 
@@ -111,7 +111,7 @@ def _launch_forward(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> None:
-    """The last rank's of 8192 tokens, under 32 heads and 8 of keys and values, in zigzag."""
+    """Launch the last rank's 8192 tokens, in zigzag, with 32 heads of queries, and 8 of keys and values."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
@@ -135,7 +135,7 @@ def _launch_forward(
 
 
 def _exchange(world: int, ring: bool) -> BlockExchange:
-    """Return the channel of the last rank of a group, on meta tensors."""
+    """Return the block exchange of the last rank of a group, on meta tensors."""
     slots, flags = (torch.empty(world, dtype=torch.int64, device="meta") for _ in range(2))
     state, abort, ready = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2, 1, 16 * world))
     end = Endpoint(world - 1, world, slots, 1 << 30, flags, 16 * world**2, state, abort, programs=108)

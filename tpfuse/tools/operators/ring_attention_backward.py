@@ -1,4 +1,4 @@
-"""ring_attention_backward: one rank with its copiers, and blocks that are present; launches reach every row."""
+"""ring_attention_backward: one rank, with its copiers or with blocks present, and launches that reach every row."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ _Backward = Callable[..., tuple[Tensor, ...]]
 
 
 def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-    """Several launches of a ring of one rank, which holds both ends of the sequence."""
+    """Launch several times in a ring of one rank, which has both ends of the sequence; return the last gradients."""
     half = q.shape[2] // 2
     runs = SequenceRuns(q.shape[2], 1, 2, half, half, 1)
     slots = torch.empty(2, _SLOT_BYTES, dtype=torch.uint8, device=q.device)
@@ -48,7 +48,7 @@ def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
 def _here(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, runs: SequenceRuns
 ) -> tuple[Tensor, ...]:
-    """Every rank's launches, one after another, for the blocks of all of them."""
+    """Launch for every rank, one after another, for the blocks of all ranks."""
     own = [runs.positions(rank, q.device) for rank in range(runs.world)]
     visible = [visible_ranges(tokens, runs.length, True, None, None) for tokens in own]
     blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
@@ -65,7 +65,7 @@ def _here(
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention by the plain kernel; its gradients by one of the ways above."""
+    """Causal attention. The kernel of one rank computes the output, and `backward` computes the gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, backward: _Backward) -> Tensor:
@@ -84,7 +84,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, backward: _Backward) -> Tenso
 
 
 def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Two heads over one of keys and values."""
+    """Return the inputs of two heads that share one of keys and values."""
     return {name: normal(seed, 1, heads, 72, 24, dtype=dtype) for seed, (name, heads) in enumerate(_HEADS, 1)}
 
 
@@ -107,7 +107,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: every head size alone, with dropout, with blocks present; groups of several sizes."""
+    """Launch every head size alone, with dropout and with blocks present, in groups of several sizes (meta tensors)."""
     for size in (64, 128, 256):
         _launch(dtype, size, 8)
         _launch(dtype, size, 8, dropout_p=0.1)
@@ -125,7 +125,7 @@ def _runs(world: int) -> SequenceRuns:
 
 
 def _launch(dtype: torch.dtype, size: int, world: int, ring: bool = True, dropout_p: float = 0.0) -> None:
-    """The last rank's of 2048 tokens, under 16 heads and 4 of keys and values, in zigzag."""
+    """Launch the last rank's 2048 tokens, in zigzag, with 16 heads of queries, and 4 of keys and values."""
     q, k = _empty(1, 16, 2048, size, dtype=dtype), _empty(1, 4, 2048, size, dtype=dtype)
     visible = (_empty(2048, dtype=torch.int32),) * 2
     addresses, words = _empty(world, dtype=torch.int64), _empty(16 * world, dtype=torch.int32)

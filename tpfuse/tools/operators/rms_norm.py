@@ -14,7 +14,7 @@ from tpfuse.tools.operators.layer_norm import EPS, WIDTHS, Norm
 
 @dataclass(frozen=True)
 class RmsNorm(Norm):
-    """The norm without a mean."""
+    """The norm that does not subtract the mean of each row."""
 
     def function(self, x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
         return rms_norm(x, weight, EPS) if residual is None else torch.cat(add_rms_norm(x, residual, weight, EPS))
@@ -26,7 +26,7 @@ class RmsNorm(Norm):
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch every width without a residual, one of a 7B model also with."""
+    """Launch every width without a residual, and that of a 7B model also with one."""
     for columns, with_residual in [(c, False) for c in WIDTHS] + [(4096, True)]:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")

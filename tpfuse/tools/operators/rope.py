@@ -15,7 +15,7 @@ from tpfuse.tools.operator import Case, Cost, Draw, Operator, Outputs, Shape, Te
 
 @dataclass(frozen=True)
 class Rope(Shape):
-    """q [B, T, H, D] and k [B, T, Hk, D], rotated by Llama's angles."""
+    """The rotation of q [B, T, H, D] and k [B, T, Hk, D] by Llama's angles."""
 
     name: str
     B: int
@@ -79,7 +79,7 @@ CASES = (
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch heads of 64 and 128 elements with fewer for the keys, both ways of pairing; one tensor alone."""
+    """Launch heads of 64 and 128 elements, with fewer heads of keys, in both ways of pairing, and one tensor alone."""
     positions = torch.empty(4096, dtype=torch.int64, device="meta")
     for size in (64, 128):
         table = torch.empty(8192, size // 2, device="meta")

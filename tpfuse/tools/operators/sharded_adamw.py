@@ -1,5 +1,7 @@
-"""sharded_adamw, and shard_sum before it: of one rank alone for `tpfuse verify`, signals included; launches of groups
-of several sizes, gradients in both types, the sum known before or not."""
+"""sharded_adamw, alone or after shard_sum: one rank alone, with its signals, for `tpfuse verify`.
+
+The launches have groups of several sizes and gradients of both types, with the sum computed before or not.
+"""
 
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ def _address(x: Tensor) -> Tensor:
 
 
 def _alone(device: torch.device) -> tuple[Endpoint, Tensor]:
-    """The endpoint of a group of one rank, and the flags at its address."""
+    """Return the endpoint of a group of one rank, and the flags at its address."""
     flags, state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (64, 2, 1))
     table = _address(flags)
     return Endpoint(0, 1, table, 16, table, len(flags), state, abort, programs=3), flags
@@ -31,7 +33,7 @@ def _alone(device: torch.device) -> tuple[Endpoint, Tensor]:
 
 @torch.no_grad()
 def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
-    """The bucket of parameters after some updates of its elements from _START on."""
+    """Return the bucket of parameters after some updates of its elements from _START on."""
     device, m = gradients.device, len(gradients) - _START
     values, scalar = normal(2, len(gradients), dtype=gradients.dtype).to(device), torch.zeros((), device=device)
     exp_avg, exp_avg_sq, sums = (torch.zeros(m, device=device) for _ in range(3))
@@ -47,7 +49,7 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
         numbers = _RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
         tensors = values, _address(values), taken, addresses, master, exp_avg, exp_avg_sq
         sharded_adamw_(*tensors, start=_START, decay_end=_DECAY_END, **numbers, endpoint=endpoint)
-    del memory  # in the order of the stream, or at once where kernels are interpreted
+    del memory  # freed in the order of the stream, or at once if kernels are interpreted
     return values
 
 
@@ -81,7 +83,7 @@ CASES = (_case("gradients of all", summed=False), _case("sums known before", sum
 
 
 def launches(dtype: torch.dtype) -> None:
-    """Launch on meta tensors: the last rank of groups of several sizes."""
+    """Launch the last rank of groups of several sizes, on meta tensors."""
     for world in (2, 4, 8):
         _launch(dtype, world, clipped=world == 8)
 
