@@ -1,4 +1,4 @@
-"""The compiler works while other tests run, on the cores that they leave; the tests of its results come last."""
+"""Hooks that compile while other tests run, on the cores that these leave idle, and run the compiler's tests last."""
 
 import contextlib
 import os
@@ -17,19 +17,20 @@ def _wants_all_kernels(item: pytest.Item) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of the compiler's results come last; the last of all finds its programs in Triton's cache then."""
+    """Run the tests of the compiler's results last; test_signal_ptx.py then finds its programs in Triton's cache."""
     last = ("test_compilation.py", "test_signal_ptx.py")
     items.sort(key=lambda item: last.index(item.path.name) if item.path.name in last else -1)
 
 
 def _give_way() -> None:
-    """Lets this process have only the time that no other one wants.
+    """Give this process only the processor time that no other process uses.
 
-    Linux shares the processor among sessions first (man 7 sched, autogroups), so that a process's own niceness counts
-    within its session alone, and a command that a test starts in a session of its own would have to share with us.
+    Linux first divides the processor among sessions (man 7 sched, autogroups). A process's own niceness therefore
+    counts within its session alone, and a command that a test starts in a session of its own would have to share the
+    processor with this process.
     """
     os.nice(19)
-    with contextlib.suppress(OSError):  # where there are no autogroups
+    with contextlib.suppress(OSError):  # there are no autogroups
         Path("/proc/self/autogroup").write_text("19")
 
 
@@ -48,11 +49,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _COMPILING in config.stash:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the process has ended
             os.killpg(config.stash[_COMPILING].pid, signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")
 def compiled_beside(request: pytest.FixtureRequest) -> None:
-    """Waits until the results of all kernels are kept (`tpfuse.tools.kept_results`)."""
+    """Wait until the results of all kernels are stored (`tpfuse.tools.kept_results`)."""
     request.config.stash[_COMPILING].wait()

@@ -1,8 +1,8 @@
-"""The gate: every kernel in every configuration that can be chosen at run time, compiled for every family.
+"""The gate passes every kernel in every configuration that can be chosen at run time, compiled for every family.
 
-Results are kept by a digest of all that they depend on (`tpfuse.tools.kept_results`): only what changed is compiled.
-
-`make compiled` writes the table that is compared here; `make compiled-matrix` runs this file under other Tritons.
+Results are stored under a digest of all that they depend on (`tpfuse.tools.kept_results`), so that only kernels that
+have changed are compiled. `make compiled` writes the table that a test compares with the results; `make
+compiled-matrix` runs this file under other versions of Triton.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""The front ends of the Tritons that torch 2.11 to 2.15 bring take every kernel, as far as they can tell kernels apart.
+"""The front ends of the Triton versions of torch 2.11 to 2.15 accept every kernel, as far as they distinguish kernels.
 
-The Makefile's `make test` installs the other two compilers beside the one at hand.
+`make test` installs the other two compilers next to the installed one.
 """
 
 import json
@@ -21,17 +21,17 @@ from tpfuse.tools.gate import violations
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSIONS = ("3.6.0", "3.7.1", "3.9.0")
-# sm_100 has no constants of its own but sizes, and float16 goes wherever bfloat16 goes.
+# sm_100 has no constants of its own except sizes, and the front end accepts float16 wherever it accepts bfloat16.
 WHAT = ("--families", "sm_80", "sm_90", "--dtypes", "bfloat16", "float32")
 
 
 def _folder(version: str) -> Path | None:
-    """What PYTHONPATH needs to begin with for a version; None for the version at hand."""
+    """Return the folder that PYTHONPATH must begin with for a version, or None for the installed version."""
     return None if version == triton.__version__ else ROOT / "build" / f"triton-{version}"
 
 
 def _run(version: str, *flags: str, script: tuple[str, ...] = ("-m", "tpfuse.tools.compilation")) -> Any:
-    """A Python that does not interpret, with that Triton."""
+    """Run a Python process that does not interpret kernels, with this version of Triton."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     folder = _folder(version)
     if folder is not None:
@@ -51,7 +51,7 @@ def _needed(version: str) -> None:
 
 @pytest.fixture(scope="module")
 def report_of() -> Callable[[str], Report]:
-    """report_of(version): all versions run at once."""
+    """Return a function that returns the report of a version. All versions run at the same time."""
     done: dict[str, Any] = {}
 
     def run(version: str) -> None:
@@ -83,5 +83,5 @@ def test_every_kernel_passes(report_of: Callable[[str], Report], version: str) -
     assert not wrong, "\n".join(wrong)
 
 
-# Operators that launch a kernel that no operator before them launches.
+# These operators launch a kernel that no operator before them launches.
 OWN_KERNELS = set(operators.names()) - {"ring_attention", "rms_norm", "linear_cross_entropy", "attention_forward"}

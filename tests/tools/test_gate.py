@@ -1,4 +1,4 @@
-"""The compiler's gate lets sound kernels through and names what is wrong with flawed ones."""
+"""The compile gate passes sound kernels and names the faults of flawed ones."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def compile_toys(*flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of what the compiler made of the toys."""
+    """Return the folder of the compiler's output for the toys."""
     return tmp_path_factory.mktemp("kept")
 
 
@@ -159,7 +159,7 @@ def test_the_command_line_for_developers(toys: Report, kept: Path) -> None:
 
 @pytest.mark.compile
 def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
-    """Of whole compilations, by the command: results come from the folder, and a corrupt one is made again."""
+    """The command reads the results of whole compilations from the folder, and compiles a corrupt one again."""
     flags = ("sound", "--json", "--families", "sm_90", "--dtypes", "bfloat16", "--results", str(tmp_path))
     first = compile_toys(*flags)
     assert first.returncode == 0, first.stderr
@@ -175,7 +175,7 @@ def test_a_second_run_compiles_nothing(tmp_path: Path) -> None:
 
 
 def sass_widths(sass: str, instruction: str) -> dict[int, int]:
-    """What access_widths says of PTX, counted in the machine code."""
+    """Return the counts that `access_widths` takes from PTX, taken from the machine code instead."""
     widths: dict[int, int] = {}
     for modifiers in re.findall(rf"{instruction}(\.[\w.]+) ", sass):
         width = next((int(part.strip("U")) // 8 for part in modifiers.split(".") if part in ("U16", "64", "128")), 4)
@@ -218,7 +218,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[said for _, said in FAULTS])
 def test_each_kind_of_complaint(fault: dict[str, Any], said: str) -> None:
-    """On results that no compiler has made; the toys above show that a compiler's results have these faults."""
+    """Each fault is set in a result by hand; the toys above show that a compiler's results have these faults."""
     assert not list(violations(SOUND, "3.7.1"))
     (line,) = violations(replace(SOUND, **fault), "3.7.1")
     assert line.startswith("toy sm_90 bfloat16 toy_kernel ") and said in line
@@ -254,7 +254,7 @@ def test_a_compiler_that_dies_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.compile
 def test_the_cache_is_filled_without_a_look_at_what_kernels_take(tmp_path: Path) -> None:
-    """For which ptxas and other tools would run a second time."""
+    """Examining the kernels would run ptxas and other tools a second time."""
     program = """
 import sys
 from tpfuse.tools import compilation, resources

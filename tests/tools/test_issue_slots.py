@@ -1,4 +1,4 @@
-"""What is counted in SASS. Kernels that are compiled for it: test_gate."""
+"""The figures that are counted in SASS. test_gate.py counts them in compiled kernels."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from tpfuse.tools import gate
 from tpfuse.tools.issue_slots import ProductLoop, main_loop, product_loops
 from tpfuse.tools.resources import Compilation
 
-# A loop of tiles around a loop of steps, whose wait for a tile lies behind everything else; and a loop by itself.
+# A loop over tiles contains a loop over steps, whose wait for a tile comes after all other code; one loop is separate.
 SASS = """
 .L_x_0:
         /*0010*/                   S2R R0, SR_TID.X ;

@@ -1,4 +1,4 @@
-"""Results of compilations are kept, found again, and thrown away where anything has changed or is corrupt."""
+"""Results of compilations are stored, read again, and ignored if anything has changed or is corrupt."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -32,11 +32,11 @@ def toy_kernel(x_ptr, BLOCK: tl.constexpr):
     tl.store(x_ptr + offs, scaled(tl.load(x_ptr + offs)))
 """
 
-FAILING = {16: "out of memory"}  # number of warps -> what the compiler says
+FAILING = {16: "out of memory"}  # number of warps -> the compiler's error
 
 
 def _job(folder: Path, text: str = KERNEL, block: int = 64, family: str = "sm_90", num_warps: int = 4) -> Job:
-    """A launch of the kernel in `text`, which is not interpreted."""
+    """Return a launch of the kernel in `text`, which is not interpreted."""
     path = folder / "toy.py"
     path.write_text(text)
     specification = importlib.util.spec_from_file_location("toy", path)
@@ -51,7 +51,7 @@ def _job(folder: Path, text: str = KERNEL, block: int = 64, family: str = "sm_90
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
-    """What has been compiled, by a compiler that makes something up."""
+    """Return the list of the jobs that have been compiled, by a fake compiler."""
     seen: list[Job] = []
 
     def compile_jobs(jobs: Sequence[Job], keep: Path | None = None) -> Iterator[tuple[int, Compilation]]:

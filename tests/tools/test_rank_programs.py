@@ -1,4 +1,4 @@
-"""Programs of ranks in one process, in the explorer: they pass, and see a missing wait; one rank of them alone."""
+"""Programs of ranks in one process pass in the explorer and detect a missing wait, and one rank runs alone."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def test_results_are_right_on_more_ranks(name: str) -> None:
 
 
 def test_a_wait_that_is_missing_is_caught() -> None:
-    """Those of the product, for copiers and for peers."""
+    """The mutants delete the waits of the product for copiers and for peers."""
     mutants = [
         x
         for x in mutants_of(all_gather_gemm, among=[signals])

@@ -31,13 +31,13 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def source(**changes: Any) -> Any:
-    # Kernels are interpreted in the process of the tests: what launches hold where they are compiled is this.
+    # Kernels are interpreted in this process; launches of compiled kernels contain a JITFunction.
     compiled_kernel = JITFunction(kernel.fn, do_not_specialize=["seed"])
     return source_of(Launch(compiled_kernel, (1,), ARGUMENTS | changes, num_warps=4, num_stages=2), "sm_90")
 
 
 def divisible(made: Any) -> set[str]:
-    """Names of the arguments that are marked as multiples of 16."""
+    """Return the names of the arguments that are marked as multiples of 16."""
     return {made.fn.arg_names[path[0]] for path, marks in made.attrs.items() if ["tt.divisibility", 16] in marks}
 
 

@@ -1,4 +1,4 @@
-"""Two training steps with each implementation: near to float64 where they are right, and seen where they are not."""
+"""Two training steps with each implementation are close to float64, and a wrong gradient is detected."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from tpfuse.testing.ranks import RankError
 from tpfuse.tools import training
 from tpfuse.tools.training import TrainingRun, train_each
 
-PROCESSES = pytest.mark.processes  # pools of their own; the tests of layers and engines compare implementations
+# These tests start pools of ranks; the tests of layers and engines compare implementations too.
+PROCESSES = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,8 @@ def test_all_implementations_train_alike(runs: list[TrainingRun]) -> None:
 
 @PROCESSES
 def test_a_gradient_that_is_wrong_is_seen(runs: list[TrainingRun]) -> None:
-    """A weight that is off by a hundredth of what two steps move it by is beyond what is allowed."""
-    rate = 1e-3 / 100  # lr / warmup, of the first step
+    """A weight that is wrong by a hundredth of the update of two steps exceeds the allowed distance."""
+    rate = 1e-3 / 100  # lr / warmup, the rate of the first step
     off = torch.full((128, 128), 1e-2 * rate)
     _, distance = training._distances({"w": off}, {"w": torch.zeros(128, 128)})
     assert distance > runs[0].allowed
@@ -48,7 +49,7 @@ def test_what_raises_is_one_line() -> None:
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs they are those of the pool whose ranks may share one."""
+    """On GPUs, the ranks are those of the pool whose ranks may share a GPU."""
 
     class Broken:
         def __init__(self, world: int, timeout: float) -> None:
@@ -67,7 +68,7 @@ def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pyte
 
 @PROCESSES
 def test_kernels_are_compared_tuned_and_timed_without_what_the_command_line_needs() -> None:
-    """The machines that have GPUs do not always have tyro and tomli_w."""
+    """Machines with GPUs do not always have tyro and tomli_w installed."""
     program = """
 import sys
 sys.modules |= dict.fromkeys(("tyro", "tomli_w"))

@@ -1,4 +1,4 @@
-"""The tuner on the CPU: interpreted kernels, a clock that is told what to say, a table of its own."""
+"""The tuner works on the CPU, with interpreted kernels, a clock that tests control, and a table of its own."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False) -> Trial:
-    """Doubles its input by whatever row it is given; wrong, or failing, where `broken` says so."""
+    """Return a trial that doubles its input. It is wrong for rows that `broken` accepts, and fails for blocks of 64."""
 
     def double(x: Tensor) -> tuple[Tensor, ...]:
         row = choose_configuration("toy", CPU, torch.bfloat16, M=rows)
@@ -70,7 +70,7 @@ def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False)
 
 
 class _Clock:
-    """A call takes as long as the row says that it last ran under."""
+    """A clock by which a call takes the seconds of the last row that a trial ran under."""
 
     last: Configuration
 
@@ -94,7 +94,7 @@ def _tuner(clock: _Clock, said: list[str] | None = None, inspect: tuning.Inspect
 
 
 def _seconds(row: Configuration) -> float:
-    """32 is best, then 2 warps, then FAST."""
+    """Return the seconds of a row: blocks of 32, 2 warps and FAST are the best values."""
     return (1.0 + abs(row.blocks["BLOCK_M"] - 32) / 100) * (1 + row.num_warps / 10) * (0.5 if row.blocks["FAST"] else 1)
 
 
@@ -177,7 +177,7 @@ def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
 
 
 def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measurement takes a second, and there are two and a half."""
+    """Each measurement takes a second, and the deadline is in two and a half seconds."""
     clock = _Clock(lambda row: 1.0)
     for module in (search, tuning):
         monkeypatch.setattr(module, "monotonic", lambda: float(len(clock.measured)))
@@ -186,7 +186,7 @@ def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
-    """On each rank another clock would decide otherwise."""
+    """Tune on a rank of a group. By its clock, the first rank would choose another row than the other ranks."""
     rank = dist.get_rank()
     clock = _Clock(lambda row: 1.0 + abs(row.blocks["BLOCK_M"] - (32 if rank == 0 else 16)))
 
@@ -235,13 +235,13 @@ def test_override_replaces_one_row_and_only_within_the_block(table: Path) -> Non
 
 
 def test_the_whole_table_survives_being_written() -> None:
-    """Each operator's lines are as they are written, and no two of them could be one."""
+    """The table's lines are those that the tuner writes, so no two lines of an operator could be merged."""
     text = configurations.TABLE.read_text(encoding="utf-8")
     assert with_rows(text, read_table(configurations.TABLE)) == text
 
 
 def _rows(*rows: tuple[str, int, int, int]) -> list[Configuration]:
-    """Of family, bits, at most M, warps."""
+    """Return rows of the operator "toy", given as (family, bits, the largest M, warps)."""
     return [Configuration("toy", family, bits, {"M": m}, {}, warps, 1, "never") for family, bits, m, warps in rows]
 
 

@@ -1,4 +1,4 @@
-"""`tpfuse verify`, in this process, which interprets; once as users run it."""
+"""`tpfuse verify` works in this process, which interprets kernels, and once as users run it."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_a_case_that_raises_is_one_line() -> None:
 def use(
     monkeypatch: pytest.MonkeyPatch, case: Case | None = None, kernels: tuple[Compilation, ...] = (KERNEL,)
 ) -> None:
-    """Of the fast operator one case, and these instead of what the compiler would say."""
+    """Make `tpfuse verify` compare one case of the fast operator, and take `kernels` as the compiler's results."""
     description = operators.load(FAST)
     changed = replace(description, cases=(case or description.cases[0],))
     monkeypatch.setattr(operators, "load", lambda name: changed)

@@ -1,4 +1,4 @@
-"""An operator of the tests' own: a copy and y = x wᵀ, as they should be."""
+"""An operator for the tests, whose kernels have no faults: a copy and y = x wᵀ."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def product(dtype: torch.dtype, block: int, block_k: int, num_warps: int = 4, nu
 def launches(dtype: torch.dtype) -> None:
     x, y = (torch.empty(2, 4096, dtype=dtype, device="meta") for _ in range(2))
     copy(x, y)
-    copy(y, x)  # the same kernel: compiled once
+    copy(y, x)  # the same kernel, which is compiled once
     product(dtype, block=64, block_k=64)
 
 
