@@ -218,7 +218,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[said for _, said in FAULTS])
 def test_each_kind_of_complaint(fault: dict[str, Any], said: str) -> None:
-    """Each fault is set in a result by hand; the toys above show that a compiler's results have these faults."""
+    """The test sets each fault in a result by hand; the toys above show that a compiler's results have these faults."""
     assert not list(violations(SOUND, "3.7.1"))
     (line,) = violations(replace(SOUND, **fault), "3.7.1")
     assert line.startswith("toy sm_90 bfloat16 toy_kernel ") and said in line

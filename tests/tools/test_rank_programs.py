@@ -45,7 +45,7 @@ def test_results_are_right_on_more_ranks(name: str) -> None:
 
 
 def test_a_wait_that_is_missing_is_caught() -> None:
-    """The mutants delete the waits of the product for copiers and for peers."""
+    """The mutants delete or weaken the product's waits for copiers and for peers."""
     mutants = [
         x
         for x in mutants_of(all_gather_gemm, among=[signals])

@@ -49,7 +49,7 @@ def test_what_raises_is_one_line() -> None:
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, the ranks are those of the pool whose ranks may share a GPU."""
+    """The ranks on GPUs are those of the pool whose ranks may share a GPU."""
 
     class Broken:
         def __init__(self, world: int, timeout: float) -> None:

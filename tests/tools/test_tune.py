@@ -177,7 +177,7 @@ def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
 
 
 def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measurement takes a second, and the deadline is in two and a half seconds."""
+    """A measurement takes a second, and the deadline is in two and a half seconds."""
     clock = _Clock(lambda row: 1.0)
     for module in (search, tuning):
         monkeypatch.setattr(module, "monotonic", lambda: float(len(clock.measured)))

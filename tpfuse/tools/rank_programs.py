@@ -213,8 +213,8 @@ _STEP, _LR = 3, 1e-3
 def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
     """Return the program of two updates of a shard.
 
-    The first one is a single launch: it sums gradients, applies AdamW and writes new parameters to all ranks. For the
-    second one, a launch of its own sums the gradients before.
+    The first update is a single launch, which sums gradients, applies AdamW and writes new parameters to all ranks. For
+    the second update, a separate launch first sums the gradients.
     """
     size, start = memory.world * sizes.shard, memory.rank * sizes.shard
     own, device = slice(start, start + sizes.shard), memory.device
@@ -283,9 +283,9 @@ PROGRAMS: dict[str, Callable[[SymmetricMemory, Sizes], Program]] = {
 
 
 def load(memory: SymmetricMemory, name: str, sizes: Sizes) -> Program:
-    """Return a program of PROGRAMS after each of its launches has run once.
+    """Return a program of PROGRAMS that has run once with each set of inputs.
 
-    If waits are aborted, these launches have no effect.
+    If waits are aborted, these runs have no effect.
     """
     with torch.no_grad():
         program = PROGRAMS[name](memory, sizes)
