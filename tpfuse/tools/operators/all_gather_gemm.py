@@ -89,7 +89,10 @@ def _alone(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer. The kernel computes the output and the gradient of x; torch computes that of the weight."""
+    """A linear layer. The kernel computes the output and the gradient of x.
+
+    The gradient of the weight is computed from the gathered rows, so that it is wrong if these are wrong.
+    """
 
     @staticmethod
     def forward(
