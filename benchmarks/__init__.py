@@ -1,1 +1,1 @@
-"""Benchmarks: each checks its result first, then reports medians beside a named peer, and keeps a row."""
+"""Benchmarks of tpfuse: each one checks its result first, then reports medians beside a named peer, and keeps a row."""

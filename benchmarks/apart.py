@@ -1,16 +1,16 @@
-"""Steps of a long run, each in a process of its own, whose rows are kept as they come; a later run goes on.
+"""Run the steps of a long run in one process for each step, and keep every row; a later run continues where it ended.
 
-A folder holds what has been found:
+A folder holds the results:
 
-    rows.jsonl     a line for each row, synced to the disk before the next one is begun: "step" and "row" name it,
-                   "seconds" is what it took, "error" the end of the traceback of one that raised; what else there is is
-                   the step's. A line with "finished" is the step's last.
-    running.json   the row that is being made: what the blame falls on where the process dies or hangs
-    log.txt        what the processes print
+    rows.jsonl     a line for each row, synced to the disk before the next row is begun: "step" and "row" name the row,
+                   "seconds" is its duration, and "error" is the end of the traceback where it raised; the other keys
+                   are the step's own. A line with "finished" is the last one of the step.
+    running.json   the row that is in progress. The row is blamed where the process dies or hangs.
+    log.txt        the output of the processes
 
-A row that raises does not end its step; one that hangs, or takes its process down, is written by the parent, and a new
-process goes on behind it. A row is begun only while there is time left for its step, and what the end of the whole run
-cuts off is not blamed: the next run begins with it.
+A row that raises does not end its step. Where a row hangs, or ends its process, the parent process writes the row, and
+a new process continues after it. A row is begun only while there is time left for its step. A row that the end of the
+whole run cuts off is not blamed: the next run begins with it.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ import torch
 
 Row = dict[str, Any]
 
-ALL = "all that follow"  # the row of a step that has ended in none of its rows
-_LATER, _RESTART = 76, 75  # exit statuses: no time left; a row was kept that leaves the process unfit
-_TRACEBACK = 6  # lines that are kept of one
-_LOOK = 0.1  # seconds between two looks at a process
+ALL = "all that follow"  # the row of a step that failed outside its rows
+_LATER, _RESTART = 76, 75  # exit statuses: no time is left; a row was kept after which the process must not be used
+_TRACEBACK = 6  # lines of a traceback that are kept
+_LOOK = 0.1  # seconds between two checks of a process
 _PRELOADED = ["benchmarks.candidates", "torch._dynamo"]
 
 
@@ -41,21 +41,22 @@ class Later(Exception):
 
 
 class Rows:
-    """The rows of one step, as its process writes them.
+    """The rows of one step, which the step's process writes.
 
-    until: by time.monotonic, when no other row is begun; the first one is, so that every process comes on.
+    until: the time by time.monotonic after which no other row is begun; the first row is always begun, so that every
+    process makes progress.
     """
 
     def __init__(self, folder: Path, step: str, until: float, *, again: bool = False) -> None:
-        """again: what an earlier run has found does not count."""
+        """Read the rows that are done. again: the results of an earlier run do not count."""
         self.folder, self.step, self.until, self._begun = folder, step, until, False
         self.done = set() if again else {row["row"] for row in read(folder) if row["step"] == step and "row" in row}
 
     def each(self, name: str, work: Callable[[], Row], *, fatal: bool = False) -> None:
-        """Makes the row `name`, unless it is there: what work returns, or how it raised. Raises Later, as work may.
+        """Make the row `name` unless it exists: the result of `work`, or its error. Raise Later, as `work` may.
 
-        fatal: the process is not to be trusted once it has raised. It is not either where CUDA refuses everything that
-        follows an error.
+        fatal: the process must not be used after `work` has raised. The same holds where CUDA refuses every call after
+        an error.
         """
         if name in self.done:
             return
@@ -72,30 +73,30 @@ class Rows:
             raise SystemExit(_RESTART)
 
     def begin(self, name: str) -> None:
-        """Says that this row is being made from now on. Raises Later."""
+        """Record that this row is in progress from now on. Raise Later."""
         if self._begun and monotonic() > self.until:
             raise Later
         self._begun = True
         _replace_file(self.folder / "running.json", {"step": self.step, "row": name})
 
     def alive(self) -> None:
-        """Says that the row which is being made is no hang."""
+        """Record that the row in progress does not hang."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.folder / "running.json")
 
     def write(self, name: str, found: Row) -> None:
-        """Keeps a row."""
+        """Keep a row."""
         append(self.folder, {"step": self.step, "row": name} | found)
         self.done.add(name)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A part of the run. call: makes its rows, in a process of its own.
+    """A part of the run. call: the function that makes its rows, in a process of its own.
 
-    patience: seconds that a row may take before it counts as a hang. most: seconds after which no row is begun in this
-    turn; the step's next turn comes when all others have had theirs. least: seconds without which it is not begun.
-    environment: variables of its process. again: whether every run does it anew.
+    patience: the seconds that a row may take before it counts as a hang. most: the seconds after which no row is begun
+    in this turn; the step has its next turn after all other steps have had theirs. least: the seconds that must be left
+    for the step to be begun. environment: variables of its process. again: whether every run makes its rows again.
     """
 
     name: str
@@ -108,7 +109,7 @@ class Step:
 
 
 def append(folder: Path, row: Row) -> None:
-    """A line of rows.jsonl, on the disk when this returns."""
+    """Append a line to rows.jsonl; it is on the disk when this function returns."""
     with (folder / "rows.jsonl").open("ab") as file:
         file.write(f"{json.dumps(row, default=str)}\n".encode())
         file.flush()
@@ -116,32 +117,32 @@ def append(folder: Path, row: Row) -> None:
 
 
 def read(folder: Path) -> list[Row]:
-    """All rows; a last line that is not whole is being written, or was cut off, and counts as none."""
+    """Return all rows. An incomplete last line, which is being written or was cut off, is left out."""
     path = folder / "rows.jsonl"
     data = path.read_bytes() if path.exists() else b""
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
 def _mend(folder: Path) -> None:
-    """Drops a last line that was cut off; while no process writes."""
+    """Remove a last line that was cut off. It must be called while no process writes."""
     path = folder / "rows.jsonl"
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def finished(folder: Path) -> set[str]:
-    """The steps that have nothing left to do."""
+    """Return the names of the steps that have nothing left to do."""
     return {row["step"] for row in read(folder) if row.get("finished")}
 
 
 def ending(error: BaseException) -> str:
-    """The last lines of its traceback."""
+    """Return the last lines of the error's traceback."""
     lines = "".join(traceback.format_exception(error)).strip().splitlines()
     return "\n".join(line[:500] for line in lines[-_TRACEBACK:])
 
 
 class _Shown:
-    """Shows rows that have come since the last look."""
+    """A reader that passes on the rows that were added since its last look."""
 
     def __init__(self, folder: Path, say: Callable[[Row], None]) -> None:
         self._folder, self._say, self.count = folder, say, len(read(folder))
@@ -156,9 +157,9 @@ class _Shown:
 def run_steps(
     steps: Sequence[Step], folder: Path, deadline: float, say: Callable[[Row], None] = lambda row: None
 ) -> list[str]:
-    """Runs what is not finished, turn by turn; returns the names of what is left at the deadline (by time.monotonic).
+    """Run the steps that are not finished, turn by turn, and return the names of those left at the deadline.
 
-    say: is shown every row as soon as it is there.
+    deadline: by time.monotonic. say: is called with every row as soon as the row exists.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _mend(folder)
@@ -179,7 +180,7 @@ def run_steps(
 
 
 def _turn(step: Step, folder: Path, deadline: float, shown: _Shown) -> str:
-    """Processes of a step, one after another; "finished", "later" or "cut off"."""
+    """Run the processes of a step, one after another; return "finished", "later" or "cut off"."""
     started = monotonic()
     until = min(deadline, started + step.most)
     again = step.again
@@ -187,7 +188,7 @@ def _turn(step: Step, folder: Path, deadline: float, shown: _Shown) -> str:
         before, log = shown.count, _size(folder / "log.txt")
         (folder / "running.json").unlink(missing_ok=True)
         status, reason = _process(replace(step, again=again), folder, until, deadline, shown)
-        again = False  # what this turn has found counts
+        again = False  # the rows of this turn count
         if reason == "cut off":
             return reason
         if status not in (0, _LATER, _RESTART):
@@ -202,7 +203,10 @@ def _turn(step: Step, folder: Path, deadline: float, shown: _Shown) -> str:
 
 
 def _process(step: Step, folder: Path, until: float, deadline: float, shown: _Shown) -> tuple[int, str]:
-    """(exit status, why it was ended: "" where it ended by itself, "cut off" at the deadline, or the hang)."""
+    """Return the exit status of the step's process, and why the parent ended it.
+
+    The reason is "" where the process ended by itself, "cut off" at the deadline, and otherwise it names the hang.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=_child, args=(step, folder, until))
@@ -228,7 +232,7 @@ def _process(step: Step, folder: Path, until: float, deadline: float, shown: _Sh
 
 
 def _child(step: Step, folder: Path, until: float) -> None:
-    """The whole of a process: in a session of its own, so that what it starts can be ended with it."""
+    """Run the step in this process, in a session of its own, so that the processes it starts can be ended with it."""
     os.setsid()
     os.environ.update(step.environment)
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -246,7 +250,7 @@ def _child(step: Step, folder: Path, until: float) -> None:
 
 
 def _blame(step: Step, folder: Path, reason: str, log: int) -> None:
-    """Keeps the row that was being made, or all that follow, with the reason and what the process printed last."""
+    """Keep the row in progress, or `ALL`, with the reason and the last lines that the process printed."""
     name = ALL
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         running = json.loads((folder / "running.json").read_text())
@@ -266,7 +270,7 @@ def _named(status: int) -> str:
 
 
 def _signs(folder: Path) -> tuple[int, int]:
-    """Two numbers that change while a step makes progress."""
+    """Return two numbers that change while a step makes progress."""
     running = folder / "running.json"
     with contextlib.suppress(FileNotFoundError):
         return _size(folder / "rows.jsonl"), running.stat().st_mtime_ns
@@ -278,14 +282,14 @@ def _size(path: Path) -> int:
 
 
 def _replace_file(path: Path, row: Row) -> None:
-    """Writes it whole or not at all."""
+    """Write the whole file or nothing."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(row), encoding="utf-8")
     part.replace(path)
 
 
 def _end(pid: int) -> None:
-    """Kills a process, its session, and what it has started in other ones."""
+    """Kill a process, its session, and the processes that it has started in other sessions."""
     below = list(_descendants(pid))
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
@@ -295,7 +299,7 @@ def _end(pid: int) -> None:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """The processes that a process has started, and theirs, while it is still there."""
+    """Yield the processes that a process has started, and their descendants, while the process still exists."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -309,7 +313,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _cuda_is_broken() -> bool:
-    """Whether this process can no longer use CUDA after an error."""
+    """Return whether this process can no longer use CUDA after an error."""
     if not torch.cuda.is_initialized():
         return False
     try:

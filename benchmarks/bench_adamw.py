@@ -1,9 +1,9 @@
-"""adamw on a flat shard beside torch.optim.AdamW(fused=True): a step, which moves memory and nothing else.
+"""Time a step of adamw on a flat shard beside torch.optim.AdamW(fused=True); a step only moves memory.
 
     python -m benchmarks.bench_adamw --quick
 
-Two cases: float32 throughout, which is what torch's step does; and bf16 gradients and parameters with float32 masters,
-for which torch needs a cast before its step and one after it.
+There are two forms: float32 throughout, which is the form of torch's step; and bf16 gradients and parameters with
+float32 masters, for which torch needs a cast before its step and one after it.
 """
 
 import sys
@@ -25,7 +25,7 @@ _COMPARED = 1 << 20  # elements
 
 
 def _copy(shard: Tensors, elements: int | None = None) -> Tensors:
-    """Return the first elements, or all, in memory of their own."""
+    """Return the first elements, or all of them, in new memory."""
     return {name: x[:elements].clone() for name, x in shard.items()}
 
 
@@ -91,7 +91,7 @@ def _build(shape: AdamW, bench: Bench) -> Built:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """All of GPT-2 124M in both forms, and a shard of a larger model."""
+    """Return all parameters of GPT-2 124M in both forms, and a shard of a larger model."""
     sizes = {"124m": 124_439_808} if scale == "quick" else {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     if scale == "tiny":
         sizes = {"tiny": 1000}

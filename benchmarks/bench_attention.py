@@ -1,13 +1,13 @@
-"""attention beside scaled_dot_product_attention in each of its backends, forward and backward.
+"""Time attention beside each backend of scaled_dot_product_attention, forward and backward.
 
     python -m benchmarks.bench_attention --quick
 
-cuDNN is the peer on compute capability 9.0 and 10.0: torch takes it first there, and so does tpfuse where it trains
-with `kernels auto` (`tpfuse.ops.attention.chosen_attention`). What is timed as ours are the Triton kernels.
+cuDNN is the peer on compute capability 9.0 and 10.0: torch prefers it there, and so does tpfuse where it trains with
+`kernels auto` (`tpfuse.ops.attention.chosen_attention`). The rows of tpfuse are always those of its Triton kernels.
 
-q, k and v lie in memory as a model's projection leaves them, [B, T, H, D] seen as [B, H, T, D], and so does the
-gradient of the result. The result is compared for one head of keys and values and the queries that use it: all scores
-in float64 would take more memory than there is.
+q, k and v are in memory as a model's projection leaves them, [B, T, H, D] seen as [B, H, T, D], and so is the gradient
+of the result. The result is compared for one head of keys and values and the queries that use it: all scores in float64
+would take more memory than there is.
 """
 
 import sys
@@ -27,7 +27,7 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-_LONGEST_MATH = 4096  # positions: it holds all scores
+_LONGEST_MATH = 4096  # positions: this backend holds all scores
 
 
 def _backend(name: str, shape: Attention) -> Function:
@@ -56,7 +56,7 @@ def _case(shape: Attention, asked: bool = False) -> Case:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Causal with head sizes 64 and 128 and 4k and 16k positions, of 16k tokens each; then the models' own."""
+    """Return causal cases of head sizes 64 and 128 at 4k and 16k positions, 16k tokens each; then the models' own."""
     if scale == "tiny":
         sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]

@@ -1,14 +1,15 @@
-"""The kernels of ring attention with all blocks present, beside plain attention of the same work, on one GPU.
+"""Time the kernels of ring attention with all blocks present, beside plain attention of the same work, on one GPU.
 
     python -m benchmarks.bench_carried_attention --quick
 
-What it costs that keys lie in one block for each rank, are found by intervals of positions, and that the softmax is
-carried from block to block: a rank's queries against the keys of all ranks, nothing waits. Beside it
-`kernels/attention_forward.py` and `attention_backward.py` on the same queries and keys, the keys behind each other.
+It measures the cost of three things: keys are in one block for each rank, they are found by intervals of positions, and
+the softmax is carried from block to block. A rank's queries attend to the keys of all ranks, and nothing waits. The
+peer is `kernels/attention_forward.py` and `attention_backward.py` on the same queries and keys, with the keys
+concatenated.
 
     forward     one launch for all blocks
-    backward    dq in one launch for all blocks, dk and dv in one launch for each: where blocks are here already those
-                kernels give a block's part of dk and dv, where they travel one launch gives the whole
+    backward    one launch for dq of all blocks, and one launch for each block's dk and dv: where the blocks are present
+                already these kernels give a block's part of dk and dv, and where they travel one launch gives the whole
 """
 
 import sys
@@ -36,7 +37,7 @@ PLAIN = "attention"
 
 @dataclass(frozen=True)
 class Shape:
-    """The last of `world` ranks, with n tokens each: H heads of size D of which H / Hk share keys and values."""
+    """The last of `world` ranks, with n tokens each: H heads of size D, of which H / Hk share keys and values."""
 
     world: int
     n: int
@@ -51,7 +52,7 @@ class Shape:
 
 
 class _Rank:
-    """The last rank's queries, and all keys: in blocks, and behind each other."""
+    """The last rank's queries, and all keys, both in blocks and concatenated."""
 
     def __init__(self, shape: Shape, bench: Bench) -> None:
         world, n = shape.world, shape.n
@@ -67,12 +68,12 @@ class _Rank:
         self.options = {"causal": shape.causal, "q_offset": (world - 1) * n}
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """By the kernel of ring attention."""
+        """Return the output and its log-sum-exp by the kernel of ring attention."""
         call = self.call
         return ring_attention_forward(self.q, self.blocks, call.runs, call.rank, self.seen, sources=self.sources)
 
     def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) by those of its backward pass."""
+        """Return (dq, dk, dv) by the kernels of ring attention's backward pass."""
         runs, rank = self.call.runs, self.call.rank
         sums = ring_attention_delta(self.grad, out, lse)
         dq = ring_attention_dq(self.q, self.grad, *sums, self.blocks, runs, rank, self.seen, self.sources)
@@ -84,15 +85,15 @@ class _Rank:
         return dq, dk, dv
 
     def plain_forward(self) -> tuple[Tensor, Tensor]:
-        """By the kernels of plain attention."""
+        """Return the output and its log-sum-exp by the kernels of plain attention."""
         return attention_forward(self.q, self.k, self.v, **self.options)
 
     def plain_backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv) by the kernels of plain attention."""
         return attention_backward(self.grad, self.q, self.k, self.v, out, lse, **self.options)
 
     def verdict(self) -> str:
-        """ "" where one head of keys, with the queries that use it, is as near to float64 as the tests want it."""
+        """Return "" where one head of keys, with its queries, is as close to float64 as the tests require."""
         group = self.shape.H // self.shape.Hk
         inputs = {"q": self.q[:, :group], "k": self.k[:, :1], "v": self.v[:, :1]}
         expected = Expected(lambda q, k, v: self._reference(q, k, v), inputs, self.grad[:, :group])
@@ -130,7 +131,7 @@ def _build(shape: Shape, bench: Bench) -> tuple[Callable[[], dict[str, str]], li
 
 
 def cases(scale: Scale) -> list[Case]:
-    """16k tokens on 8 ranks, 64k on 4."""
+    """Return cases of 16k tokens on 8 ranks, and one of 64k tokens on 4 ranks."""
     if scale == "tiny":
         shapes = [Shape(2, 20, 2, 1, 16), Shape(3, 20, 2, 2, 16, causal=False)]
     else:

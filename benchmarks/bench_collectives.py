@@ -1,11 +1,11 @@
-"""Collectives of CPU ranks: through shared memory, by Gloo, and one plain copy of as many bytes, by turns.
+"""Time collectives of CPU ranks: through shared memory, by Gloo, and one plain copy of as many bytes, by turns.
 
     python -m benchmarks.bench_collectives [--ranks 2 4] [--rounds 15]
 
-Sizes are those of the whole tensor: what all-gather and all-reduce return, what reduce-scatter takes. The outputs lie
-in memory that is there already on both sides (Gloo's functions want it so). Results are checked first, to the bit.
+Sizes are those of the whole tensor: the result of all-gather and all-reduce, the input of reduce-scatter. The outputs
+are in memory that exists already on both sides (Gloo's functions require it). Results are checked first, to the bit.
 Ranks have one thread each. A round times several calls of one candidate after a barrier, on rank 0; candidates take
-turns. The bound is the copy: no collective of these sizes can read and write less than that.
+turns. The bound is the copy: no collective of these sizes can read and write less than the copy does.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from tpfuse.comm.connect import connect
 from tpfuse.testing.ranks import RankPool
 
 SIZES = (2**12, 2**16, 2**18, 2**22, 2**26)  # bytes
-_SECONDS = 0.04  # of a round, about
+_SECONDS = 0.04  # the approximate duration of a round
 Calls = dict[str, Callable[[], object]]
 
 
 def _calls(op: str, nbytes: int, direct: DirectCollectives) -> tuple[Calls, Tensor, Tensor, Tensor]:
-    """What takes turns, the outputs of tpfuse and Gloo, and what they should be."""
+    """Return the calls that take turns, the outputs of tpfuse and Gloo, and the expected result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     n = nbytes // 4 // world
     inputs = torch.randint(-8, 9, (world, world, n), generator=torch.Generator().manual_seed(nbytes)).float()
@@ -48,7 +48,7 @@ def _calls(op: str, nbytes: int, direct: DirectCollectives) -> tuple[Calls, Tens
             "gloo": lambda: dist.reduce_scatter_tensor(theirs, mine.view(-1)),
         }
         expected = inputs.sum(0)[rank]
-    else:  # in place, as Gloo does it: the sums grow, and are zeros when they are timed
+    else:  # in place, as in Gloo: the sums would grow, so they are set to zero before they are timed
         ours, theirs = mine.view(-1).clone(), mine.view(-1).clone()
         calls = {"tpfuse": lambda: direct.all_reduce(ours, ours), "gloo": lambda: dist.all_reduce(theirs)}
         expected = inputs.sum(0).view(-1)
@@ -56,7 +56,7 @@ def _calls(op: str, nbytes: int, direct: DirectCollectives) -> tuple[Calls, Tens
 
 
 def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a call, of each round, by candidate. On every rank."""
+    """Return the seconds of a call in each round, by candidate. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     direct = _direct()
     calls, ours, theirs, expected = _calls(op, nbytes, direct)
@@ -97,7 +97,7 @@ def _direct() -> DirectCollectives:
 
 
 def main() -> None:
-    """Prints a line per operation, size and number of ranks, and keeps it."""
+    """Print a line per operation, size and number of ranks, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,4 +1,4 @@
-"""A training step of GPT tiny as it is, by torch.compile, and under autocast, by turns in one process.
+"""Time a training step of GPT tiny: plain, by torch.compile, and under autocast, by turns in one process.
 
 python -m benchmarks.bench_compile [--rounds 30]
 """
@@ -26,7 +26,7 @@ CANDIDATES = {
 
 
 def candidate(name: str, flags: list[str]) -> Candidate:
-    """A step of the preset, always on a batch of its own."""
+    """Return a candidate that takes a training step of the preset, each on a new batch."""
     options = with_layout(parse_train(flags), 1)
     model = options.model
     config = GPTConfig(256, model.n_positions, model.n_embd, model.n_layer, model.n_head)

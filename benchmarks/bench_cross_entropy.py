@@ -1,9 +1,9 @@
-"""cross_entropy beside F.cross_entropy and Liger-Kernel's, on bf16 logits, forward and both passes.
+"""Time cross_entropy beside F.cross_entropy and Liger-Kernel's, on bf16 logits: the forward pass, and both passes.
 
     python -m benchmarks.bench_cross_entropy --quick
 
-The loss of each row is asked for, with every row's gradient its own. The result is compared on the first rows: all of
-them in float64 would not fit beside the rest.
+The loss of each row is requested, and every row has its own gradient. The result is compared on the first rows: all
+rows in float64 would not fit in memory beside the rest.
 """
 
 import sys
@@ -58,7 +58,7 @@ def _case(name: str, rows: int, width: int, asked: bool = False) -> Case:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Whole vocabularies, and one rank's slice of them."""
+    """Return cases of whole vocabularies, and of one rank's slice of them."""
     if scale == "tiny":
         return [_case("tiny", 24, 50, True)]
     gpt2, llama = model("124m").vocabulary, model("7b").vocabulary

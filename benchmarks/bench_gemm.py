@@ -1,12 +1,12 @@
-"""gemm beside cuBLASLt through torch, eager and compiled: products of the models' layers with bias and activation.
+"""Time gemm beside cuBLASLt through torch, eager and compiled: the models' products with bias and activation.
 
     python -m benchmarks.bench_gemm --quick
 
 The peers compute the same expression: `F.linear` and the activation as torch runs them one after the other,
 `torch._addmm_activation` (cuBLASLt's epilogue, gelu_tanh only, not differentiable), and torch.compile with
 max-autotune, which may write a Triton kernel for it. Without bias and activation the peer is cuBLAS itself.
-Max-autotune tries dozens of kernels for each product, so that its training pass, of three products, and gelu by erf are
-measured at one shape.
+Max-autotune tries dozens of kernels for each product. So its training pass, which has three products, and gelu by erf
+are measured at one shape.
 """
 
 import sys
@@ -24,9 +24,9 @@ from tpfuse.tools.operators.gemm import Gemm
 
 EAGER, ADDMM, COMPILED, CUBLAS = "F.linear + activation", "_addmm_activation", "torch.compile max-autotune", "F.linear"
 
-# The shapes that figures are drawn from: plain, and with bias and each gelu. Among the layers of GPT-2 and Llama alike.
+# The figures are computed from these shapes: plain, and with bias and each gelu. They are layers of GPT-2 and Llama.
 ASKED = ("7b tp4 up", "1558m tp1 up", "70b tp8 up", "7b tp1 proj")
-TRAINED = "7b tp4 up"  # where torch.compile's training pass is measured too
+TRAINED = "7b tp4 up"  # torch.compile's training pass is measured at this shape too
 
 
 def _addmm_activation(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def _plain(shape: Gemm, bench: Bench) -> Built:
 
 
 def _fused(shape: Gemm, compile_for: str, bench: Bench) -> Built:
-    """compile_for: "", "inference" or "training"."""
+    """Build the case with bias and activation. compile_for: "", "inference" or "training"."""
     peers: dict[str, Function] = {EAGER: shape.reference}
     if shape.activation == "gelu_tanh" and not bench.interpreted:
         peers[ADDMM] = _addmm_activation
@@ -57,7 +57,7 @@ def _case(product: Product, activation: str | None, compile_for: str, asked: boo
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Those that are asked for, then each product once with its layer's activation."""
+    """Return the cases of the figures, then each product once with its layer's activation."""
     if scale == "tiny":
         tiny = Product(("tiny",), 48, 64, 32, None)
         return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]

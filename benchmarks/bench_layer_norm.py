@@ -1,4 +1,4 @@
-"""layer_norm beside F.layer_norm, eager and compiled, and Liger-Kernel's, forward and backward.
+"""Time layer_norm beside F.layer_norm, eager and compiled, and Liger-Kernel's, forward and backward.
 
 python -m benchmarks.bench_layer_norm --quick
 """
@@ -29,7 +29,7 @@ else:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """The widths of GPT-2, and of the larger models for a row of every width."""
+    """Return cases of GPT-2's largest width and of the larger models' widths."""
     return norm_cases("layer_norm", scale, (*GPT2[-1:], *LLAMA), partial(LayerNorm, terms=("bias",)), _plain, _liger)
 
 

@@ -1,9 +1,9 @@
-"""linear_cross_entropy beside the same expression in torch and Liger-Kernel's: time and peak memory of both passes.
+"""Time linear_cross_entropy beside the same expression in torch and Liger-Kernel's: both passes and peak memory.
 
     python -m benchmarks.bench_linear_cross_entropy --quick
 
-The peer keeps its logits in bf16 and lets F.cross_entropy read them as they are: a peer that makes float32 of them
-first, as most training loops do, takes more memory; it has a row too. The result is compared on fewer rows, with the
+The peer keeps its logits in bf16, and F.cross_entropy reads them in that type. A peer that first converts them to
+float32, as most training loops do, takes more memory; it has a row too. The result is compared on fewer rows, with the
 whole vocabulary.
 """
 
@@ -56,7 +56,7 @@ def _case(name: str, rows: int, vocabulary: int, width: int, asked: bool) -> Cas
 
 
 def cases(scale: Scale) -> list[Case]:
-    """32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of theirs."""
+    """Return 32k tokens with GPT-2's vocabulary; the larger models, and one rank's slice of their vocabulary."""
     if scale == "tiny":
         return [_case("tiny", 40, 50, 32, True)]
     small, large, largest = (model(name) for name in ("124m", "7b", "70b"))

@@ -1,14 +1,14 @@
-"""nanoGPT's CPU recipe, in nanoGPT and in tpfuse: does ours train as well, and how fast is a step?
+"""Compare nanoGPT's CPU recipe in nanoGPT and in tpfuse: the validation loss, and the time of a step.
 
-The recipe (nanoGPT's README, "I only have a macbook"): 4 layers, 4 heads, 128 wide, context 64, batch 12, 2000
-steps, learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, clip 1, no dropout, no bias,
-characters, 90/10 split. nanoGPT itself runs, unchanged, from a checkout; neither side compiles.
+The recipe (nanoGPT's README, "I only have a macbook"): 4 layers, 4 heads, width 128, context 64, batch 12, 2000 steps,
+learning rate 1e-3 to 1e-4 with 100 steps of warm-up, beta2 0.99, decay 0.1, clip 1, no dropout, no bias, characters,
+90/10 split. nanoGPT itself runs, unchanged, from a checkout; neither program compiles.
 
     python -m benchmarks.bench_nanogpt --nanogpt PATH_TO_CHECKOUT --text input.txt
 
-Speed: both train by turns for some hundred steps, several times; the figure is the ratio of the medians of all
-step times (each program's own clock, everything in the loop included, a line of log for every step). Loss: both
-train 2000 steps and evaluate 200 batches.
+Speed: both programs train by turns for some hundred steps, several times; the figure is the ratio of the medians of all
+step times. Each program's own clock measures them, with everything in the loop included and a line of log for every
+step. Loss: both programs train 2000 steps and evaluate 200 batches.
 """
 
 import argparse
@@ -39,7 +39,7 @@ WARM_UP = 20  # steps at the start of each turn that are not counted
 
 
 def lay_out_peer(checkout: Path, text: Path, folder: Path) -> None:
-    """A working folder for nanoGPT: links to its files, and its data format made from the text."""
+    """Create a working folder for nanoGPT: links to its files, and the text in its data format."""
     for name in ("model.py", "train.py", "configurator.py", "config"):
         (folder / name).symlink_to((checkout / name).resolve())
     data = folder / "data" / "text"
@@ -56,7 +56,7 @@ def lay_out_peer(checkout: Path, text: Path, folder: Path) -> None:
 
 
 def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
-    """(seconds of each step, last validation loss) of nanoGPT."""
+    """Run nanoGPT, and return the seconds of each step and the last validation loss."""
     flags = [*PEER, f"--max_iters={steps}", f"--eval_interval={steps if evaluate else 10**9}"]
     if not evaluate:
         flags.append("--eval_iters=1")
@@ -68,7 +68,7 @@ def run_peer(folder: Path, steps: int, evaluate: bool) -> tuple[list[float], flo
 
 
 def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[float], float]:
-    """(seconds of each step, last validation loss) of tpfuse."""
+    """Run tpfuse, and return the seconds of each step and the last validation loss."""
     flags = [*OURS, "--train.steps", str(steps), "--train.eval-every", str(steps if evaluate else 0)]
     command = [sys.executable, "-m", "tpfuse", "train", "--data.path", str(text), "--out", str(out), *flags]
     subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,20 +1,21 @@
-"""The GEMMs that overlap with communication, on one GPU: what their protocol costs, and how well they hide a real link.
+"""Time the GEMMs that overlap with communication on one GPU: their protocol's cost, and how well they hide a real link.
 
     python -m benchmarks.bench_overlapped_gemm --quick
 
-Cost of the protocol, beside the plain gemm kernel (`kernels/gemm.py`) on the same whole matrices; nothing waits:
+The cost of the protocol is measured beside the plain gemm kernel (`kernels/gemm.py`) on the same whole matrices, and
+nothing waits:
 
-    all_gather_gemm      the other ranks' chunks lie in `gathered`, and their words of `ready` say so
+    all_gather_gemm      the other ranks' chunks are in `gathered`, and their words of `ready` say so
     gemm_reduce_scatter  the slots of all ranks are on this GPU, and the others have signalled: the tiles are pushed
-                         into slots, and this rank's rows summed over the sources. That sum reads as many bytes as the
-                         product has written, which a reduce-scatter by itself would as well: "gemm, then sum" beside it
+                         into slots, and this rank's rows are summed over the sources. That sum reads as many bytes as
+                         the product has written, as a separate reduce-scatter would; the peer "gemm, then sum" does so
 
-from host memory: the other ranks' chunks come over the real link that one GPU has. A copy engine brings each from
-pinned memory, and then the product, which runs, is told; beside it the copies alone, the product alone, and one
-after the other. The last chunk cannot be multiplied before it is there, and the first only once the product has
-come to it: of `world` chunks, the best that can be is max(copy + product / world, product). So what is asked for is
-drawn from shapes where the longer of both is the longer by far (the link's width decides which); the one in between,
-where they take about the same time, stands beside them.
+"from host memory": the other ranks' chunks come over the real link that one GPU has. A copy engine copies each chunk
+from pinned memory, and then signals the running product. The peers are the copies alone, the product alone, and one
+after the other. The last chunk cannot be multiplied before it is present, and the first one only when the product has
+reached it: with `world` chunks, the shortest possible time is max(copy + product / world, product). So the figure is
+computed from shapes where one of the two takes much longer than the other (the link's width decides which). The shape
+between them, where both take about the same time, has a row too.
 """
 
 import contextlib
@@ -44,14 +45,14 @@ GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "co
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
 LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
-_RANK = 1  # which of the ranks this GPU plays
-_COLUMNS = 128  # that are checked: all rows, of some columns
+_RANK = 1  # the rank whose work this GPU does
+_COLUMNS = 128  # the number of checked columns, in all rows
 _Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """x of all ranks [M, K] times weight [N, K]: N, K of one rank, M divisible by world."""
+    """x of all ranks [M, K] times weight [N, K]: N and K are one rank's, and M is divisible by world."""
 
     world: int
     M: int
@@ -65,7 +66,7 @@ class Shape:
 
 
 class Group:
-    """The memory of all ranks on one device, where rank `_RANK` works and the others are ahead of it."""
+    """The memory of all ranks on one device, where rank `_RANK` works and the other ranks are ahead of it."""
 
     def __init__(self, world: int, slot_bytes: int, device: torch.device) -> None:
         self._ranks = OneProcess(world, device, shared=False)
@@ -74,28 +75,28 @@ class Group:
         self.ready = memory.signals("benchmark: ready", world).local
 
     def next_epoch(self) -> Tensor:
-        """Of the next launch, on the device: [1]."""
+        """Return the epoch of the next launch, on the device: [1]."""
         return self.endpoint.state[:1] + 1
 
     def signalled(self) -> None:
-        """This rank's flags say that the others have done the next epoch's work."""
+        """Set this rank's flags as if the other ranks had done the next epoch's work."""
         self._ranks.signal_ahead(_RANK)
 
     def stored(self, n: int) -> Tensor:
-        """What this rank has pushed to all owners in the last launch, bf16 [world, n]."""
+        """Return the values that this rank has pushed to all owners in the last launch, bf16 [world, n]."""
         half = int(self.endpoint.state[0]) % 2
         return torch.stack([slot[half].view(torch.bfloat16)[_RANK * n : (_RANK + 1) * n] for slot in self._slots.peers])
 
 
 def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
-    """What the first columns of the output need of a weight or a bias."""
+    """Return the part of a weight or a bias that the first columns of the output depend on."""
     if activation not in GATED:
         return x.narrow(dim, 0, min(_COLUMNS, x.shape[dim]))
     return torch.cat([half.narrow(dim, 0, min(_COLUMNS, half.shape[dim])) for half in x.chunk(2, dim)], dim)
 
 
 def _verdict(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:
-    """ "" where the first columns are as near to float64 as the tests want it."""
+    """Return "" where the first columns are as close to float64 as the tests require."""
     inputs = {"x": x, "weight": _narrow(weight, activation)}
     if bias is not None:
         inputs["bias"] = _narrow(bias, activation)
@@ -151,7 +152,7 @@ def _scattering(shape: Shape, bench: Bench) -> _Built:
         return gemm_reduce_scatter_forward(x, weight, group.endpoint)
 
     def check() -> dict[str, str]:
-        """The others' partial sums are zeros, so that the sum is this rank's own."""
+        """Check the sum, which is this rank's own: the other ranks' partial sums are zeros."""
         group.signalled()
         with poisoned():
             out = fused()
@@ -186,7 +187,7 @@ def _over_link(shape: Shape, bench: Bench) -> _Built:
             stamp = group.next_epoch()
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
-                if told:  # not where no product takes it: the next one would find it there
+                if told:  # without a product to read the signal, the next product would find it already set
                     group.ready[i : i + 1].copy_(stamp)
 
     def end_copies() -> None:
@@ -221,7 +222,7 @@ def _over_link(shape: Shape, bench: Bench) -> _Built:
     return check, [Measurement(LINK, *_cost(shape, shape.N), candidates)]
 
 
-_BUILD = {"gather": _gathering, "scatter": _scattering, "link": _over_link}  # by the first word of a case's name
+_BUILD = {"gather": _gathering, "scatter": _scattering, "link": _over_link}  # keys: the first word of a case's name
 
 
 def _case(kind: str, name: str, shape: Shape, asked: bool = True) -> Case:
@@ -229,7 +230,7 @@ def _case(kind: str, name: str, shape: Shape, asked: bool = True) -> Case:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Three widths of a product over the link, then the layers of Llama models by the number of tokens."""
+    """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
     if scale == "tiny":
         gated = Shape(2, 32, 64, 32, "swiglu")
         return [_case(kind, "tiny", Shape(4, 64, 48, 32)) for kind in _BUILD] + [_case("gather", "tiny", gated)]
