@@ -1,20 +1,23 @@
-"""Ring attention of CPU ranks: tpfuse, torch's ring templates, a plain ring of messages, and one process, by turns.
+"""Time ring attention of CPU ranks: tpfuse, torch's ring templates, a plain ring of messages, and one process, by
+turns.
 
     python -m benchmarks.bench_ring_attention [--ranks 4] [--tokens 4096] [--rounds 9] [--quick]
     python -m benchmarks.bench_ring_attention --ideal [--ranks 2]
 
-Causal attention, forward and backward, batch 1, float32; the sequence is spread zigzag, so that ranks have equal work,
-by all but the single process. Ranks have one thread each; the single process computes the whole sequence by torch's
-scaled_dot_product_attention with --threads. Every result is compared first with that. The templates are torch's private
-ones (torch's public `context_parallel` does not run on CPUs), with their own load balance, over Gloo; the plain ring is
-what people write: batch_isend_irecv to the neighbour, blocks merged by their log-sum-exp, gradients of keys and values
-travelling along.
+Causal attention, forward and backward, batch 1, float32. All candidates but the single process shard the sequence in
+zigzag order, so that ranks have equal work. Ranks have one thread each; the single process computes the whole sequence
+by torch's scaled_dot_product_attention with --threads. Every result is compared with that one first. The templates are
+torch's private ones (torch's public `context_parallel` does not run on CPUs), with their own load balance, over Gloo.
+The plain ring is the usual implementation: batch_isend_irecv to the neighbour, blocks merged by their log-sum-exp, and
+the gradients of keys and values travel with their block.
 
---ideal: what communication and the split into blocks cost. Ranks are pinned to one core each, and take turns with
-themselves when each computes 1 / ranks of the work with nobody to wait for: the whole sequence of as many heads less.
+--ideal measures the cost of communication and of the split into blocks. Ranks are pinned to one core each. They take
+turns with an ideal, in which each rank computes 1 / ranks of the work and waits for no rank: the whole sequence of 1 /
+ranks of the heads.
 
-Candidates take turns, and who begins rotates. A turn is as long as its slowest rank. See `bench_tensor_parallel` for
-how those who have no turn sleep, and for the part of the cores that other programs took.
+Candidates take turns, and each round begins with another one. A turn is as long as its slowest rank.
+`bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
+programs took is measured.
 """
 
 import argparse
@@ -45,12 +48,12 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_calls: dict[str, Callable[[], list[Tensor]]] = {}  # of this rank: what takes turns
+_calls: dict[str, Callable[[], list[Tensor]]] = {}  # the calls of this rank that take turns
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Causal attention of `tokens` by `heads` of `size`, batch 1."""
+    """Causal attention of `tokens` tokens and `heads` heads of size `size`, batch 1."""
 
     tokens: int = 4096
     heads: int = 8
@@ -58,7 +61,7 @@ class Subject:
 
 
 class Templates(Function):
-    """torch's ring, forward and backward, each with its load balance: the layout is zigzag."""
+    """torch's ring, forward and backward, each with torch's load balance: the layout is zigzag."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
@@ -77,7 +80,7 @@ class Templates(Function):
 
 
 def _shift(block: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """(what the rank before sends, the messages that are under way)."""
+    """Send the block to the next rank; return the block that the previous rank sends, and the messages under way."""
     rank, world, arriving = group.rank(), group.size(), torch.empty_like(block)
     messages = [
         dist.P2POp(dist.isend, block, group=group, group_peer=(rank + 1) % world),
@@ -87,7 +90,10 @@ def _shift(block: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.W
 
 
 def _halves(rank: int, source: int, n: int) -> tuple[slice, slice]:
-    """The queries that see anything of a source's keys, and those keys: one of both halves, but for the own ones."""
+    """Return the queries that see any of a source's keys, and those keys.
+
+    For the own keys both are whole. For another source's keys one of the two is a half.
+    """
     everything = slice(0, n)
     if source == rank:
         return everything, everything
@@ -95,7 +101,7 @@ def _halves(rank: int, source: int, n: int) -> tuple[slice, slice]:
 
 
 class PlainRing(Function):
-    """A block is computed while the next one comes; in backward its gradients go around with it."""
+    """A ring that computes a block while the next one arrives; in backward its gradients travel with it."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
@@ -149,7 +155,7 @@ def _ours(
 
 
 def _candidates(subject: Subject) -> dict[str, Attention]:
-    """What takes part in the ring, on every rank."""
+    """Return the candidates that take part in the ring, on every rank."""
     world, group = dist.get_world_size(), dist.group.WORLD
     assert group is not None
     schedules: dict[Schedule, Group] = {"ring": group, "all_gather": group}
@@ -175,13 +181,13 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _inputs(subject: Subject, heads: int) -> list[Tensor]:
-    """q, k, v, and the gradient of the output."""
+    """Return q, k, v, and the gradient of the output."""
     generator = torch.Generator().manual_seed(subject.tokens)
     return [torch.randn(1, heads, subject.tokens, subject.size, generator=generator) for _ in range(4)]
 
 
 def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callable[[], list[Tensor]]:
-    """A call, which returns out, dQ, dK, dV."""
+    """Return a call that returns out, dQ, dK and dV."""
     *leaves, grad = inputs
     leaves = [x.clone().requires_grad_() for x in leaves]
 
@@ -196,7 +202,7 @@ def _forward_and_backward(attention: Attention, inputs: list[Tensor]) -> Callabl
 
 
 def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
-    """Fills `_calls`, checked; returns the candidates. On every rank."""
+    """Fill `_calls` with checked candidates and return their names. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     _calls.clear()
     inputs, rank, world = _inputs(subject, subject.heads), dist.get_rank(), dist.get_world_size()
@@ -221,22 +227,22 @@ def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
 
 
 def pin() -> None:
-    """This rank, to a core of its own."""
+    """Pin this rank to a core of its own."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
 
 
 def turn(name: str, repeats: int) -> float:
-    """Seconds of a call. On every rank of the candidate."""
+    """Return the seconds of a call. Every rank of the candidate must call it."""
     return seconds_per_call(_calls[name], repeats)
 
 
 def measure(
     subject: Subject, ranks: RankPool, alone: RankPool, rounds: int, *, ideal: bool = False, seconds: float = 0.3
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by candidate; what part of the cores others took.
+    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
 
-    seconds: what a turn takes, about.
+    seconds: the approximate duration of a turn.
     """
     where = {} if ideal else dict.fromkeys(alone.run(prepare, subject, True, False)[0], alone)
     where |= dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks)
@@ -252,7 +258,7 @@ def measure(
 
 
 def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
-    """Prints a table; the row to keep."""
+    """Print a table, and return the row to keep."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     baseline, asked = (ALONE, 1.03) if ALONE in figures else (IDEAL, 1.05)
     ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
@@ -266,7 +272,7 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
 
 
 def main() -> None:
-    """A table, which is kept unless it is a quick one."""
+    """Print a table, and keep it unless it is a quick one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="default: 4; 2 with --ideal")
     parser.add_argument("--threads", type=int, default=2, help="of the single process")

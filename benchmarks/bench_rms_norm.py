@@ -1,4 +1,4 @@
-"""rms_norm beside F.rms_norm, eager and compiled, and Liger-Kernel's, forward and backward.
+"""Time rms_norm beside F.rms_norm, eager and compiled, and Liger-Kernel's, forward and backward.
 
 python -m benchmarks.bench_rms_norm --quick
 """
@@ -29,7 +29,7 @@ else:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """The widths of the models that have this norm."""
+    """Return cases of the widths of the models that have this norm."""
     return norm_cases("rms_norm", scale, LLAMA, RmsNorm, _plain, _liger)
 
 

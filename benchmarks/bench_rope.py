@@ -1,8 +1,8 @@
-"""rope of queries and keys beside plain torch, eager and compiled, forward and backward.
+"""Time rope of queries and keys beside plain torch, eager and compiled, forward and backward.
 
     python -m benchmarks.bench_rope --quick
 
-One call rotates both; plain torch multiplies by float32 tables and rounds once, as ours does.
+One call rotates both. Plain torch multiplies by float32 tables and rounds once, as the operator of tpfuse does.
 """
 
 import sys
@@ -60,7 +60,7 @@ def _build(shape: Rope, bench: Bench) -> Built:
 
 
 def _joined(pair: Pair) -> Callable[..., Tensor]:
-    """Both results as one tensor, for the check."""
+    """Return a function that concatenates both results in one tensor, for the check."""
 
     def run(q: Tensor, k: Tensor) -> Tensor:
         return torch.cat(pair(q, k), dim=2)
@@ -74,7 +74,7 @@ def _case(shape: Rope) -> Case:
 
 
 def cases(scale: Scale) -> list[Case]:
-    """The models that have it."""
+    """Return cases of the models that have rotary embeddings."""
     if scale == "tiny":
         return [Case("rope", "tiny", partial(_build, Rope("tiny", 1, 12, 2, 1, 16)), True)]
     sizes = {"7b tp1": (32, 32)}

@@ -1,10 +1,11 @@
-"""sharded_adamw with all ranks' memory on one GPU: reduce-scatter, AdamW and all-gather in one launch, nothing waits.
+"""Time sharded_adamw with all ranks' memory on one GPU: reduce-scatter, AdamW and all-gather in a launch without waits.
 
     python -m benchmarks.bench_sharded_adamw --quick
 
-One rank updates its shard of GPT-2 124M's parameters, bf16 with float32 masters. The buffers of the others lie on this
-GPU too, and their signals are there; so what is measured is what the kernel makes of memory, not of links. The least
-that it can move: every rank's gradients of the shard in, the state in and out, the parameters out to every rank.
+One rank updates its shard of GPT-2 124M's parameters, bf16 with float32 masters. The buffers of the other ranks are on
+this GPU too, and their signals are set already. So the benchmark measures how the kernel uses memory, and not links.
+The least that it can move: it reads every rank's gradients of the shard, reads and writes the state, and writes the
+parameters to every rank.
 """
 
 import sys
@@ -23,13 +24,13 @@ from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.compare import check_error
 
 RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-_RANK = 1  # which of the ranks this GPU plays
+_RANK = 1  # the rank whose work this GPU does
 _COMPARED = 1 << 20  # elements of a shard
 _LR, _STEP, _CLIP = 1e-3, 3.0, 0.5
 
 
 class Ranks:
-    """Parameters and gradients of `world` ranks, whose shards have m elements, and the state of one's."""
+    """The parameters and gradients of `world` ranks, whose shards have m elements, and the state of rank `_RANK`."""
 
     def __init__(self, world: int, m: int, sent: torch.dtype, bench: Bench) -> None:
         device = bench.device
@@ -56,12 +57,12 @@ class Ranks:
         return {"lr": _LR, "step": _STEP, "clip": _CLIP}
 
     def signalled(self) -> None:
-        """The others have come to both barriers of the next launch."""
+        """Set this rank's flags as if the other ranks had reached both barriers of the next launch."""
         own = self._flags[_RANK]
         own.copy_(torch.where(self._of_others, self._state[:1] + 1, own))
 
     def update(self, _: object = None) -> None:
-        """Of this rank's shard."""
+        """Update this rank's shard."""
         values, gradients = self.values[_RANK], self.gradients[_RANK]
         sharded_adamw_(
             values,
@@ -79,7 +80,7 @@ class Ranks:
         )
 
     def _expected(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Master and moments after an update in plain torch."""
+        """Return master and moments after an update in plain torch."""
         sent = [x[self.own].to(dtype) for x in self.gradients]
         state = (x.to(dtype) for x in (self.exp_avg, self.exp_avg_sq))
         return reference.sharded_adamw(
@@ -87,7 +88,7 @@ class Ranks:
         )
 
     def verdict(self) -> str:
-        """ "" where state and parameters are right after an update."""
+        """Return "" where state and parameters are right after an update."""
         plain, truth = self._expected(torch.float32), self._expected(torch.float64)
         try:
             self.signalled()
@@ -117,7 +118,7 @@ def _build(
 
 
 def cases(scale: Scale) -> list[Case]:
-    """Eight ranks and two; gradients in bf16 and in float32."""
+    """Return cases of eight ranks and of two, with gradients in bf16 and in float32."""
     n = 124_439_808 if scale != "tiny" else 608
     made = []
     for world in (8, 2):

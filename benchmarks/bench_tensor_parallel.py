@@ -1,19 +1,20 @@
-"""Tensor parallelism on CPU ranks: tpfuse, torch's own over Gloo, and one process with as many threads, by turns.
+"""Time tensor parallelism on CPU ranks: tpfuse, torch's own over Gloo, and one process with as many threads, by turns.
 
     python -m benchmarks.bench_tensor_parallel [--ranks 2] [--rounds 15] [mlp gpt]
 
 mlp: a sequence-parallel MLP with biases (column-parallel, gelu_tanh, row-parallel), forward and backward. x arrives as
 the rank's shard of the tokens; the parameters are DTensors on both sides, and all gradients are dropped before each
 call. Output and gradients are checked first against float64 (tpfuse's within the bound of the tests). gpt: a training
-step of the preset that `make train` runs, with its batch, data, clipping and optimizer: tpfuse's Trainer, and the same
-model in `benchmarks.torch_gpt` under `parallelize_module` with torch's fused AdamW and clip_grad_norm_. From the same
-weights, losses and gradient norms of three steps must agree. As `tpfuse train` does, all processes keep freed memory.
+step of the preset that `make train` runs, with its batch, data, clipping and optimizer. The candidates are tpfuse's
+Trainer, and the same model in `benchmarks.torch_gpt` under `parallelize_module` with torch's fused AdamW and
+clip_grad_norm_. Both begin with the same weights, and losses and gradient norms of three steps must agree. All
+processes keep freed memory, as `tpfuse train` does.
 
 Ranks have one thread each. The single process (torch's layers for the MLP, tpfuse with tp 1 for the GPT) is another
-one, with as many threads as there are ranks. A turn times several calls of one candidate, on rank 0 after a barrier.
-Whoever has no turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a turn begins a
-moment after the one before it, when OpenMP's threads have gone to sleep). Rows say what part of the cores other
-programs took meanwhile (on Linux): where that is more than a few per cent, the times are not to be believed.
+process, with as many threads as there are ranks. A turn times several calls of one candidate, on rank 0 after a
+barrier. A process without a turn sleeps in the read of a pipe: no rank waits in a collective, and no thread spins (a
+turn begins a moment after the previous turn, when OpenMP's threads have stopped spinning). Rows contain the share of
+the cores that other programs took meanwhile (on Linux): where it is more than a few per cent, the times are unreliable.
 """
 
 import argparse
@@ -50,16 +51,16 @@ from tpfuse.train.trainer import Trainer
 from tpfuse.zero.bucket_layout import decays
 
 TORCH, ALONE = "torch", "one_process"
-_SECONDS = 0.15  # of a turn, about
+_SECONDS = 0.15  # the approximate duration of a turn
 _LINE = "{:<15}" + "{:>12}" * 3 + "{:>13}{:>7}{:>11}{:>16}"
 Call = Callable[[], object]
 
-_calls: dict[str, Call] = {}  # of this rank: what takes turns
+_calls: dict[str, Call] = {}  # the calls of this rank that take turns
 
 
 @dataclass(frozen=True)
 class Subject:
-    """asked: how many times as fast as torch's tensor parallelism it is to be."""
+    """A compared computation. asked: the required speed, in multiples of that of torch's tensor parallelism."""
 
     name: str
     prepare: Callable[[tuple[int, ...], bool], None]
@@ -113,7 +114,7 @@ def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice,
 
 
 def prepare_mlp(sizes: tuple[int, ...], alone: bool) -> None:
-    """Fills `_calls` with forward and backward of (tokens, width), checked. On every rank."""
+    """Fill `_calls` with checked forward and backward passes of (tokens, width). Every rank must call it."""
     tokens, width = sizes
     generator = torch.Generator().manual_seed(tokens + width)
     shapes = {"x": (tokens, width), "up": (4 * width, width), "up_bias": (4 * width,)}
@@ -147,7 +148,7 @@ def _forward_and_backward(model: nn.Module, x: Tensor, grad: Tensor) -> Callable
 
 
 def _preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
-    """What `make train` runs, but on 4096 bytes that follow a rule."""
+    """Return the run of `make train`, but on 4096 bytes that follow a rule."""
     options = parse_train(["--model.preset", "tiny"])
     options = replace(options, parallel=replace(options.parallel, tp=tp, dp=1))
     model = options.model
@@ -158,7 +159,7 @@ def _preset(tp: int) -> tuple[TrainCommand, GPTConfig, Windows]:
 
 
 def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Callable[[], tuple[float, float]]:
-    """A step as Trainer's: (loss, gradient norm)."""
+    """Return a step like Trainer's, which returns (loss, gradient norm)."""
     named = list(model.named_parameters())
     optim, batch = options.optim, options.train.batch
     groups = [{"params": [p for name, p in named if decays(name, p)], "weight_decay": optim.weight_decay}]
@@ -184,7 +185,7 @@ def _torch_step(model: TorchGPT, options: TrainCommand, windows: Windows) -> Cal
 
 
 def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
-    """Fills `_calls` with training steps, checked. On every rank."""
+    """Fill `_calls` with checked training steps. Every rank must call it."""
     keep_freed_memory()
     world = 1 if alone else dist.get_world_size()
     options, config, windows = _preset(world)
@@ -207,17 +208,20 @@ def prepare_gpt(sizes: tuple[int, ...], alone: bool) -> None:
 
 
 def set_threads(threads: int) -> None:
-    """On the single process."""
+    """Set the number of threads of the single process."""
     torch.set_num_threads(threads)
 
 
 def processor_seconds() -> float:
-    """Of this process, all of its threads."""
+    """Return the processor time of this process, over all of its threads, in seconds."""
     return time.process_time()
 
 
 def of_others(*pools: RankPool) -> float:
-    """Seconds of processor time since the machine started that neither was idle nor of this benchmark's processes."""
+    """Return the seconds of processor time since the machine started that other programs used.
+
+    Idle time and the time of this benchmark's processes are not in it. It is NaN where there is no /proc/stat.
+    """
     stat = Path("/proc/stat")
     if not stat.exists():
         return float("nan")
@@ -227,12 +231,12 @@ def of_others(*pools: RankPool) -> float:
 
 
 def turn(name: str, repeats: int) -> float:
-    """Seconds of a call. On every rank of the candidate."""
+    """Return the seconds of a call. Every rank of the candidate must call it."""
     return seconds_per_call(_calls[name], repeats)
 
 
 def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by candidate; what part of the cores others took."""
+    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took."""
     where = {OURS: ranks, TORCH: ranks, ALONE: alone}
     for pool in (ranks, alone):
         pool.run(subject.prepare, subject.sizes, pool is alone)
@@ -257,7 +261,7 @@ SUBJECTS = (
 
 
 def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> None:
-    """Prints a line and keeps a row."""
+    """Print a line and keep a row."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     median = {name: figures[name]["median"] for name in figures}
     over_torch, over_one = (round(median[name] / median[OURS], 2) for name in (TORCH, ALONE))
@@ -270,7 +274,7 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
 
 
 def main() -> None:
-    """A line for each subject."""
+    """Print a line for each subject."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="default: both")
     parser.add_argument("--ranks", type=int, default=2)

@@ -1,24 +1,25 @@
-"""ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and with no communication, by turns.
+"""Time ZeRO on CPU ranks: training steps and updates by tpfuse, by torch over Gloo, and alone, by turns.
 
     python -m benchmarks.bench_zero [--worlds 2 4] [--rounds 9] [--quick] [training update]
 
 training: a step of a GPT of 6 layers x 768 (12 heads, 43M parameters, float32) on bytes, 4 sequences of 64 tokens on
 every rank, one thread each, AdamW, gradients clipped (`benchmarks.zero_training`):
 
-    alone          our engine with no group: each rank trains on its own batch and updates everything. The same products
-                   as with a group, no communication, and an optimizer that is not sharded
-    stage 0, 1, 2  our buckets
-    stage 3        torch's fully_shard with our collectives and our optimizer; blocks are gathered again for backward
+    alone          tpfuse's engine with no group: each rank trains on its own batch and updates all parameters. It has
+                   the same products as with a group, no communication, and an optimizer that is not sharded
+    stage 0, 1, 2  tpfuse's buckets
+    stage 3        torch's fully_shard with tpfuse's collectives and optimizer; blocks are gathered again for backward
     DDP            DistributedDataParallel and AdamW
     DDP + ZeRO     DistributedDataParallel and ZeroRedundancyOptimizer of AdamW
     fully_shard    by blocks, with reshard_after_forward=False, and AdamW
 
-update: of 50M float32 parameters, from whole gradients on every rank to new parameters on every rank
+update: an update of 50M float32 parameters, from whole gradients on every rank to new parameters on every rank
 (`benchmarks.zero_update`).
 
-Every contender's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients. They
-take turns, and who begins rotates; a turn is as long as its slowest rank. See `bench_tensor_parallel` for how those who
-have no turn sleep, and for the part of the cores that other programs took.
+Every candidate's result is checked first: with plain AdamW on the whole batch, and with the sum of all gradients.
+Candidates take turns, and each round begins with another one; a turn is as long as its slowest rank.
+`bench_tensor_parallel` describes how the processes without a turn sleep, and how the share of the cores that other
+programs took is measured.
 """
 
 import argparse
@@ -37,16 +38,16 @@ from benchmarks.zero_update import NORM_FIRST, PIECES, SWEEP, WHOLE, Update
 from tpfuse.testing.ranks import RankPool
 from tpfuse.train.hardware import keep_freed_memory
 
-SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # the second one for --quick
+SUBJECTS: dict[str, tuple[Training | Update, Training | Update]] = {  # (the full subject, the subject of --quick)
     "training": (Training(), Training(2, 48, 4, 16, 2)),
     "update": (Update(), Update(2, 48)),
 }
 
-_calls: dict[str, Call] = {}  # of this rank: what takes turns
+_calls: dict[str, Call] = {}  # the calls of this rank that take turns
 
 
 def prepare(subject: Training | Update) -> list[str]:
-    """Fills `_calls`; returns the candidates. On every rank."""
+    """Fill `_calls` and return the names of the candidates. Every rank must call it."""
     torch.use_deterministic_algorithms(False)
     keep_freed_memory()
     _calls.clear()
@@ -55,16 +56,16 @@ def prepare(subject: Training | Update) -> list[str]:
 
 
 def turn(name: str, repeats: int) -> float:
-    """Seconds of a call. On every rank."""
+    """Return the seconds of a call. Every rank must call it."""
     return seconds_per_call(_calls[name], repeats)
 
 
 def measure(
     subject: Training | Update, ranks: RankPool, rounds: int, seconds: float = 1.0
 ) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a call, of each round, by candidate; what part of the cores others took.
+    """Return the seconds of a call in each round, by candidate, and the share of the cores that other programs took.
 
-    seconds: what a turn takes, about.
+    seconds: the approximate duration of a turn.
     """
     names = ranks.run(prepare, subject)[0]
     repeats = {name: max(1, min(200, int(seconds / max(ranks.run(turn, name, 1))))) for name in names}
@@ -92,7 +93,7 @@ FIGURES = tuple(_figures())
 
 
 def rows(mode: str, ranks: int, times: dict[str, list[float]]) -> list[Row]:
-    """What figures are drawn from: each of ours is an operator, and all peers stand beside it."""
+    """Return the rows for the figures: each candidate of tpfuse is an operator, and all peers are beside it."""
     found: list[Row] = []
     for ours in (name for name in times if name.startswith(OURS)):
         row: Row = {"operator": ours, "case": f"{ranks} ranks", "mode": mode, "asked": True}
@@ -103,7 +104,7 @@ def rows(mode: str, ranks: int, times: dict[str, list[float]]) -> list[Row]:
 
 
 def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, list[float]], others: float) -> Row:
-    """Prints a table; the row to keep."""
+    """Print a table, and return the row to keep."""
     figures = {name: {k: round(v * 1e3, 3) for k, v in percentiles(x).items()} for name, x in times.items()}
     baseline = next(iter(figures))
     ratios = {name: round(x["median"] / figures[baseline]["median"], 3) for name, x in figures.items()}
@@ -117,7 +118,7 @@ def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, l
 
 
 def main() -> None:
-    """Tables, which are kept unless they are quick ones, and the figures."""
+    """Print tables, keep them unless they are quick ones, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subjects", nargs="*", metavar="training|update", help="default: both")
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
@@ -132,7 +133,7 @@ def main() -> None:
         for mode in arguments.subjects or SUBJECTS:
             ranks, subject = RankPool(world, timeout=1200.0), SUBJECTS[mode][arguments.quick]
             times, others = measure(subject, ranks, rounds, seconds)
-            ranks.close()  # with the memory of its candidates
+            ranks.close()  # this frees the memory of its candidates
             row = report(mode, subject, world, times, others)
             found += rows(mode, world, times)
             if not arguments.quick:

@@ -1,8 +1,8 @@
-"""Differentiable operators as candidates: the three-way check of each, and its forward and backward pass as works.
+"""Differentiable operators as candidates: the three-way check of each, and measurements of its passes.
 
 Every candidate is a function of the same named inputs that returns one tensor. The tolerance is that of the tests
-(`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype says how large an
-error may be. While ours is checked, memory that nobody wrote is NaN.
+(`tpfuse.testing.compare`): plain torch in float64 is the truth, and plain torch in the inputs' dtype determines how
+large an error may be. While the candidate of tpfuse is checked, memory that was not written is NaN.
 """
 
 import contextlib
@@ -28,10 +28,11 @@ def _whole(name: str, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """functions: by name, ours first. costs: mode -> (operations, bytes); a mode that is not here is not timed.
+    """An operator's inputs and candidates. functions: by name, tpfuse's first.
 
-    narrow: (name, tensor) -> the part of an input, of "out" or of "grad" that is compared, where float64 would not fit
-    or would take too long; the reference must be that part's alone.
+    costs: mode -> (operations, bytes); a mode without costs is not timed. narrow: (name, tensor) -> the part of an
+    input, of "out" or of "grad" that is compared, where float64 would not fit in memory or would take too long; the
+    reference of that part must depend on that part alone.
     """
 
     inputs: Mapping[str, Tensor]
@@ -41,10 +42,10 @@ class Operator:
     costs: Mapping[str, tuple[float, float]]
     narrow: Callable[[str, Tensor], Tensor] = _whole
     memory: tuple[str, ...] = ()
-    forward_only: tuple[str, ...] = ()  # functions that torch cannot differentiate: timed without a graph alone
+    forward_only: tuple[str, ...] = ()  # functions that torch cannot differentiate: they are timed only without a graph
 
     def check(self) -> dict[str, str]:
-        """Verdict by name: "" where the output and every gradient are within the bound of the tests."""
+        """Return the verdict by name: "" where the output and every gradient are within the bound of the tests."""
         inputs = {name: self.narrow(name, x) for name, x in self.inputs.items()}
         expected = Expected(self.reference, inputs, self.narrow("grad", self.grad))
         return {name: self._verdict(name, function, expected) for name, function in self.functions.items()}
@@ -70,7 +71,9 @@ class Operator:
         return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.is_floating_point()}
 
     def works(self) -> list[Measurement]:
-        """What `costs` names: "inference" (no graph), "forward" (with one), "backward" alone, "both"."""
+        """Return a measurement of each mode of `costs`: "inference" (no graph), "forward" (with one), "backward",
+        "both".
+        """
         made = {"inference": self._inference, "forward": self._forward, "backward": self._backward, "both": self._both}
         works = []
         for mode, cost in self.costs.items():
@@ -109,7 +112,7 @@ class Operator:
 def described(
     shape: DifferentiableShape, bench: Bench, modes: Sequence[str], peers: Mapping[str, Function], **options: Any
 ) -> Built:
-    """Return the check of an operator at a shape of its description beside peers, and its works in these modes.
+    """Return the check of an operator at a shape of its description beside peers, and its measurements in these modes.
 
     options: fields of `Operator`.
     """
@@ -126,13 +129,13 @@ def described(
 
 
 def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies with the same strides: some peers write gradients over their inputs."""
+    """Return copies with the same strides: some peers write gradients over their inputs."""
     return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
 
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty gives NaN; what has no deterministic algorithm runs all the same."""
+    """Make torch.empty return NaN in this context; an operation without a deterministic algorithm runs all the same."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -144,9 +147,9 @@ def poisoned() -> Iterator[None]:
 
 
 def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function:
-    """torch.compile of the function, for one shape; where kernels are interpreted its tracing alone.
+    """Return torch.compile of the function, for one shape; where kernels are interpreted, it is only traced.
 
-    It raises LeftOut on a bench without the compiler.
+    The returned function raises LeftOut on a bench without the compiler.
     """
     if not bench.compiler:
         return _left_out
@@ -156,7 +159,7 @@ def compiled(function: Function, bench: Bench, mode: str | None = None) -> Funct
 
 
 class LeftOut(RuntimeError):
-    """Stands for a time that is measured in another turn."""
+    """The error of a candidate whose time is measured in another turn."""
 
 
 def _left_out(*args: object, **inputs: object) -> Tensor:
@@ -164,12 +167,12 @@ def _left_out(*args: object, **inputs: object) -> Tensor:
 
 
 def fresh_compiler() -> None:
-    """Forgets what was compiled before: past a number of shapes torch.compile would refuse the next one."""
+    """Discard all compiled functions: after a number of shapes torch.compile would refuse the next one."""
     torch.compiler.reset()
 
 
 def installed(module: str) -> bool:
-    """Whether an optional peer can be imported; one that is installed and broken counts as missing."""
+    """Return whether an optional peer can be imported; one that is installed but broken counts as missing."""
     try:
         __import__(module)
     except Exception:
@@ -178,7 +181,7 @@ def installed(module: str) -> bool:
 
 
 def absent(package: str) -> Function:
-    """Stands for a peer that is not installed: its rows say so."""
+    """Return a function in place of a peer that is not installed; its rows contain the error."""
 
     def missing(**inputs: Tensor) -> Tensor:
         raise ModuleNotFoundError(f"{package} is not installed")

@@ -1,8 +1,8 @@
-"""An H100's stand-in for what is measured on the host: Triton compiles for it and launches, and nothing runs.
+"""An H100's stand-in for measurements on the host: Triton compiles for it and launches, and no kernel runs.
 
-All of Triton is its own, the C of its launcher too; the CUDA driver under it is `libcuda_stand_in.c`, built by the C
-compiler that Triton needs on GPUs as well. CPU tensors pose as the device's. So everything is in a measured time but
-the driver's own work and that of torch's CUDA build: allocations, events and streams.
+All of Triton is real, and so is the C of its launcher. The CUDA driver under it is `libcuda_stand_in.c`, built by the C
+compiler that Triton needs on GPUs as well. CPU tensors take the place of the device's. So a measured time contains
+everything but the work of the driver and that of torch's CUDA build: allocations, events and streams.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from tpfuse import backend
 from tpfuse.kernels import compiled_launch, launch
 
 _SOURCE = Path(__file__).with_name("libcuda_stand_in.c")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 
 
 class DriverStandIn:
-    """Makes this process's CPU tensors look like an H100's to the launchers, for good. Kernels must not be interpreted.
+    """A stand-in that makes this process's CPU tensors look like an H100's to the launchers, permanently.
 
-    folder: the stand-in of libcuda lies there.
+    Kernels must not be interpreted. The stand-in of libcuda is in `_folder`, which is removed with this object.
     """
 
     def __init__(self) -> None:
@@ -38,23 +38,23 @@ class DriverStandIn:
         from triton.backends.nvidia.driver import CudaDriver
 
         driver = CudaDriver()
-        driver.get_current_device = lambda: -1  # as CPU tensors say
+        driver.get_current_device = lambda: -1  # the device index of CPU tensors
         driver.get_current_stream = lambda device: 0
         driver.get_device_capability = lambda device: (9, 0)
         triton.runtime.driver.set_active(driver)
         launch._gpus[torch.device("cpu")] = "sm_90", 132
         compiled_launch._scratch = _scratch
-        backend.INTERPRETED = True  # that is: Triton runs kernels on CPU tensors
+        backend.INTERPRETED = True  # this means that Triton runs kernels on CPU tensors
         _keep_pages()
 
     @property
     def launches(self) -> int:
-        """How many kernels were launched."""
+        """Return the number of launched kernels."""
         return self._launches.value
 
 
 def _build(folder: Path) -> ctypes.CDLL:
-    """libcuda.so.1, loaded under this name, by which what Triton builds finds it."""
+    """Build and load libcuda.so.1. The libraries that Triton builds find it by this name."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError("there is no C compiler, which Triton's launcher is built by: install gcc, or set CC")
@@ -70,7 +70,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _keep_pages() -> None:
-    """Makes large tensors cost as little as small ones: torch's allocator on GPUs keeps memory, malloc returns it."""
+    """Make large tensors cost as little as small ones: torch's allocator on GPUs keeps memory, malloc returns it."""
     library = ctypes.CDLL(None)
     for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
         library.mallopt(option, 2**30)
