@@ -1,7 +1,8 @@
-"""What each step of `benchmarks.first_contact` does: on a GPU, or in a rehearsal, interpreted on a CPU.
+"""The steps of `benchmarks.first_contact`: on a GPU, or in a rehearsal, interpreted on a CPU.
 
-A rehearsal goes the same way. Shapes are tiny, an operator has one case, ranks of one process take turns in the
-explorer instead of running side by side, tests that need a GPU skip themselves, and the tuner's clock is the host's.
+A rehearsal takes the same steps. Shapes are tiny, an operator has one case, ranks of one process take turns in the
+explorer instead of running at the same time, tests that need a GPU skip themselves, and the tuner's clock is the
+host's.
 """
 
 import importlib
@@ -41,7 +42,7 @@ WORLDS = (2, 4)
 ROUNDS = 200
 TESTS = ("tests/comm/test_cuda_ranks.py", "tests/ops/linear/test_cuda.py", "tests/zero/test_cuda.py")
 TUNED = ("gemm", "all_gather_gemm", "attention_forward")
-# Benchmarks in the order of their importance, with the seconds that a turn of each may take.
+# The benchmarks in the order of their importance, with the seconds that a turn of each may take.
 TIMED = {
     "gemm": 120,
     "overlapped_gemm": 90,
@@ -55,14 +56,15 @@ TIMED = {
     "cross_entropy": 20,
     "rope": 20,
 }
-_LATE, _LONGEST = 0.2, 1_000_000  # how many rounds of a rank are late, and cycles of a multiprocessor, half a ms
-_AHEAD = 16  # rounds that a thread may be ahead of its stream, whose queue must not fill: launches would wait for it
+# The share of a rank's rounds that are late, and the longest delay in cycles of a multiprocessor, about half a ms.
+_LATE, _LONGEST = 0.2, 1_000_000
+_AHEAD = 16  # rounds that a thread may be ahead of its stream: launches would wait where the stream's queue is full
 _LOADING, _RUNNING = 240.0, 60.0  # seconds
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all steps share. operators: those of `cases` and of TIMED that are meant."""
+    """The settings that all steps share. operators: the selected names of `cases` and of TIMED."""
 
     out: Path
     rehearse: bool
@@ -71,22 +73,22 @@ class Plan:
 
     @property
     def device(self) -> torch.device:
-        """Where kernels run."""
+        """Return the device on which kernels run."""
         return torch.device("cpu") if self.rehearse else torch.device("cuda", 0)
 
     def begin(self) -> None:
-        """At the start of what computes: the tensors of a rehearsal are tiny."""
+        """Use one thread in a rehearsal, whose tensors are tiny. Each step that computes calls this first."""
         if self.rehearse:
             torch.set_num_threads(1)
 
     @property
     def compared(self) -> list[str]:
-        """The operators whose kernels are meant."""
+        """Return the selected operators that have cases."""
         return [name for name in cases.names() if name in self.operators]
 
 
 def steps(plan: Plan) -> dict[str, list[Step]]:
-    """All of them by group, in order."""
+    """Return all steps by group, in order."""
     interpret = "1" if plan.rehearse else "0"
     tests = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TRITON_INTERPRET": interpret}
     timings, compiled, others = (
@@ -125,13 +127,13 @@ def steps(plan: Plan) -> dict[str, list[Step]]:
 
 
 def tell_device(plan: Plan, rows: Rows) -> None:
-    """Where, when and with what; what the machine can do."""
+    """Record the device, versions, commit and command, and the properties of the machine."""
     more = {"seed": plan.seed}
     rows.each("device", lambda: kernel_provenance() | more | {"machine can": [asdict(x) for x in probe()]})
 
 
 def fill_cache(plan: Plan, rows: Rows) -> None:
-    """Compiles on all cores; Triton then finds most of it in its cache."""
+    """Compile on all cores, so that Triton then finds most kernels in its cache."""
     rows.each("compile", partial(_fill_cache, plan, rows))
 
 
@@ -163,7 +165,7 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
 
 
 def compare_operator(plan: Plan, operator: str, rows: Rows) -> None:
-    """Every case of an operator beside its reference, as `tpfuse verify` compares them."""
+    """Compare every case of an operator with its reference, as `tpfuse verify` does."""
     plan.begin()
     found = cases.load(operator).cases
     for dtype in DTYPES:
@@ -179,7 +181,7 @@ def _compare(plan: Plan, operator: str, case: Any, dtype: str) -> Row:
 
 
 def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
-    """All ranks in this process, each on a stream of its own, late at random, over the largest epoch."""
+    """Run all ranks in this process, each on a stream of its own, late at random, over the largest epoch."""
     plan.begin()
     for name in PROGRAMS:
         rows.each(name, partial(_run_ranks, plan, name, world), fatal=True)
@@ -193,9 +195,9 @@ def _run_ranks(plan: Plan, name: str, world: int) -> Row:
 
 
 def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int) -> list[list[int]]:
-    """The rounds of each rank that differ from the first ones with these inputs, on a GPU.
+    """Return the rounds of each rank that differ from the first rounds with these inputs, on a GPU.
 
-    Raises AssertionError where a first one is wrong, PeerTimeout where a rank waits in vain.
+    Raise AssertionError where one of the first rounds is wrong, and PeerTimeout where a rank waits without success.
     """
     ranks = OneProcess(world, device, timeout=_LOADING)
     with ranks.aborted():
@@ -217,8 +219,8 @@ def at_once(name: str, world: int, device: torch.device, seed: int, rounds: int)
 
 
 def explored(name: str, world: int, rounds: int) -> list[list[int]]:
-    """The same in the explorer, under one schedule."""
-    from tpfuse.testing.explore import Sequential, SimulatedMemory, explore  # it patches Triton's interpreter
+    """Return the rounds of each rank that differ, in the explorer, under one schedule."""
+    from tpfuse.testing.explore import Sequential, SimulatedMemory, explore  # this import patches Triton's interpreter
 
     found: dict[int, list[int]] = {}
 
@@ -230,8 +232,8 @@ def explored(name: str, world: int, rounds: int) -> list[list[int]]:
 
 
 def run_tests(file: str, rows: Rows) -> None:
-    """The tests of ranks on a GPU, each its own process. Raises Later."""
-    import pytest  # which no other step needs
+    """Run the tests of ranks on a GPU, each rank in its own process. Raise Later."""
+    import pytest  # no other step needs pytest
 
     from benchmarks.tests_as_rows import Reported
 
@@ -243,7 +245,7 @@ def run_tests(file: str, rows: Rows) -> None:
 
 
 def train(plan: Plan, rows: Rows) -> None:
-    """What `tpfuse verify --operators training` says."""
+    """Record the result of `tpfuse verify --operators training`."""
     rows.each("training", _train)
 
 
@@ -253,7 +255,7 @@ def _train() -> Row:
 
 
 def find_ceilings(plan: Plan, rows: Rows) -> None:
-    """What the device can do at best."""
+    """Record the highest rates that the device reaches."""
     rows.each("ceilings", partial(_find_ceilings, plan))
 
 
@@ -262,14 +264,17 @@ def _find_ceilings(plan: Plan) -> Row:
 
 
 def kept_ceilings(rows: Sequence[Row]) -> Ceilings | None:
-    """Those that a row holds."""
+    """Return the ceilings of the last row that has some."""
     found = [row["ceilings"] for row in rows if "ceilings" in row]
     return Ceilings(**found[-1]) if found else None
 
 
 def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
-    """A benchmark's cases, each checked first: those that figures are drawn from without torch.compile ("timings"),
-    then with it where it is a peer ("torch.compile"); then all others ("more timings")."""
+    """Check and time the cases of a benchmark.
+
+    The group "timings" has the cases of the figures, without torch.compile. The group "torch.compile" has those of them
+    that have torch.compile as a peer, with it. The group "more timings" has all other cases.
+    """
     kept = read(plan.out)
     bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
     bench.compiler = group != "timings"
@@ -292,7 +297,7 @@ def _time(case: Case, bench: Bench) -> Row:
 
 
 def time_node(plan: Plan, rows: Rows) -> None:
-    """NCCL and torch's fused operators beside ours, where there are GPUs for it; CPU ranks in a rehearsal."""
+    """Time NCCL and torch's fused operators beside tpfuse where there are several GPUs; CPU ranks in a rehearsal."""
     rows.each("node", partial(_time_node, plan))
 
 
@@ -308,7 +313,7 @@ def _time_node(plan: Plan) -> Row:
 
 
 def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
-    """Tile sizes: a row for each row of the table that the operator has; the folder gets the table. Raises Later."""
+    """Tune the tile sizes: make a row for each row of the operator's table, and write the table. Raise Later."""
 
     def say(line: str) -> None:
         said.append(line)
@@ -326,7 +331,7 @@ def tune_operator(plan: Plan, operator: str, rows: Rows) -> None:
 def _tuner(
     plan: Plan, operator: str, until: float, say: Callable[[str], None]
 ) -> tuple[Tuner, dict[str, tuple[Mapping[str, tuple[Any, ...]], ...]]]:
-    """And what it tries."""
+    """Return the tuner, and the spaces that it searches, by operator."""
     if not plan.rehearse:
         return tune.tuner_of(plan.device, torch.bfloat16, say, until), SPACES
     everything = lambda tried, fitting: [""] * len(tried)  # noqa: E731
@@ -345,7 +350,7 @@ def _tune(
 ) -> Row:
     best = tuned.best(tuner, spaces)
     if monotonic() > tuner.deadline:
-        raise Later  # not all was tried
+        raise Later  # not every configuration was tried
     row: Row = {"passed": best is not None, "said": list(said)}
     return row | ({"best": asdict(best)} if best is not None else {"error": said[-1]})
 

@@ -1,7 +1,7 @@
-"""The figures that the kernels are to reach, and what the rows of a run say of each.
+"""The figures that the kernels must reach, and their outcomes computed from the rows of a run.
 
-A figure is drawn from all cases that are asked for and have the peer; the worst of them counts. The figure says how
-many of them could not be measured. Of several peers the slowest is the one to compare with.
+A figure is computed from all cases of figures that have the peer; the worst of them counts. Its outcome contains the
+number of cases that could not be measured. Where there are several peers, the slowest one is compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,10 @@ from benchmarks.harness import OURS, Row, aligned
 
 @dataclass(frozen=True)
 class Target:
-    """threshold: the least the value may be, or the most.
+    """A figure that must be reached. threshold: the least the value may be, or the most.
 
-    value: of our row, the peer's (ours again without a peer) and the copy bandwidth; None where it says nothing.
+    value: a function of tpfuse's row, the peer's (tpfuse's again without a peer) and the copy bandwidth; it returns
+    None where the rows have no value.
     """
 
     name: str
@@ -25,10 +26,10 @@ class Target:
     peer: str | tuple[str, ...] | None
     value: Callable[[Row, Row, float], float | None]
     at_most: bool = False
-    case: str = ""  # a part of the names of its cases
+    case: str = ""  # a string that the names of its cases contain
 
     def outcome(self, rows: Sequence[Row], copy: float) -> dict[str, Any]:
-        """asked, got (the worst, None where nothing was measured), its case, and how many cases have no value."""
+        """Return asked, got (the worst value; None without one), its case, and the number of cases without a value."""
         ours = {row["case"]: row for row in rows if row["contender"] == OURS and self._concerns(row)}
         peers: dict[str, Row] = {}
         for row in rows:
@@ -50,12 +51,14 @@ class Target:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """The candidates that ours is compared with, itself where there are none."""
+        """Return the candidates that tpfuse is compared with: tpfuse itself where there are no peers."""
         return (self.peer,) if isinstance(self.peer, str) else self.peer or (OURS,)
 
     def _concerns(self, row: Row) -> bool:
-        """Whether a row is of one of its cases; a case that failed before it came to a mode has mode "", and a process
-        that ended early, case "all …"."""
+        """Return whether a row is of one of the figure's cases.
+
+        A case that failed before it reached a mode has mode "", and a process that ended early has a case "all …".
+        """
         return (
             row["operator"] == self.operator
             and row["asked"]
@@ -65,34 +68,34 @@ class Target:
 
 
 def _slower(row: Row, other: Row) -> Row:
-    """One that could not be measured counts as the slowest."""
+    """Return the slower of two rows; one that could not be measured counts as the slowest."""
     return row if row.get("median_us", float("inf")) >= other.get("median_us", float("inf")) else other
 
 
 def speedup(ours: Row, peer: Row, copy: float) -> float:
-    """How many times as fast as the peer."""
+    """Return the peer's time divided by tpfuse's."""
     return float(peer["median_us"] / ours["median_us"])
 
 
 def cost(ours: Row, peer: Row, copy: float) -> float:
-    """How many times as long as the peer."""
+    """Return tpfuse's time divided by the peer's."""
     return float(ours["median_us"] / peer["median_us"])
 
 
 def memory(ours: Row, peer: Row, copy: float) -> float | None:
-    """Peak memory as a part of the peer's; None on the CPU, where it is not measured."""
+    """Return the peak memory as a fraction of the peer's; None on the CPU, where it is not measured."""
     if ours.get("peak_bytes") is None or not peer.get("peak_bytes"):
         return None
     return float(ours["peak_bytes"] / peer["peak_bytes"])
 
 
 def of_copy(ours: Row, peer: Row, copy: float) -> float:
-    """The least bytes that it moves, per second, as a part of the copy bandwidth."""
+    """Return the least bytes that it moves, per second, as a fraction of the copy bandwidth."""
     return float(ours["bytes"] / (ours["median_us"] * 1e-6) / copy)
 
 
 def figures_table(outcomes: Sequence[dict[str, Any]]) -> str:
-    """The short table: figure, asked, got, verdict, the case that was worst."""
+    """Return the short table: figure, asked, got, verdict, and the worst case."""
     lines = [("figure", "asked", "got", "verdict", "worst case")]
     for x in outcomes:
         got = "-" if x["got"] is None else f"{x['got']:.2f}"
@@ -120,7 +123,10 @@ def _carried(mode: str) -> Target:
 
 
 def _attention(mode: str, threshold: float, peer: str) -> Target:
-    """cuDNN is the peer on compute capability 9.0 and 10.0, where it is the fastest that there is; flash on others."""
+    """Return a figure of attention.
+
+    The peer is cuDNN on compute capability 9.0 and 10.0, where it is the fastest one, and flash on other devices.
+    """
     return Target(f"attention {mode} / {peer}", "attention", mode, threshold, peer, speedup)
 
 

@@ -1,16 +1,17 @@
-"""The first half hour on a GPU: is everything right, how fast is it, what is better.
+"""The first half hour on a GPU: check every result, measure the speed, and tune.
 
     python -m benchmarks.first_contact --out FOLDER --minutes 25
     python -m benchmarks.first_contact --out FOLDER --steps timings --operators gemm attention
     python -m benchmarks.first_contact --out FOLDER --rehearse      # all of it on a CPU, interpreted, with tiny shapes
 
-In this order: what the device is; the compiler, on all cores; every operator beside its reference; several ranks in one
-process on streams of their own; several processes on one GPU; training steps; times beside cuBLAS, cuDNN, flash,
-between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; times of further shapes.
+The steps are in this order: the properties of the device; the compiler, on all cores; every operator beside its
+reference; several ranks in one process on streams of their own; several processes on one GPU; training steps; times
+beside cuBLAS, cuDNN, flash, between GPUs NCCL, and torch.compile last; tile sizes, as far as there is time; times of
+further shapes.
 
 Each step is a process of its own with a deadline, and each row is in FOLDER/rows.jsonl as soon as it is known
-(`benchmarks.apart`). A second call with the same FOLDER goes on where the first one ended. FOLDER/first_contact.json
-sums up: device, versions, commit and command, what has failed, figures, and what is left.
+(`benchmarks.apart`). A second call with the same FOLDER continues where the first one ended. FOLDER/first_contact.json
+is the summary: device, versions, commit and command, failures, figures, and the steps that are left.
 """
 
 import argparse
@@ -48,7 +49,7 @@ TIMINGS = ("timings", "torch.compile", "more timings")
 
 
 def measurements(rows: Sequence[Row]) -> list[Row]:
-    """The rows of benchmarks, as `benchmarks.figures` reads them: each contender's last of a case, and what failed."""
+    """Return the rows of benchmarks for `benchmarks.figures`: each candidate's last of a case, and the failures."""
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         group, _, operator = row["step"].partition(": ")
@@ -63,16 +64,16 @@ def measurements(rows: Sequence[Row]) -> list[Row]:
 
 
 def failed(row: Row) -> bool:
-    """Whether something is wrong that the row tells of."""
+    """Return whether the row reports a failure."""
     return "error" in row or row.get("passed") is False
 
 
 def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, Any]:
-    """What first_contact.json holds."""
+    """Return the content of first_contact.json."""
     rows = read(folder)
     devices = [row for row in rows if row.get("row") == "device"]
     ceilings = kept_ceilings(rows)
-    measured = [] if rehearsed else measurements(rows)  # times of the interpreter say nothing
+    measured = [] if rehearsed else measurements(rows)  # times of the interpreter have no meaning
     counts = {}
     for name in dict.fromkeys(row["step"] for row in rows):
         mine = [row for row in rows if row["step"] == name and "row" in row]
@@ -112,11 +113,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Exit status 1 where something has failed in this folder, 2 where there is no GPU."""
+    """Run the steps; return 1 where something has failed in this folder, and 2 where there is no GPU."""
     arguments = _arguments()
     complaint: str | None
     if arguments.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # of the processes
+        os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the steps
         complaint = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
     else:
         complaint = unable("benchmarks.first_contact", interpreted=False)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: cases, rows that say where, when and with what they were measured, a table of them."""
+"""The common parts of the benchmarks: cases, rows with their provenance, and a table of the rows."""
 
 import argparse
 import hashlib
@@ -26,18 +26,18 @@ from tpfuse.tools.operator import Draw
 
 RESULTS = Path(__file__).parent / "results"
 OURS = "tpfuse"
-Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, which shows that a benchmark works and no more
+Scale = Literal["all", "quick", "tiny"]  # tiny: for the interpreter, to check that a benchmark works
 Row = dict[str, Any]
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
-    """Median, p20 and p80 of times in any unit."""
+    """Return the median, p20 and p80 of times in any unit."""
     p20, median, p80 = np.percentile(times, [20, 50, 80])
     return {"median": float(median), "p20": float(p20), "p80": float(p80)}
 
 
 def machine() -> str:
-    """The GPU's name, or the CPU's with the number of cores this process may use."""
+    """Return the GPU's name, or the CPU's with the number of cores this process may use."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
@@ -56,19 +56,19 @@ def _commit() -> str:
 
 
 def _sources() -> str:
-    """A fingerprint of the kernels and operators, which says what was measured where there is no commit to name."""
+    """Return a fingerprint of the kernels and operators, which identifies them where there is no commit to name."""
     root = Path(__file__).parent.parent
     files = sorted([*root.glob("kernels/*.py"), *root.glob("kernels/*.toml"), *root.glob("tpfuse/ops/**/*.py")])
     return hashlib.sha256(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 def _portable(argument: str) -> str:
-    """An argument without the folders of this machine."""
+    """Return an argument without the folders of this machine."""
     return Path(argument).name if argument.startswith("/") else argument
 
 
 def provenance() -> Row:
-    """Where, when and with what: machine, driver, versions, commit and command."""
+    """Return the date, machine, driver, versions, commit and command."""
     found: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
@@ -84,7 +84,7 @@ def provenance() -> Row:
 
 
 def keep(name: str, figures: Row) -> Path:
-    """Appends a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
+    """Append a row to benchmarks/results/NAME.jsonl with the machine, versions, commit and command."""
     path = RESULTS / f"{name}.jsonl"
     RESULTS.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def keep(name: str, figures: Row) -> Path:
 
 
 def kernel_provenance() -> Row:
-    """`provenance` with what matters to kernels."""
+    """Return `provenance` with the version of Triton and the fingerprint of the kernels."""
     return provenance() | {"triton": triton.__version__, "sources": _sources()}
 
 
@@ -104,8 +104,8 @@ class Bench(Draw):
     interpreted: bool
     clock: Clock
     ceilings: Ceilings
-    seconds: float = 0.6  # timed rounds of all candidates of one `Measurement`
-    compiler: bool = True  # whether peers that torch.compile makes are run, which takes a minute each
+    seconds: float = 0.6  # the duration of the timed rounds of all candidates of one `Measurement`
+    compiler: bool = True  # whether the peers by torch.compile run; each takes a minute
 
 
 def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None) -> Bench:
@@ -129,8 +129,11 @@ def new_bench(seed: int, *, interpreted: bool, ceilings: Ceilings | None = None)
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is timed by turns. mode: "forward", "backward", … flops, moved: the least operations and bytes of device
-    memory that it takes, for the bound. memory: measure the peak too."""
+    """Candidates that are timed by turns. mode: "forward", "backward", ….
+
+    flops, moved: the least operations and bytes of device memory that it takes, for the bound. memory: whether the peak
+    is measured too.
+    """
 
     mode: str
     flops: float
@@ -144,9 +147,9 @@ Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
 
 @dataclass(frozen=True)
 class Case:
-    """An operator at a shape. asked: whether a figure that is to be reached is drawn from it, so that it comes first.
+    """An operator at a shape. asked: whether a figure to be reached is computed from it, so that it comes first.
 
-    build: draws inputs and returns the check (verdict by candidate, "" where it is right) and what is to be timed.
+    build: draws inputs and returns the check (verdict by candidate, "" where it is right) and the measurements.
     """
 
     operator: str
@@ -156,7 +159,7 @@ class Case:
 
 
 def measure(case: Case, bench: Bench) -> Iterator[Row]:
-    """A row per mode and candidate. Ours is not timed where it is wrong; what fails has the error in its row."""
+    """Yield a row per mode and candidate. tpfuse is not timed where it is wrong; a failure's row has the error."""
     identity: Row = {"operator": case.operator, "case": case.name, "asked": case.asked}
     try:
         with kernels("triton"):
@@ -194,12 +197,12 @@ def _rows(work: Measurement, verdicts: dict[str, str], bench: Bench) -> Iterator
 
 
 def _may_run(name: str, verdict: str) -> bool:
-    """What is right; and a peer that ran, but is less exact than plain torch: its row says so."""
+    """Return whether a candidate is right, or is a peer that ran but is less exact; that peer's row reports it."""
     return not verdict or (name != OURS and verdict.startswith("AssertionError"))
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned columns, errors in place of times."""
+    """Return the rows as aligned columns, with errors in place of times."""
     head = ("operator", "case", "mode", "contender", "median us", "p20", "p80", "x bound", "peak MiB")
     lines = [head]
     for row in rows:
@@ -214,14 +217,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns of text as wide as their widest cell; one that is followed by empty cells may be longer."""
+    """Return columns of text as wide as their widest cell; a cell followed by empty cells may be longer."""
     columns = range(len(lines[0]))
     widths = [max(len(x[i]) for x in lines if i + 1 == len(x) or x[i + 1] or not x[i]) for i in columns]
     return "\n".join("  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
-    """What `python -m benchmarks.bench_OPERATOR` does; returns the exit status."""
+    """Run `python -m benchmarks.bench_OPERATOR` and return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{operator}")
     parser.add_argument("--quick", action="store_true", help="only the shapes that matter most")
     parser.add_argument("--interpreted", action="store_true", help="tiny shapes on the CPU, to see that it works")
@@ -247,7 +250,7 @@ def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
 
 
 def unable(program: str, interpreted: bool) -> str | None:
-    """The one line that says why nothing can be measured here; None where it can."""
+    """Return the one line that explains why nothing can be measured here, or None where it can."""
     if interpreted and not triton.knobs.runtime.interpret:
         return f"{program}: error: --interpreted needs TRITON_INTERPRET=1 set before the start"
     if not interpreted and not torch.cuda.is_available():

@@ -1,14 +1,14 @@
-"""What the host takes for a call of the operators that are fused with communication, beside torch's own dispatch.
+"""Measure the host's time for a call of the operators that are fused with communication, beside torch's own dispatch.
 
     python -m benchmarks.host_time --markdown
 
-Measured on a CPU: the driver is a stand-in (`driver_stand_in`), the other ranks are (`lone_rank`), and everything else
-is the way of a call on a GPU: operator, guard, launcher, Triton. What torch itself does in such a call is measured
-alone and taken off: results are allocated, copies are made, an operator of torch.library that does no more than that is
-called. Torch's streams and events of CUDA are in neither.
+It is measured on a CPU: the driver is a stand-in (`driver_stand_in`), and so are the other ranks (`lone_rank`).
+Everything else is the path of a call on a GPU: operator, guard, launcher, Triton. The work that torch itself does in
+such a call is measured alone and subtracted: results are allocated, copies are made, and an operator of torch.library
+that does nothing else is called. Torch's streams and events of CUDA are in neither.
 
 A call's time is the 20th percentile of a round of calls, and the lowest of several rounds, which alternate with those
-of the other cases: other processes only ever add to it. A loop of Python stands beside them, to compare machines by.
+of the other cases: other processes can only add to it. A loop of Python is measured beside them, to compare machines.
 """
 
 import argparse
@@ -33,29 +33,29 @@ from tpfuse.ops.gemm import gemm, product
 from tpfuse.ops.linear.fused import FusedLinear
 
 WORLD = 8
-ROWS, COLUMNS, K = 8, 1024, 512  # of one rank: small, since copies are made in earnest
+ROWS, COLUMNS, K = 8, 1024, 512  # sizes of one rank: they are small, because the copies are real
 
 
 @dataclass
 class Case:
-    """call: of the operator. torch: what torch itself does in it. budget: µs over that, None where there is none."""
+    """A case. call: of the operator. torch: torch's own part of it. budget: µs over that; None where there is none."""
 
     name: str
     call: Callable[[], object]
     torch: Callable[[], object]
     budget: float | None
     launches: int = 0
-    times: list[float] = field(default_factory=list)  # µs, of each round
+    times: list[float] = field(default_factory=list)  # µs of each round
     torch_times: list[float] = field(default_factory=list)
 
     @property
     def over(self) -> float:
-        """µs over torch's own dispatch."""
+        """Return the µs over torch's own dispatch."""
         return min(self.times) - min(self.torch_times)
 
 
 def cases(rank: LoneRank) -> list[Case]:
-    """The operators forward, without and with autograd where that is part of them."""
+    """Return the forward operators, without and with autograd where it is a part of them."""
     dtype = torch.bfloat16
     x, tall = torch.empty(ROWS, K, dtype=dtype), torch.empty(WORLD * ROWS, K, dtype=dtype)
     weight, bias = torch.empty(COLUMNS, K, dtype=dtype), torch.empty(COLUMNS, dtype=dtype)
@@ -122,7 +122,7 @@ def cases(rank: LoneRank) -> list[Case]:
 def _registered(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str | None, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """What is left of gemm without tpfuse."""
+    """Allocate the results of gemm, which is torch's own part of a call."""
     shape = x.shape[0], weight.shape[0]
     return x.new_empty(shape), x.new_empty(shape if keep else 0)
 
@@ -140,14 +140,14 @@ _registered.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _python() -> None:
-    """A loop to compare machines by."""
+    """Run a loop to compare machines by."""
     total = 0
     for i in range(1000):
         total += i * i
 
 
 def _low(call: Callable[[], object], calls: int, between: Callable[[], object]) -> float:
-    """µs of a call, the 20th percentile of so many."""
+    """Return the µs of a call: the 20th percentile of `calls` calls."""
     times = []
     for _ in range(calls):
         between()
@@ -158,9 +158,9 @@ def _low(call: Callable[[], object], calls: int, between: Callable[[], object]) 
 
 
 def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> tuple[list[Case], float]:
-    """All cases, and µs of the loop of Python."""
+    """Return all cases, and the µs of the loop of Python."""
     found = cases(rank)
-    for case in found:  # compiles, and meets the other ranks where memory is new
+    for case in found:  # this compiles, and meets the other ranks where memory is new
         case.call()
         case.torch()
     rank.alone()
@@ -179,7 +179,7 @@ def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> t
 
 
 def table(found: Sequence[Case]) -> list[tuple[str, ...]]:
-    """Lines of cells, the first of which are the headings."""
+    """Return lines of cells, of which the first has the headings."""
     lines: list[tuple[str, ...]] = [("operator", "launches", "µs", "torch's own", "over it", "budget", "met")]
     for case in found:
         figures = min(case.times), min(case.torch_times), case.over

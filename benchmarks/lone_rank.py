@@ -1,7 +1,7 @@
-"""Rank 0 of a group whose other ranks are not there: they seem to say and do at once what it does.
+"""Rank 0 of a group without the other ranks, which appear to record and do at once the same as rank 0.
 
-For the time that the host of one rank takes for operations of the group. Everything is the library's own but what would
-be in CUDA (`cuda_calls`), and the first meeting, which other processes would have to come to.
+It serves to measure the host's time of one rank for operations of the group. Everything is the library's own but the
+parts that CUDA would do (`cuda_calls`), and the first meeting, to which other processes would have to come.
 """
 
 import threading
@@ -23,14 +23,14 @@ RANK = 0
 
 
 class _Passed:
-    """An event of a stream that does nothing: it has been passed."""
+    """An event of a stream that does nothing: the event has been passed."""
 
     def query(self) -> bool:
         return True
 
 
 class _Parts:
-    """Allocations of every rank."""
+    """The allocations of every rank."""
 
     offset = 0
 
@@ -69,7 +69,7 @@ _PASSED = _Passed()
 
 
 class LoneRank:
-    """Rank 0 of `world`. For the whole of a process, which may have one."""
+    """Rank 0 of `world`. A process may have one LoneRank, for its whole life."""
 
     def __init__(self, world: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -82,7 +82,7 @@ class LoneRank:
         self._meeting = True
         threading.Thread(target=self._follow, daemon=True).start()
         calls = _Calls(group)
-        # The parts are there before the memory, which meets the others while it is made.
+        # The parts exist before the memory, which meets the other ranks while it is constructed.
         self._board_made(calls)
         self.memory = CudaMemory(group, torch.device("cpu"), 60.0, calls)
 
@@ -96,7 +96,7 @@ class LoneRank:
         control_block.ControlBlock.__init__ = make  # type: ignore[method-assign]
 
     def _follow(self) -> None:
-        """The others come wherever this rank waits for them, until `alone`."""
+        """Make the other ranks come wherever this rank waits for them, until `alone` is called."""
         while self._meeting:
             if self._parts:
                 mine, *others = self._parts
@@ -109,11 +109,11 @@ class LoneRank:
             time.sleep(1e-4)
 
     def alone(self) -> None:
-        """From now on the others come only where `follow` says so."""
+        """Make the other ranks come only where `follow` is called, from now on."""
         self._meeting = False
 
     def follow(self) -> None:
-        """The others have done what this rank has done last."""
+        """Record that the other ranks have done this rank's last operation."""
         mine, *others = self._parts
         for part in others:
             part.records[mine.begun % RECORDS] = mine.records[mine.begun % RECORDS]

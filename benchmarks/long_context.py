@@ -1,11 +1,12 @@
-"""A context that context-parallel ranks share: a GPT at 32768 tokens on one process and on four, side by side.
+"""Train with a context that context-parallel ranks share: a GPT at 32768 tokens on one process and on four, in turn.
 
     python -m benchmarks.long_context [--tokens 32768] [--cp 4] [--steps 2]
 
-Training steps of one sequence, from one seed: losses must be the same. What a rank keeps from its forward pass for
-the backward one is counted by autograd's own hooks: the bytes of all storages saved, each once, parameters left out.
-With n ranks that is to be a part of n, within 10 %. The one process has two threads, the ranks one each, so on two
-cores both have as much to compute with; seconds are those of the last step.
+Both take training steps of one sequence, from one seed: losses must be the same. The tensors that a rank keeps from its
+forward pass for the backward pass are counted by autograd's own hooks: the bytes of all saved storages, each counted
+once, without parameters. With n ranks this must be 1 / n of the single process's bytes, within 10 %. The single process
+has two threads and the ranks one each, so on two cores both have the same computing power; seconds are those of the
+last step.
 """
 
 import argparse
@@ -27,15 +28,17 @@ from tpfuse.train.hardware import keep_freed_memory
 from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions
 from tpfuse.train.trainer import Trainer
 
-THREADS = 2  # of the one process
-TOLERANCE = 0.1  # of the part of activations that a rank should hold
-SAME_LOSS = 1e-5  # nats per token: float32 sums in another order
+THREADS = 2  # of the single process
+TOLERANCE = 0.1  # relative, of the share of the activations that a rank should hold
+SAME_LOSS = 1e-5  # nats per token: float32 sums have another order
 _LINE = "{:<6}{:<22}{:<24}{:>18}{:>18}"
 
 
 @dataclass(frozen=True)
 class Steps:
-    """losses: in nats per token, of each step; saved: bytes for the backward pass; seconds: of the last step."""
+    """The result of a run. losses: in nats per token, of each step; saved: bytes for backward; seconds: of the last
+    step.
+    """
 
     losses: tuple[float, ...]
     saved: int
@@ -43,7 +46,7 @@ class Steps:
 
 
 class SavedBytes:
-    """Counts what autograd saves while `hooks` is entered; storages of `without` are left out."""
+    """A counter of the bytes that autograd saves while `hooks` is entered; storages of `without` are left out."""
 
     def __init__(self, without: list[Tensor]) -> None:
         self._without = {x.untyped_storage().data_ptr() for x in without}
@@ -53,17 +56,17 @@ class SavedBytes:
     def _pack(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._without:
-            self._sizes[storage.data_ptr()] = storage.nbytes()  # none is freed before the backward pass
+            self._sizes[storage.data_ptr()] = storage.nbytes()  # no storage is freed before the backward pass
         return x
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         return sum(self._sizes.values())
 
 
 def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, ...], int, float]:
-    """`Steps`, on every rank of a pool of `cp`. The first step is the one whose saved tensors are counted."""
+    """Return the fields of `Steps`, on every rank of a pool of `cp`. Saved tensors are counted in the first step."""
     torch.set_num_threads(threads)
     keep_freed_memory()
     config = GPTConfig(vocab_size=256, n_positions=tokens, n_embd=64, n_layer=2, n_head=2)
@@ -84,7 +87,7 @@ def train(tokens: int, cp: int, steps: int, threads: int) -> tuple[tuple[float, 
 
 
 def on_ranks(tokens: int, cp: int, steps: int) -> list[Steps]:
-    """Of each rank, in processes of their own."""
+    """Return the `Steps` of each rank, which run in processes of their own."""
     ranks = RankPool(cp, timeout=1800.0)
     try:
         return [Steps(*found) for found in ranks.run(train, tokens, cp, steps, THREADS if cp == 1 else 1)]
@@ -93,7 +96,10 @@ def on_ranks(tokens: int, cp: int, steps: int) -> list[Steps]:
 
 
 def verdict(alone: Steps, shared: list[Steps]) -> tuple[bool, str]:
-    """Whether losses are the same and every rank holds its part of the activations; one line that says so."""
+    """Return whether the goal is met, and one line that reports it.
+
+    The losses must be the same, and every rank must hold its share of the activations.
+    """
     part = 1 / len(shared)
     held = max(steps.saved for steps in shared) / alone.saved
     apart = max(abs(a - b) for steps in shared for a, b in zip(steps.losses, alone.losses, strict=True))
@@ -112,7 +118,7 @@ def _row(name: str, threads: str, steps: Steps) -> str:
 
 
 def main() -> int:
-    """Prints the table; status 1 where the goal is missed."""
+    """Print the table, and return 1 where the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="context length")
     parser.add_argument("--cp", type=int, default=4, help="ranks that share it")
