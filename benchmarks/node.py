@@ -1,19 +1,20 @@
-"""The tensor-parallel products on a node of GPUs: tpfuse, cuBLAS + NCCL by hand, and torch's fused operators, by turns.
+"""Time the tensor-parallel products on a node of GPUs: tpfuse, cuBLAS + NCCL by hand, and torch's fused operators.
 
     torchrun --nproc-per-node 8 -m benchmarks.node [--scale all|quick|tiny] [--minutes 20]
 
 The shapes are the layers of Llama 3 8B and 70B at as many ranks as there are, at 512 to 16384 tokens, bf16: q, k, v and
-gate, up behind an all-gather; o and down before a reduce-scatter. No activation and no bias, which torch's operators
-do not have. `tpfuse collective` is our product beside the library's collective, `tpfuse fused` is one with it.
+gate, up after an all-gather; o and down before a reduce-scatter. There is no activation and no bias, which torch's
+operators do not have. `tpfuse collective` is tpfuse's product and the library's collective; `tpfuse fused` is one
+operator for both.
 
-Every candidate is checked on every rank first: some columns of its result against float64, with twice the error of
-the products by hand allowed. A wrong one of ours is not timed; a less exact peer is, and its row says so. A round times
-some calls behind each other, started on all ranks at once while their streams are held; the slowest rank counts, and
-candidates take turns. Rows are kept in benchmarks/results/node.jsonl.
+Every candidate is checked on every rank first: some columns of its result are compared with float64, and twice the
+error of the products by hand is allowed. A wrong candidate of tpfuse is not timed; a less exact peer is timed, and its
+row reports it. A round times some calls one after another, started on all ranks at once while their streams are held;
+the slowest rank counts, and candidates take turns. Rows are kept in benchmarks/results/node.jsonl.
 
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m benchmarks.node --scale tiny
 
-shows on CPU ranks that it works, and keeps nothing.
+runs on CPU ranks, to check that the benchmark works, and keeps nothing.
 """
 
 import argparse
@@ -40,21 +41,24 @@ from tpfuse.testing.compare import check_error
 
 MODELS = (Model("8b", 4096, 32, 8, 14336, True, 128256), model("70b"))  # Llama 3, arXiv:2407.21783
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
-BY_HAND = "by hand"  # torch's product, and the library's collective before or behind it
+BY_HAND = "by hand"  # torch's product, and the library's collective before or after it
 SYMMETRIC = "torch.ops.symm_mem"
-_COLUMNS = 128  # that are checked
-_HOLD = 20e-3  # seconds, at most, that streams are held before a round
-_CYCLES = 2e9  # per second, about
+_COLUMNS = 128  # the number of checked columns
+_HOLD = 20e-3  # the most seconds that streams are held before a round
+_CYCLES = 2e9  # approximate cycles per second of a multiprocessor
 Call = Callable[[], Tensor]
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it exists
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Product:
-    """gathers: x [M / world, K] of each rank is gathered, and multiplied with [N, K]; else x [M, K] is multiplied with
-    [N, K], and summed over ranks into [M / world, N] of each. N and K are one rank's."""
+    """A product and its collective. N and K are one rank's.
+
+    gathers: x [M / world, K] of each rank is gathered, and multiplied with [N, K]; otherwise x [M, K] is multiplied
+    with [N, K], and summed over ranks into [M / world, N] of each.
+    """
 
     layer: str
     gathers: bool
@@ -77,12 +81,12 @@ class Node:
 
     @property
     def cuda(self) -> bool:
-        """Whether this is more than a trial."""
+        """Return whether the ranks are GPUs, so that the run is more than a trial."""
         return self.device.type == "cuda"
 
 
 def products(scale: str, world: int) -> Iterator[Product]:
-    """Those that figures are drawn from first: many tokens, the larger model."""
+    """Yield the products that figures are computed from first: many tokens, the larger model."""
     if scale == "tiny":
         yield Product("tiny qkv", True, 12 * world, 24, 16)
         yield Product("tiny o", False, 12 * world, 16, 24)
@@ -94,7 +98,7 @@ def products(scale: str, world: int) -> Iterator[Product]:
 
 
 def _inputs(product: Product, node: Node) -> tuple[Tensor, Tensor]:
-    """This rank's x and weight, bf16."""
+    """Return this rank's x and weight, bf16."""
     world, rank = node.group.size(), node.group.rank()
     generator = torch.Generator(node.device).manual_seed(product.M + product.N + rank)
     rows = product.M // world if product.gathers else product.M
@@ -142,7 +146,7 @@ def _ours(name: Implementation, product: Product, x: Tensor, weight: Tensor, nod
 
 
 def left_out(node: Node) -> list[str]:
-    """A line for each candidate that cannot run here."""
+    """Return a line for each candidate that cannot run here."""
     if node.cuda:
         return []
     lines = [f"left out: {SYMMETRIC}: there is no CUDA GPU"]
@@ -152,7 +156,7 @@ def left_out(node: Node) -> list[str]:
 
 
 def candidates(product: Product, node: Node) -> dict[str, Call]:
-    """By name; ours begin with tpfuse."""
+    """Return the candidates by name; the names of tpfuse's begin with tpfuse."""
     x, weight = _inputs(product, node)
     calls = {BY_HAND: _by_hand(product, x, weight, node)}
     names: list[Implementation] = ["collective"]
@@ -163,7 +167,7 @@ def candidates(product: Product, node: Node) -> dict[str, Call]:
 
 
 def truth_of(product: Product, node: Node) -> Tensor:
-    """The first columns of this rank's result in float64."""
+    """Return the first columns of this rank's result in float64."""
     x, weight = _inputs(product, node)
     narrow = weight[:_COLUMNS].double()
     if product.gathers:
@@ -176,7 +180,7 @@ def truth_of(product: Product, node: Node) -> Tensor:
 
 
 def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
-    """Verdict by candidate, the same on all ranks: "" where every rank's result is right."""
+    """Return the verdict by candidate, the same on all ranks: "" where every rank has the right result."""
     plain = calls[BY_HAND]()[:, :_COLUMNS].clone()
     scale = truth.abs().max().item()
     bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
@@ -194,12 +198,15 @@ def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
 
 
 def _may_run(name: str, verdict: str) -> bool:
-    """What is right, and a peer that ran but is less exact."""
+    """Return whether a candidate is right, or is a peer that ran but is less exact."""
     return not verdict or (not name.startswith("tpfuse") and "AssertionError" in verdict)
 
 
 def _seconds(call: Call, node: Node, host: float) -> float:
-    """Of one call, of some behind each other, on the slowest rank. host: seconds that handing over one takes."""
+    """Return the seconds of one call, of some calls one after another, on the slowest rank.
+
+    host: the seconds that the host takes to launch one call.
+    """
     dist.barrier(node.group)
     if node.cuda:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -229,7 +236,7 @@ def _host_seconds(call: Call, node: Node) -> float:
 
 
 def measure(product: Product, node: Node) -> Row:
-    """One row: microseconds by candidate, or what is wrong with it. On every rank."""
+    """Return a row: microseconds by candidate, and the errors of wrong ones. Every rank must call it."""
     calls = candidates(product, node)
     verdicts = check(calls, truth_of(product, node), node)
     fit = {name: call for name, call in calls.items() if _may_run(name, verdicts[name])}
@@ -246,7 +253,7 @@ def measure(product: Product, node: Node) -> Row:
 
 
 def _line(product: Product, row: Row, names: list[str]) -> list[str]:
-    """Medians, each with how many times as fast as by hand it is."""
+    """Return the medians, each with the time by hand divided by it."""
     base = row["us"].get(BY_HAND, {}).get("median", float("nan"))
     cells = [str(product)]
     for name in names:
@@ -256,7 +263,10 @@ def _line(product: Product, row: Row, names: list[str]) -> list[str]:
 
 
 def run(scale: str, minutes: float, node: Node) -> int:
-    """Measures, prints and keeps; returns the exit status: 1 where one of ours is wrong. On every rank."""
+    """Measure, print and keep, and return the exit status: 1 where a candidate of tpfuse is wrong.
+
+    Every rank must call it.
+    """
     first = node.group.rank() == 0
     for line in left_out(node) if first else []:
         print(line, file=sys.stderr)
@@ -282,7 +292,7 @@ def run(scale: str, minutes: float, node: Node) -> int:
 
 
 def main() -> int:
-    """Under torchrun; ends the process."""
+    """Run under torchrun; end the process."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m benchmarks.node")
     parser.add_argument("--scale", choices=["all", "quick", "tiny"], default="all", help="quick: 8192 tokens alone")
     parser.add_argument("--minutes", type=float, default=20.0, help="no product is begun after this long")
@@ -308,7 +318,7 @@ def main() -> int:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # nothing that the C++ libraries do while they unload may change the status
+    os._exit(status)  # the C++ libraries must not change the status while they unload
 
 
 if __name__ == "__main__":

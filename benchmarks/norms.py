@@ -1,7 +1,7 @@
-"""Cases of the norms. They move memory and nothing else, so that the share of the copy bandwidth is what counts.
+"""The cases of the norms. The norms only move memory, so that the share of the copy bandwidth is the figure.
 
-The rows that figures are drawn from hold 256 MiB in bf16: several times any L2 cache, which would otherwise keep a part
-of what is written. The others have the tokens of a micro-batch.
+The tensors of the rows for the figures have 256 MiB in bf16, several times any L2 cache, which would otherwise keep a
+part of the written data. The other tensors have the tokens of a micro-batch.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def norm_cases(
     plain: Function,
     liger: Function,
 ) -> list[Case]:
-    """Return the cases of a norm over the widths of `models`. shape: of a name, rows and width."""
+    """Return the cases of a norm over the widths of `models`. shape: a function of a name, rows and width."""
 
     def case(name: str, rows: int, width: int, asked: bool) -> Case:
         return Case(

@@ -1,13 +1,13 @@
-"""A training step of a model whose optimizer state is on disk: GPT-2 1558M in less than 10 GiB of resident memory.
+"""Train a model whose optimizer state is on disk: a step of GPT-2 1558M in less than 10 GiB of resident memory.
 
     python -m benchmarks.offload_step [--preset gpt2-1558m] [--folder .] [--tokens 64] [--steps 1]
 
-One process. Parameters and gradients are bfloat16, 3.1 GB each; master and moments, float32, are 18.7 GB in a file that
-`tpfuse.zero.offload` maps, and that is gone with the process. One sequence of a few tokens: the activations are
-small, what is measured is the rest. The peak is the kernel's own count of this process's resident memory (VmHWM), from
-the start of Python to the end of the last step; pages of the file that are mapped count, and those that only the
-kernel's cache holds do not. Freed memory is kept, as `tpfuse train` does on CPUs. A folder without the space is refused
-before anything is made.
+It is one process. Parameters and gradients are bfloat16, 3.1 GB each; master and moments, float32, are 18.7 GB in a
+file that `tpfuse.zero.offload` maps, and that is removed when the process ends. There is one sequence of a few tokens:
+the activations are small, and the rest is measured. The peak is the kernel's own count of this process's resident
+memory (VmHWM), from the start of Python to the end of the last step; mapped pages of the file count, and pages that
+only the kernel's cache holds do not. Freed memory is kept, as `tpfuse train` does on CPUs. A folder without the space
+is refused before anything is created.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _CLIP = 1.0
 
 @dataclass(frozen=True)
 class Phase:
-    """What was done, how long it took, and what the process has held at most until its end."""
+    """The name of a phase, its duration, and the most memory that the process has held until its end."""
 
     name: str
     seconds: float
@@ -42,40 +42,43 @@ class Phase:
 
 
 class Phases:
-    """Takes note at the end of each phase."""
+    """A record of the phases, each added at its end."""
 
     def __init__(self) -> None:
         self.done: list[Phase] = []
         self._started = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Of the phase that has run since the last one."""
+        """Record the phase that has run since the previous one."""
         now = time.perf_counter()
         self.done.append(Phase(name, now - self._started, peak_resident()))
         self._started = now
 
 
 def peak_resident() -> int:
-    """Bytes; of this program alone, not of the one that started it."""
+    """Return the peak resident memory in bytes, of this program alone, not of the one that started it."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def gpt2(preset: str) -> GPTConfig:
-    """The model of a preset, with GPT-2's vocabulary."""
+    """Return the model of a preset, with GPT-2's vocabulary."""
     model = load_preset(preset)["model"]
     sizes = {name: model[name] for name in ("n_positions", "n_embd", "n_layer", "n_head")}
     return GPTConfig(**sizes, bias=model.get("bias", True))
 
 
 def bytes_on_disk(config: GPTConfig) -> int:
-    """Of master and moments, counted without making the model."""
+    """Return the bytes of master and moments, counted without making the model."""
     named = list(GPT(config, device="meta", dtype=torch.bfloat16).named_parameters())
     return state_bytes(plan_buckets(named[::-1], (), dict.fromkeys(KINDS, 1), BUCKET_BYTES), 0)
 
 
 def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[list[Phase], list[float]]:
-    """(phases, loss of each step in nats per token). Raises ValueError where the folder cannot take the state."""
+    """Return the phases, and the loss of each step in nats per token.
+
+    Raise ValueError where the folder has no space for the state.
+    """
     nbytes = bytes_on_disk(config)
     check_space(folder, nbytes)
     phases, losses = Phases(), []
@@ -101,7 +104,7 @@ def train(config: GPTConfig, folder: Path, tokens: int, steps: int) -> tuple[lis
 
 
 def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: float) -> tuple[bool, Row]:
-    """Prints a table and whether the goal is met; that, and the row to keep."""
+    """Print a table and whether the goal is met; return whether it is met, and the row to keep."""
     lines = [("", "seconds", "peak GiB")]
     lines += [(x.name, f"{x.seconds:.1f}", f"{x.peak / 2**30:.2f}") for x in phases]
     print(aligned(lines))
@@ -114,7 +117,7 @@ def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: f
 
 
 def main() -> int:
-    """Status 1 where the goal is missed, 2 where it cannot be tried."""
+    """Run the benchmark; return 1 where the goal is missed, and 2 where it cannot be tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS)
     parser.add_argument("--folder", type=Path, default=Path(), help="on a local disk; default: the working folder")

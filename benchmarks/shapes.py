@@ -1,4 +1,4 @@
-"""The shapes of the models that tpfuse is for, as worked arithmetic.
+"""The shapes of the models that tpfuse is made for, as worked arithmetic.
 
 | name  | width C | heads | key/value heads | MLP F | vocabulary | source                                           |
 |-------|---------|-------|-----------------|-------|------------|--------------------------------------------------|
@@ -22,13 +22,13 @@ so "7b tp4 up" is M x 5504 x 4096: the gate's 2752 columns and the up projection
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-TOKENS = 8192  # of a micro-batch: 8 x 1024 for GPT-2, 2 x 4096 for the larger ones
+TOKENS = 8192  # tokens of a micro-batch: 8 x 1024 for GPT-2, 2 x 4096 for the larger models
 TENSOR_PARALLEL = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes that shapes follow from."""
+    """The sizes that determine the shapes."""
 
     name: str
     width: int
@@ -40,7 +40,7 @@ class Model:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Return the width of a head."""
         return self.width // self.heads
 
 
@@ -56,7 +56,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Product:
-    """x [M, K] times weight [N, K]. names: the layers that have it ("7b tp4 up")."""
+    """x [M, K] times weight [N, K]. names: the layers that have this product ("7b tp4 up")."""
 
     names: tuple[str, ...]
     M: int
@@ -69,7 +69,7 @@ class Product:
 
 
 def layers(model: Model, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
-    """(layer, N, K, activation) of one rank. Nothing where tp does not divide the heads."""
+    """Yield (layer, N, K, activation) of one rank; nothing where tp does not divide the heads."""
     if model.heads % tp or model.kv_heads % tp or model.mlp % tp:
         return
     activation = "swiglu" if model.gated else "gelu_tanh"
@@ -80,7 +80,7 @@ def layers(model: Model, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
 
 
 def products(tokens: int = TOKENS) -> list[Product]:
-    """Every distinct product of all models and tensor-parallel sizes, in the order of the tables above."""
+    """Return every distinct product of all models and tensor-parallel sizes, in the order of the tables above."""
     found: dict[tuple[int, int, str | None], list[str]] = {}
     for model in MODELS:
         for tp in TENSOR_PARALLEL:
@@ -90,5 +90,5 @@ def products(tokens: int = TOKENS) -> list[Product]:
 
 
 def model(name: str) -> Model:
-    """The model of this name."""
+    """Return the model of this name."""
     return next(model for model in MODELS if model.name == name)

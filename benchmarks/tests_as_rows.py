@@ -1,4 +1,4 @@
-"""pytest's side of a step of `benchmarks.apart`: each test is a row, and is begun as one."""
+"""The pytest plugin of a step of `benchmarks.apart`: each test is a row, and is begun as one."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks.apart import Later, Row, Rows
 
 
 class Reported:
-    """A plugin that keeps a row for each test and runs those that have none; later: there was no time for all."""
+    """A plugin that keeps a row for each test and runs those without a row; later: there was no time for all."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows

@@ -1,10 +1,10 @@
-"""What a call costs: time on the device, against peers that take turns, and the ceilings of that device.
+"""Time calls: the time on the device, against peers that take turns, and the ceilings of that device.
 
-On a GPU the time is between two events on the stream. Before the first one other memory is read until nothing else is
-in the L2 cache (read, not written: what is written would go to memory during the call), and the stream is held long
-enough for the host to hand over the whole call, so that the figure is the device's time and not that of Python (which
-is measured too, `Timing.host`). Candidates take turns within a round and each round starts with another
-of them: clocks and temperature drift for all alike.
+On a GPU the time is between two events on the stream. Before the first event other memory is read until nothing else is
+in the L2 cache. It is read and not written: written data would go to memory during the call. The stream is held long
+enough for the host to launch the whole call, so that the figure is the device's time and not that of Python (which is
+measured too, `Timing.host`). Candidates take turns within a round, and each round starts with another candidate, so
+that changes of clocks and temperature affect all candidates equally.
 """
 
 import gc
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CYCLES = 2e9  # per second, about what the multiprocessors of today's GPUs run at; for holding the stream
+_CYCLES = 2e9  # approximate cycles per second of current GPUs' multiprocessors; for holding the stream
 _LONGEST_HOLD = 5e-3  # seconds
-_SETTLING = 0.02  # seconds before a turn of CPU ranks: longer than OpenMP's threads spin
+_SETTLING = 0.02  # seconds before a turn of CPU ranks; OpenMP's threads spin for less time
 
 
 def _nothing() -> None:
@@ -29,7 +29,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute something. prepare: called before every run, not timed; run gets what it returns."""
+    """A way to compute something.
+
+    prepare: called before every run, and not timed. run: called with the result of `prepare`.
+    """
 
     name: str
     run: Callable[[Any], object]
@@ -38,27 +41,27 @@ class Candidate:
 
 @dataclass
 class Timing:
-    """Seconds of every round, and the seconds that the host needs to hand one call to the device."""
+    """The seconds of every round, and the seconds that the host needs to launch one call on the device."""
 
     host: float
     seconds: list[float] = field(default_factory=list)
 
 
 class Clock(Protocol):
-    """How a call is timed; tests bring their own."""
+    """The interface of a clock that times calls; tests have clocks of their own."""
 
     def warm_up(self, candidate: Candidate) -> float:
-        """Runs it until everything is compiled and cached; returns the host's seconds for a call."""
+        """Run the candidate until everything is compiled and cached; return the host's seconds for a call."""
 
     def start(self, candidate: Candidate, host: float) -> None:
-        """Starts one timed call."""
+        """Start one timed call."""
 
     def collect(self) -> list[float]:
-        """The seconds of the calls since the last `collect`, in order."""
+        """Return the seconds of the calls since the last `collect`, in order."""
 
 
 class DeviceClock:
-    """Times calls on a CUDA device by events."""
+    """A clock that times calls on a CUDA device by events."""
 
     def __init__(self, device: torch.device) -> None:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -67,7 +70,7 @@ class DeviceClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def warm_up(self, candidate: Candidate) -> float:
-        """Three calls; the host's seconds are the least of the last two."""
+        """Make three calls; the host's seconds are the smaller of the last two."""
         seconds = []
         for _ in range(3):
             prepared = candidate.prepare()
@@ -79,7 +82,7 @@ class DeviceClock:
         return min(seconds[1:])
 
     def start(self, candidate: Candidate, host: float) -> None:
-        """Holds the stream for about twice the host's seconds, fills the cache, then the call between two events."""
+        """Hold the stream for about twice the host's seconds, fill the cache, and run the call between two events."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         prepared = candidate.prepare()
         torch.cuda._sleep(int(min(2 * host + 50e-6, _LONGEST_HOLD) * _CYCLES))  # type: ignore[no-untyped-call]
@@ -90,7 +93,7 @@ class DeviceClock:
         self._events.append((begin, end))
 
     def collect(self) -> list[float]:
-        """Waits for the device."""
+        """Wait for the device, and return the seconds of the calls."""
         torch.cuda.synchronize(self._device)
         seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
         self._events.clear()
@@ -98,31 +101,31 @@ class DeviceClock:
 
 
 class HostClock:
-    """Times calls on the CPU, where a call has ended when it returns."""
+    """A clock that times calls on the CPU, where a call has ended when it returns."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
 
     def warm_up(self, candidate: Candidate) -> float:
-        """One call."""
+        """Make one call."""
         candidate.run(candidate.prepare())
         return 0.0
 
     def start(self, candidate: Candidate, host: float) -> None:
-        """Runs it."""
+        """Make the call, and record its seconds."""
         prepared = candidate.prepare()
         before = perf_counter()
         candidate.run(prepared)
         self._seconds.append(perf_counter() - before)
 
     def collect(self) -> list[float]:
-        """What `start` measured."""
+        """Return the seconds that `start` measured."""
         seconds, self._seconds = self._seconds, []
         return seconds
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as a cell of a table."""
+    """Return an exception as a cell of a table."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:300]
 
@@ -130,9 +133,9 @@ def one_line(error: BaseException) -> str:
 def alternate(
     candidates: Sequence[Candidate], clock: Clock, seconds: float, *, least: int = 7, most: int = 50
 ) -> dict[str, Timing | str]:
-    """Times all by turns, for about `seconds` (warm-up aside) but `least` to `most` rounds.
+    """Time all candidates by turns, for about `seconds` (without warm-up) but `least` to `most` rounds.
 
-    A candidate that raises has the error in place of its timing; the others go on.
+    A candidate that raises has the error in place of its timing; the other candidates continue.
     """
     results = {candidate.name: _warmed_up(candidate, clock) for candidate in candidates}
     deadline = monotonic() + seconds
@@ -164,7 +167,7 @@ def _timed(candidate: Candidate, clock: Clock, timing: Timing | str) -> Timing |
 
 
 def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
-    """The most memory that one call held beyond what was there before it (its inputs); None on the CPU."""
+    """Return the most memory that one call held in addition to its inputs; None on the CPU."""
     if device.type != "cuda":
         return None
     gc.collect()
@@ -177,7 +180,7 @@ def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
 
 
 def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
-    """A turn of CPU ranks, all of which call this: from a barrier to this rank's end."""
+    """Return the seconds of a call, from a barrier to this rank's end. All CPU ranks must call it."""
     sleep(_SETTLING)
     dist.barrier()
     started = perf_counter()
@@ -188,18 +191,21 @@ def seconds_per_call(call: Callable[[], object], repeats: int) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device can do at best, measured on it: no operator takes less than `bound`."""
+    """The highest rates that this device reaches, measured on it: no operator takes less than `bound`."""
 
     matrix: float  # FLOP/s of bf16 products
     copy: float  # bytes/s, read plus written
 
     def bound(self, flops: float, moved: float) -> float:
-        """Seconds for so many operations and bytes of device memory: the longer of both."""
+        """Return the seconds for these operations and bytes of device memory: the longer of both times."""
         return max(flops / self.matrix, moved / self.copy)
 
 
 def measure_ceilings(device: torch.device, clock: Clock, *, tiny: bool = False) -> Ceilings:
-    """The best of some large bf16 products by torch (cuBLAS), and a copy of 2 GiB; medians, random data."""
+    """Return the best rate of some large bf16 products by torch (cuBLAS), and that of a copy of 2 GiB.
+
+    Both are medians, with random data.
+    """
     sizes = [(64, 64, 64)] if tiny else [(8192, 8192, 8192), (16384, 8192, 8192), (8192, 16384, 4096)]
     rate = max(_matrix_rate(m, n, k, device, clock) for m, n, k in sizes)
     source = torch.randn((1 << 16) if tiny else (1 << 29), device=device)

@@ -1,10 +1,11 @@
-"""The GPT-2 of `tpfuse.models.gpt` as torch alone has it, and torch's own tensor parallelism of it: a peer.
+"""The GPT-2 of `tpfuse.models.gpt` in plain torch, and torch's own tensor parallelism of it, as a peer.
 
-nn.Embedding, nn.LayerNorm, nn.Linear, scaled_dot_product_attention; every name of torch's API does its usual work. The
-plan is that of torch's tensor-parallel tutorial and of torchtitan (arXiv:2410.06511): linear layers by columns and by
-rows, shards of the sequence between them, norms on shards, the loss of sharded logits. Two choices make the peer faster
-and change no result: q, k and v are one product (the features of a head beside each other, so that ColwiseParallel cuts
-between heads), and the residual path stays a plain tensor. Input and output embedding are tied, as GPT-2's are.
+The modules are nn.Embedding, nn.LayerNorm and nn.Linear, with scaled_dot_product_attention; every name of torch's API
+has its usual meaning. The plan is that of torch's tensor-parallel tutorial and of torchtitan (arXiv:2410.06511): linear
+layers by columns and by rows, shards of the sequence between them, norms on shards, the loss of sharded logits. Two
+choices make the peer faster and change no result: q, k and v are one product (the features of a head are adjacent, so
+that ColwiseParallel cuts between heads), and the residual path stays a plain tensor. Input and output embedding are
+tied, as GPT-2's are.
 
 Shape suffixes: B sequences, T positions, C width, H this rank's heads, D head size, V vocabulary.
 """
@@ -22,7 +23,7 @@ from tpfuse.models.gpt import GPTConfig
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and beside a residual path."""
+    """Attention and MLP, each after a LayerNorm and with a residual path."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Block(nn.Module):
         self.mlp_proj = nn.Linear(4 * width, width, config.bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        """[B, T, C], or this rank's T / world positions of it -> the same."""
+        """Apply the block to [B, T, C], or to this rank's T / world positions of it; the result has the same shape."""
         qkv = self.c_attn(self.ln_1(x_BTC))
         q_BHTD, k_BHTD, v_BHTD = qkv.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
@@ -46,7 +47,7 @@ class Block(nn.Module):
 
 
 class TorchGPT(nn.Module):
-    """Without dropout. Weights are uninitialised until `load`."""
+    """The model without dropout. Its weights are uninitialised until `load`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class TorchGPT(nn.Module):
         self.lm_head.weight = self.wte.weight
 
     def forward(self, ids_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """The mean loss in nats per token."""
+        """Return the mean loss in nats per token."""
         x_BTC = self.wte(ids_BT) + self.wpe(torch.arange(ids_BT.shape[1]))
         for block in self.h:
             x_BTC = block(x_BTC)
@@ -68,7 +69,7 @@ class TorchGPT(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes the whole weights of a `tpfuse.models.gpt.GPT`, by its names."""
+        """Copy the whole weights of a `tpfuse.models.gpt.GPT`, by its names."""
         for name, parameter in self.named_parameters():
             theirs = name.replace("c_attn", "attn.c_attn").replace("attn_proj", "attn.c_proj")
             theirs = theirs.replace("c_fc", "mlp.c_fc").replace("mlp_proj", "mlp.c_proj")
@@ -79,9 +80,9 @@ class TorchGPT(nn.Module):
 
 
 def parallelize(model: TorchGPT, mesh: DeviceMesh) -> None:
-    """Spreads a loaded model over a one-dimensional mesh, which must divide heads and positions.
+    """Shard a loaded model over a one-dimensional mesh, whose size must divide heads and positions.
 
-    It is then called, forward and backward, within `torch.distributed.tensor.parallel.loss_parallel()`.
+    The model must then be called, forward and backward, within `torch.distributed.tensor.parallel.loss_parallel()`.
     """
     root = {
         "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

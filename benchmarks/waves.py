@@ -1,10 +1,10 @@
-"""How full the waves of tiles are that a product's programs take, for the layers of known models.
+"""Compute how full the waves of tiles of a product's programs are, for the layers of known models.
 
     python -m benchmarks.waves > benchmarks/results/waves.md
 
-A product of T tiles on P multiprocessors takes cdiv(T, P) waves. Of that time its result needs M N / (P x the elements
-of a tile); the rest is what the last wave and tiles that hang over the edges leave unused. Arithmetic alone: nothing is
-measured, and nothing else of a product's time is in it.
+A product of T tiles on P multiprocessors takes cdiv(T, P) waves. Its result needs M N / (P x the elements of a tile) of
+that time; the rest is left unused by the last wave and by tiles that extend beyond the edges. This is arithmetic alone:
+nothing is measured, and no other part of a product's time is included.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tpfuse.kernels.configurations import choose_configuration
 from tpfuse.kernels.launch import multiprocessors, recording
 
 TOKENS = (2048, 4096, 8192, 16384)
-# The GPT-2s and the 70B of Llama 2, whose products Llama 3 70B shares; Llama 3 8B: arXiv:2407.21783, table 3.
+# The GPT-2 models and Llama 2 70B, whose products Llama 3 70B shares; Llama 3 8B: arXiv:2407.21783, table 3.
 MODELS = (
     *(model(name) for name in ("124m", "350m", "774m", "1558m")),
     Model("8b", 4096, 32, 8, 14336, True, 128256),
@@ -27,9 +27,9 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Product:
-    """A product of one of `ranks` ranks: x [tokens, K] and weight [N, K], for a gated pair [2 N, K]."""
+    """A product of one of `ranks` ranks: x [tokens, K] and weight [N, K], or [2 N, K] for a gated pair."""
 
-    operator: str  # of configurations.toml
+    operator: str  # an operator of configurations.toml
     tokens: int
     N: int
     K: int
@@ -38,11 +38,11 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Of one rank."""
+        """Return the operations of one rank."""
         return 2.0 * self.tokens * self.N * self.K * (2 if self.gated else 1)
 
     def full(self, family: str = "sm_90") -> float:
-        """The share of the multiprocessors' time that its tiles use, in bfloat16."""
+        """Return the share of the multiprocessors' time that its tiles use, in bfloat16."""
         chunk = -(-self.tokens // self.ranks)
         with recording(family):
             programs = multiprocessors(torch.device("meta")) - (self.operator == "all_gather_gemm")
@@ -53,7 +53,7 @@ class Product:
 
 
 def products(shapes: Model, ranks: int, tokens: int) -> list[Product]:
-    """The products of a layer forward, with sequence parallelism, in the order of `benchmarks.shapes.layers`."""
+    """Return the products of a layer forward, with sequence parallelism, in the order of `shapes.layers`."""
     found = []
     for layer, n, k, activation in layers(shapes, ranks):
         gated = activation == "swiglu"
@@ -63,7 +63,10 @@ def products(shapes: Model, ranks: int, tokens: int) -> list[Product]:
 
 
 def shares() -> Iterator[tuple[Model, int, int, list[float], float]]:
-    """(model, ranks, tokens, the share of each product, all of them weighted by time) where ranks divide the heads."""
+    """Yield (model, ranks, tokens, the share of each product, their mean weighted by time).
+
+    Only numbers of ranks that divide the heads are included.
+    """
     for shapes in MODELS:
         for ranks in TENSOR_PARALLEL:
             for tokens in TOKENS:
@@ -75,7 +78,7 @@ def shares() -> Iterator[tuple[Model, int, int, list[float], float]]:
 
 
 def table() -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     lines = [
         "# How full the waves of tiles are",
         "",

@@ -1,11 +1,11 @@
-"""Training steps that `benchmarks.bench_zero` times: tpfuse's stages, and torch's data parallelism over Gloo.
+"""The training steps that `benchmarks.bench_zero` times: tpfuse's stages, and torch's data parallelism over Gloo.
 
 All candidates train the GPT of `tpfuse.models.gpt`, with plain parameters, from the same weights on the same batches.
-Gradients are clipped: by clip_grad_norm_ for torch; ours counts the norm from its shards. The limit is so low that
+Gradients are clipped: by clip_grad_norm_ for torch; tpfuse computes the norm from its shards. The limit is so low that
 every step is clipped.
 
-torch's gradients are views of DDP's buckets, its AdamW is the fused one (on CPUs four times as fast as foreach), its
-ZeroRedundancyOptimizer keeps parameters as views of buckets: each of these makes the peer faster.
+torch's gradients are views of DDP's buckets, its AdamW is the fused one (on CPUs four times as fast as foreach), and
+its ZeroRedundancyOptimizer keeps parameters as views of buckets: each of these makes the peer faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ from tpfuse.zero.sharded_adamw import ShardedAdamW
 ALONE, DDP, ZERO, SHARD = "alone", "DDP", "DDP + ZeRO", "fully_shard"
 STAGES = tuple(f"{OURS} stage {stage}" for stage in range(4))
 LR, DECAY, CLIP = 1e-3, 0.1, 0.1
-# With an eps like this an update depends on the size of a gradient: of rounding it shows little, of a factor or a rank
-# that somebody left out much.
+# With this eps an update depends on the size of a gradient: rounding changes it little, and a missing factor or
+# rank changes it much.
 RATES: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-4}
-CHECKED = 3  # steps that are compared with plain AdamW
-TOLERANCE = 1e-3  # of a norm, and of the length of all updates
+CHECKED = 3  # the number of steps that are compared with plain AdamW
+TOLERANCE = 1e-3  # relative, of a norm and of the length of all updates
 Call = Callable[[], object]
 Step = Callable[[int], float]  # number of the step -> norm of the gradient before clipping
 
@@ -56,13 +56,13 @@ class Training:
     sequences: int = 4
 
     def model(self) -> GPT:
-        """Always the same."""
+        """Return the model, always with the same weights."""
         model = GPT(GPTConfig(256, self.tokens, self.n_embd, self.n_layer, self.n_head))
         initialize(model, 1)
         return model
 
     def loss(self, model: nn.Module, number: int, ranks: Sequence[int], share: float = 1.0) -> Tensor:
-        """The mean over the tokens of these ranks in step `number`, times a share."""
+        """Return the mean over the tokens of these ranks in step `number`, times a share."""
         ids = torch.cat([self._batch(number, rank) for rank in ranks])
         loss: Tensor = model(ids[:, :-1], ids[:, 1:], loss_weight=share / (len(ids) * self.tokens))
         return loss
@@ -72,7 +72,7 @@ class Training:
         return torch.randint(256, (self.sequences, self.tokens + 1), generator=generator)
 
     def calls(self) -> dict[str, Call]:
-        """A step of each candidate, checked, the baseline first. Collective."""
+        """Return a checked step of each candidate, the baseline first. Every rank must call it."""
         together, own = _plain(self, range(dist.get_world_size())), _plain(self, [dist.get_rank()])
         found: dict[str, Call] = {}
         for name, make in CANDIDATES.items():
@@ -85,7 +85,7 @@ class Training:
 
 
 def engine_of(model: nn.Module, stage: int, group: dist.ProcessGroup | None) -> tuple[GradientBuckets, FlatAdamW]:
-    """Ours, of data parallelism alone."""
+    """Return tpfuse's engine and optimizer, of data parallelism alone."""
     engine = GradientBuckets(model, stage=stage, data_group=group, world_group=group)
     return engine, FlatAdamW(engine, weight_decay=DECAY, **RATES)
 
@@ -138,7 +138,7 @@ def _torch_step(
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters as torch's optimizers take them: what is decayed, and what is not."""
+    """Return the parameters in the groups of torch's optimizers: with weight decay, and without."""
     named = list(model.named_parameters())
     return [
         {"params": [p for name, p in named if decays(name, p) == decayed], "weight_decay": DECAY if decayed else 0.0}
@@ -182,14 +182,14 @@ CANDIDATES: dict[str, Callable[[Training, GPT], Step]] = {
 
 @dataclass(frozen=True)
 class Plain:
-    """What the first steps of AdamW on the batches of some ranks come to: norms, parameters before and after."""
+    """The result of AdamW's first steps on the batches of some ranks: norms, parameters before and after."""
 
     norms: list[float]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
 
     def check(self, name: str, norms: list[float], model: nn.Module) -> None:
-        """Raises AssertionError where a candidate took other steps."""
+        """Raise AssertionError where a candidate took other steps."""
         for found, wanted in zip(norms, self.norms, strict=True):
             assert abs(found - wanted) <= TOLERANCE * wanted, f"{name}: norms {norms}, plain AdamW's {self.norms}"
             assert found > CLIP, f"{name}: a gradient of norm {found} is not clipped"

@@ -1,8 +1,8 @@
 """The update that `benchmarks.bench_zero` times: from whole gradients on every rank to new parameters on every rank.
 
-Ours is one sweep over the buckets of stage 1, or, as clipping wants it, two with the norm between them (without the
-all-reduce of that one number). Beside it reduce-scatter, torch's fused AdamW on the shard and all-gather over Gloo, of
-the whole or of pieces as large as buckets.
+The candidates of tpfuse are one sweep over the buckets of stage 1, or, as clipping requires it, two sweeps with the
+norm between them (without the all-reduce of that one number). The peers are reduce-scatter, torch's fused AdamW on the
+shard and all-gather over Gloo, of the whole or of pieces as large as buckets.
 """
 
 from collections.abc import Callable
@@ -17,25 +17,25 @@ from benchmarks.zero_training import DECAY, LR, RATES, TOLERANCE, Call, engine_o
 
 WHOLE, PIECES = "Gloo, whole", "Gloo, in pieces"
 SWEEP, NORM_FIRST = f"{OURS} one sweep", f"{OURS} norm first"
-_PIECE = 25 * 2**20  # bytes, about
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it is
+_PIECE = 25 * 2**20  # approximate bytes of a piece
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name, where it exists
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Update:
-    """matrices of size x size: 50M parameters."""
+    """An update of `matrices` matrices of size x size: 50M parameters."""
 
     matrices: int = 12
     size: int = 2048
 
     def drawn(self, seed: int) -> Tensor:
-        """Flat: the gradient of a rank by its number, the parameters before the update by -1."""
+        """Return flat random numbers: the gradient of rank `seed`, or the parameters before the update for -1."""
         generator = torch.Generator().manual_seed(1000 + seed)
         return torch.randn(self.matrices * self.size**2, generator=generator)
 
     def calls(self) -> dict[str, Call]:
-        """An update by each candidate, checked, the baseline first. Collective."""
+        """Return a checked update by each candidate, the baseline first. Every rank must call it."""
         world = dist.get_world_size()
         before, gradient = self.drawn(-1), self.drawn(dist.get_rank())
         total, after = self.drawn(0), before.clone()
@@ -51,13 +51,16 @@ class Update:
         for name, (call, parameters) in made.items():
             call()
             apart = float((parameters() - after).abs().max())
-            # Of several ranks' draws near zero: what their sum loses by its order grows with them.
+            # The rounding error of a sum near zero depends on its order, and grows with the number of ranks.
             assert apart <= LR * TOLERANCE * world / 2, f"{name}: {apart:.1e} from where AdamW comes to with the sum"
         return {name: call for name, (call, _) in made.items()}
 
 
 def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> tuple[Call, Callable[[], Tensor]]:
-    """A step of the engine without its backward pass, and the parameters. `before` and `gradient` are copied."""
+    """Return a step of the engine without its backward pass, and a function that returns the parameters.
+
+    `before` and `gradient` are copied.
+    """
     shape = subject.matrices, subject.size, subject.size
     model = nn.ParameterList([nn.Parameter(x.clone()) for x in before.view(shape)])
     engine, optimizer = engine_of(model, 1, dist.group.WORLD)
@@ -68,10 +71,10 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
 
     def call() -> None:
         engine.start(last=True)
-        for bucket in engine.buckets:  # as if a backward pass had accumulated the gradients
+        for bucket in engine.buckets:  # this has the effect of a backward pass that accumulated the gradients
             bucket.take_all()
         engine.finish(sums=norm)
-        if norm:  # the sums take the gradients' place, which so grow from call to call
+        if norm:  # the sums replace the gradients, which therefore grow from call to call
             engine.squared_norm().item()
         optimizer.step(LR)
 
@@ -79,7 +82,11 @@ def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> t
 
 
 def _by_gloo(before: Tensor, gradient: Tensor, pieces: int) -> tuple[Call, Callable[[], Tensor]]:
-    """All reduce-scatters are under way while the first shard is updated, and all-gathers while the next ones are."""
+    """Return a call that updates the parameters over Gloo, and a function that returns the parameters.
+
+    All reduce-scatters are under way while the first shard is updated, and all-gathers while the next shards are
+    updated.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     parameters, gradients = before.clone().chunk(pieces), gradient.chunk(pieces)
     shards = [piece.chunk(world)[rank].clone() for piece in parameters]
@@ -100,7 +107,7 @@ def _by_gloo(before: Tensor, gradient: Tensor, pieces: int) -> tuple[Call, Calla
 
 
 def _adamw_of(parameter: Tensor, gradient: Tensor) -> Call:
-    """A step of torch's AdamW in place."""
+    """Return a step of torch's AdamW in place."""
     leaf = nn.Parameter(parameter)
     leaf.grad = gradient
     return torch.optim.AdamW([leaf], lr=LR, weight_decay=DECAY, fused=True, **RATES).step
