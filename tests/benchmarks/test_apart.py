@@ -1,4 +1,4 @@
-"""Steps in processes of their own: what hangs, dies, raises, is cut off, and what a later run does again."""
+"""Steps run in processes of their own: rows that hang, die, raise or are cut off, and rows of a later run."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from tpfuse.testing.patience import patient
 
 @pytest.fixture(autouse=True)
 def _one_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the server of processes has imported serves the pools of ranks too, which may come later."""
+    """Preload the modules of the pools of ranks: later pools share the server of processes and its imports."""
     monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)
-    ranks.run_apart(nothing)  # it has started
+    ranks.run_apart(nothing)  # now the server has started
 
 
 def soon(seconds: float = 60.0) -> float:
-    """A deadline."""
+    """Return a deadline."""
     return time.monotonic() + seconds
 
 
 def made(folder: Path) -> list[str]:
-    """The rows that were really made, in order, again where they were made again."""
+    """Return the rows that were really made, in order; a repeated row is in the list again."""
     path = folder / "made.txt"
     return path.read_text().split() if path.exists() else []
 
@@ -44,7 +44,7 @@ def make(folder: Path, name: str, what: Callable[[], object] = lambda: None) -> 
 
 
 def rows_of(whats: dict[str, Callable[[], object]], rows: Rows) -> None:
-    """A step of these rows, each of which does something."""
+    """Make these rows of a step; each row runs a function."""
     for name, what in whats.items():
         rows.each(name, partial(make, rows.folder, name, what))
 
@@ -62,7 +62,7 @@ def fail() -> None:
 
 
 def hang_with_a_child() -> None:
-    """Whose child is in a session of its own, and would outlive it."""
+    """Hang, with a child in a session of its own, which would outlive this process."""
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     Path(os.environ["TPFUSE_PLACE"], "child.txt").write_text(str(child.pid))
     time.sleep(1000)
@@ -98,13 +98,13 @@ def wait_for(path: str) -> None:
 
 
 def test_a_run_that_is_cut_off_goes_on_where_it_ended(tmp_path: Path) -> None:
-    """Rows are there before the end of their step; what was under way is made again, and nothing else."""
+    """Rows exist before the end of their step; only the row that was in progress is made again."""
     steps = [step("one", a=nothing, b=partial(wait_for, str(tmp_path / "go")), c=nothing), step("two", a=nothing)]
     shown: list[Row] = []
     assert run_steps(steps, tmp_path, soon(patient(3.0)), shown.append) == ["one", "two"]
     assert [row["row"] for row in shown] == ["a"] and read(tmp_path) == shown and shown[0]["value"] == "A"
     with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"step": "one", "ro')  # as a machine that goes away leaves it
+        file.write('{"step": "one", "ro')  # a machine that fails leaves such a line
     (tmp_path / "go").touch()
     assert run_steps(steps, tmp_path, soon()) == []
     assert made(tmp_path) == ["a", "b", "b", "c", "a"]
@@ -171,7 +171,7 @@ def test_a_process_without_cuda_makes_no_further_row(tmp_path: Path, monkeypatch
     rows.each("a", fail)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(SystemExit):
-        rows.each("b", dict)  # in which something else has failed
+        rows.each("b", dict)  # another operation has failed in this row
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with pytest.raises(SystemExit):
         rows.each("c", fail, fatal=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The benchmark of CPU ranks' collectives checks and times each of them."""
+"""The benchmark of CPU ranks' collectives checks and times each collective."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The GPU's clock on a pretended torch.cuda: what is put on the stream, in which order, and what is made of it."""
+"""The GPU's clock with a replaced torch.cuda: the operations on the stream, their order, and the computed times."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what was put on the stream."""
+    """Replace torch.cuda, and return the list of the operations that are put on the stream."""
     put: list[str] = []
 
     class Event:

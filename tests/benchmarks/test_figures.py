@@ -1,3 +1,5 @@
+"""Figures are computed from the right rows, and their verdicts report missing measurements."""
+
 from typing import Any
 
 import pytest

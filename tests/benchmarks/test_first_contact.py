@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, rehearsed: interpreted on a CPU with tiny shapes, it goes the same way."""
+"""The first half hour on a GPU, rehearsed on a CPU: it takes the same steps, interpreted and with tiny shapes."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def plan(folder: Path, *operators: str) -> Plan:
 
 @pytest.mark.parametrize("operator", [*QUICK, *exhaustive(*(x for x in TIMED if x not in QUICK))])
 def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) -> None:
-    """The names that figures look for are those that the benchmark writes, torch.compile in a turn of its own."""
+    """The benchmark writes the names that figures look for, and torch.compile has a turn of its own."""
     for group in ("timings", "torch.compile"):
         time_operator(plan(tmp_path, operator), operator, group, Rows(tmp_path, f"{group}: {operator}", FAR))
     assert [row for row in read(tmp_path) if not row["passed"]] == []
@@ -56,7 +56,7 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
     written = {(row["mode"], row["contender"]) for row in rows}
     for figure in (figure for figure in FIGURES if figure.operator == operator):
         for candidate in (OURS, *figure.peers):
-            if candidate not in ("SDPA flash", "SDPA cudnn"):  # which only a GPU has
+            if candidate not in ("SDPA flash", "SDPA cudnn"):  # only a GPU has these backends
                 assert (figure.mode, candidate) in written, figure.name
         assert any(figure.case in row["case"] for row in rows), figure.name
 
@@ -71,7 +71,7 @@ def test_every_group_has_its_steps_and_names_are_unique(tmp_path: Path) -> None:
 
 
 def inline(step: Step, folder: Path, until: float, deadline: float, shown: Any) -> tuple[int, str]:
-    """In place of a process of its own, which `test_apart` looks at."""
+    """Run the step in this process; `test_apart` tests the process of a step."""
     step.call(Rows(folder, step.name, until, again=step.again))
     return 0, ""
 
@@ -84,7 +84,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_a_rehearsal_keeps_rows_and_a_document(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Times of the interpreter say nothing about figures. A second call has nothing left to do."""
+    """Times of the interpreter are in no figure. A second call has nothing left to do."""
     monkeypatch.setattr(apart, "_process", inline)
     monkeypatch.setattr(contact_steps, "WORLDS", (2,))
     monkeypatch.setattr(contact_steps, "PROGRAMS", {"all_gather_gemm": rank_programs.PROGRAMS["all_gather_gemm"]})
@@ -129,7 +129,7 @@ def test_a_failure_is_told_and_is_exit_status_1(
 
 
 def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The product multiplies what a copier has yet to bring."""
+    """Without the wait the product multiplies a chunk that a copier has not yet copied."""
     kernel = all_gather_gemm.all_gather_gemm_forward_kernel
     mutant = Fault("no wait", replaced(kernel, "step > 0", by="step < 0")).mutant()
 
@@ -140,14 +140,17 @@ def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             return explored(name, world, rounds)
 
     monkeypatch.setattr(contact_steps, "explored", broken)
-    with pytest.raises(SystemExit):  # the process is not to be trusted any more
+    with pytest.raises(SystemExit):  # the process must not be used any more
         run_ranks(plan(tmp_path), 2, Rows(tmp_path, "one process: 2 ranks", FAR))
     (row,) = read(tmp_path)
     assert row["row"] == "all_gather_gemm" and "numbers are wrong" in row["error"]
 
 
 class Neighbours:
-    """Each rank reads its left neighbour's number, on a CPU and without a kernel; wrong at rank 1's `wrong` rounds."""
+    """A program in which each rank reads its left neighbour's number, on a CPU and without a kernel.
+
+    The result of rank 1 is wrong in the rounds `wrong`.
+    """
 
     def __init__(self, memory: SymmetricMemory, sizes: Sizes, wrong: tuple[int, ...]) -> None:
         self.memory, self.wrong, self.round = memory, wrong, 0
@@ -169,13 +172,14 @@ class Neighbours:
 
 
 def test_ranks_at_once_are_late_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, whose streams and delays are replaced. All are loaded first, in turn and without waiting."""
+    """The test replaces a GPU's streams and delays. All programs are loaded first, in turn and without waiting."""
     slept: list[int] = []
     synchronized: list[int] = []
     stream = SimpleNamespace(synchronize=lambda: synchronized.append(1))
     monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for wrong in ((), (3 + 3 + 5, 3 + 3 + 40)):  # behind the rounds of loading, and the first of each set of inputs
+    # Wrong rounds come after the rounds of loading, and the first round of each set of inputs.
+    for wrong in ((), (3 + 3 + 5, 3 + 3 + 40)):
         monkeypatch.setitem(rank_programs.PROGRAMS, "neighbours", partial(Neighbours, wrong=wrong))
         found = contact_steps.at_once("neighbours", 2, torch.device("cpu"), seed=1, rounds=40)
         assert found == ([[], []] if not wrong else [[], [4, 39]])
@@ -198,7 +202,7 @@ def test_last(): pass
 
 @pytest.mark.processes
 def test_each_test_of_several_processes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)  # the server of processes is that of the pools
+    monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)  # the pools of ranks share this server of processes
     file = tmp_path / "test_toys.py"
     file.write_text(TESTS)
     step = Step("processes: toys", partial(contact_steps.run_tests, str(file)), patience=patient(5.0))
@@ -245,7 +249,7 @@ def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
 def test_all_of_it(tmp_path: Path) -> None:
-    """As one would on a GPU, in two calls, the first of which is cut off."""
+    """Run it as on a GPU, in two calls, of which the first is cut off."""
     status, document, said = _rehearsed(tmp_path, 1.0)
     assert status == 0 and document["left"] and f"left for another call: {', '.join(document['left'])}" in said
     first: list[Row] = read(tmp_path)

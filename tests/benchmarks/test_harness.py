@@ -1,4 +1,4 @@
-"""What a benchmark refuses to time, and what it prints."""
+"""The harness does not time wrong candidates, and prints the rows and their provenance."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def _plain(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity whose gradient is not."""
+    """The identity in forward, with a gradient that is 1.1 times too large."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _nan(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _unwritten(x: Tensor, weight: Tensor) -> Tensor:
-    """Right wherever memory that nobody wrote holds a number."""
+    """Return the right result wherever memory that was not written holds a number."""
     out = _plain(x, weight)
     hole = torch.empty_like(out)
     return torch.where(hole.isnan(), hole, out)
@@ -79,7 +79,7 @@ def test_what_is_right_is_timed_in_every_mode(bench: Bench) -> None:
 
 @pytest.mark.parametrize("ours", [_wrong_gradient, _nan, _unwritten])
 def test_what_is_wrong_is_not_timed(bench: Bench, ours: Callable[..., Tensor]) -> None:
-    torch.use_deterministic_algorithms(False)  # as where benchmarks run
+    torch.use_deterministic_algorithms(False)  # the setting of a benchmark's process
     try:
         rows = _rows(bench, ours, peer=_plain)
         assert not torch.are_deterministic_algorithms_enabled(), "timed as it was found"

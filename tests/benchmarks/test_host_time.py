@@ -1,4 +1,4 @@
-"""The benchmark of host time runs: all of Triton is in it, its compiler and the C of its launcher."""
+"""The benchmark of host time runs with all of Triton: its compiler and the C of its launcher."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Context-parallel ranks hold their part of the activations, and the benchmark that says so would see it if not."""
+"""Context-parallel ranks hold their part of the activations, and the benchmark would report it if they did not."""
 
 import sys
 
@@ -43,6 +43,6 @@ def test_every_storage_is_counted_once_and_parameters_never() -> None:
     weight, x = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4, requires_grad=True)
     saved = SavedBytes([weight])
     with saved.hooks:
-        y = (x @ weight.t()).exp()  # saves x, weight and its own result
-        (y * y).sum()  # saves y again
+        y = (x @ weight.t()).exp()  # this saves x, weight and its own result
+        (y * y).sum()  # this saves y again
     assert saved.total == 4 * (5 * 4 + 5 * 3)

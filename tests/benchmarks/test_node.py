@@ -1,4 +1,4 @@
-"""The command for a node of GPUs works on CPU ranks, and times nothing of ours that is wrong."""
+"""The command for a node of GPUs works on CPU ranks, and does not time a wrong candidate of tpfuse."""
 
 import os
 import subprocess
@@ -17,7 +17,8 @@ from tpfuse.testing.tiers import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {BY_HAND, "tpfuse collective", "tpfuse fused", "tpfuse direct"}
-PRODUCTS = [Product("in", True, 8, 200, 8), Product("out", False, 8, 8, 16)]  # more columns than are checked
+# The first product has more columns than are checked.
+PRODUCTS = [Product("in", True, 8, 200, 8), Product("out", False, 8, 8, 16)]
 
 
 def here() -> Node:
@@ -68,7 +69,7 @@ def test_every_contender_is_right() -> None:
 
 
 def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
-    """With one element of one contender's result wrong, on one rank."""
+    """Return the verdicts where one element of one candidate's result is wrong, on one rank."""
     calls, one = candidates(product, here()), here().group.rank() == rank
     right = calls[broken]
 
@@ -91,7 +92,7 @@ def test_what_is_wrong_on_one_rank_is_said_on_all(product: Product, broken: str)
 
 
 def status_with_a_wrong_one() -> int:
-    """Of a run in which fused forgets its last row."""
+    """Return the exit status of a run in which the fused candidate sets a row of its result to zero."""
     whole = node._ours
 
     def ours(name: str, *rest: object) -> node.Call:

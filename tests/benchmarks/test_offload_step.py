@@ -1,5 +1,4 @@
-"""The step with optimizer state on disk: counted before it is made, less resident than in memory, one line where it
-cannot be."""
+"""The step with optimizer state on disk: its state is counted first, its goal is reported, and an error is one line."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from tpfuse.zero import offload
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command's exit status, with the tiny model, in this process; temporary files in memory are fine here."""
+    """Return the command with the tiny model, in this process; here temporary files may be in memory."""
     monkeypatch.setattr(offload, "_IN_MEMORY", ())
     monkeypatch.setattr(offload_step, "keep_freed_memory", lambda: None)
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the overlapped GEMMs sees of a kernel that is wrong somewhere."""
+"""The benchmark of the overlapped GEMMs detects a kernel that is wrong anywhere."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def rows(kind: str) -> dict[str, Row]:
 
 
 def other(x: Tensor, *place: int) -> Tensor:
-    """A copy with one number changed."""
+    """Return a copy with one number changed."""
     x = x.clone()
     x[place] += 2.0
     return x
@@ -31,12 +31,14 @@ def other(x: Tensor, *place: int) -> Tensor:
     ("kind", "operator", "change"),
     [
         ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 3, -1, 5))),
-        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),  # a row that is pushed
+        # The changed row is pushed to another rank.
+        ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, -1, 3), w)),
         *exhaustive(
             ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (other(x, 0, 0), w, b, gathered)),
             ("gather", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, other(b, 7), gathered)),
             ("link", "all_gather_gemm_forward", lambda x, w, b, gathered: (x, w, b, other(gathered, 0, 0, 31))),
-            ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, 16, 3), w)),  # a row of its own
+            # The changed row is this rank's own.
+            ("scatter", "gemm_reduce_scatter_forward", lambda x, w: (other(x, 16, 3), w)),
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The candidates of ring attention compute the same thing, or are not timed."""
+"""The candidates of ring attention compute the same result; a candidate that does not is not timed."""
 
 import math
 
@@ -22,7 +22,7 @@ def _settings() -> None:
 
 @pytest.mark.exhaustive
 def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every one has been compared with the whole sequence on one rank, or `measure` would have raised."""
+    """Every candidate is compared with the whole sequence on one rank; `measure` raises where one differs."""
     times, others = measure(Subject(64, 4, 16), pool(4), pool(1), rounds=2, seconds=0.01)
     expected = {f"tpfuse {schedule} {name}" for schedule in SCHEDULES for name in ("direct", "collective")}
     assert times.keys() == expected | {ALONE, TEMPLATES, PLAIN}
@@ -61,7 +61,7 @@ def test_a_contender_that_is_wrong_by_a_thousandth_is_not_timed() -> None:
 
 
 def _plain(world: int) -> None:
-    """Against the definition, in float64."""
+    """Compare the plain ring with the definition of attention, in float64."""
     layout, rank = SequenceLayout(8 * world, world), dist.get_rank()
     q, k, v, grad = (normal(i, 1, 2, 8 * world, 16) for i in range(4))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]

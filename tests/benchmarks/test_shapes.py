@@ -1,3 +1,5 @@
+"""The shapes are those of the published models, and the benchmarks of gemm use them."""
+
 from benchmarks.bench_gemm import ASKED, cases
 from benchmarks.shapes import MODELS, layers, model, products
 
@@ -12,7 +14,7 @@ def test_the_worked_example() -> None:
 
 
 def test_parameters_of_the_models() -> None:
-    """The weights of a block times the number of blocks are what the models are called after."""
+    """The weights of a block times the number of blocks give the sizes that the models are named after."""
     blocks = {"124m": 12, "350m": 24, "774m": 36, "1558m": 48, "7b": 32, "70b": 80}
     sizes = {m.name: blocks[m.name] * sum(n * k for _, n, k, _ in layers(m, 1)) for m in MODELS}
     total = {m.name: sizes[m.name] + (2 if m.gated else 1) * m.vocabulary * m.width for m in MODELS}

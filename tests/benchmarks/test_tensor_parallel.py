@@ -1,4 +1,4 @@
-"""The candidates of tensor parallelism compute the same thing, or are not timed."""
+"""The candidates of tensor parallelism compute the same result; a candidate that does not is not timed."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_candidates_take_turns() -> None:
 
 
 def losses(world: int) -> tuple[float, float]:
-    """Of ours on one rank, and of torch's on `world`."""
+    """Return the loss of tpfuse's model on one rank, and that of torch's on `world` ranks."""
     config = GPTConfig(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=4)
     ours = GPT(config)
     initialize(ours, 3)

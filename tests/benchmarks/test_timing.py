@@ -1,3 +1,5 @@
+"""Candidates take turns, their errors are kept, and the ceilings are computed from the measured times."""
+
 from time import monotonic
 
 import pytest
@@ -7,7 +9,7 @@ from benchmarks.timing import Candidate, Ceilings, HostClock, Timing, alternate,
 
 
 class FakeClock:
-    """Every call takes what its name says, in seconds; keeps the order of calls."""
+    """A clock for which every call takes the seconds in its candidate's name; it keeps the order of calls."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

@@ -1,4 +1,4 @@
-"""Waves of tiles: the arithmetic, and that the rows of configurations.toml fill them."""
+"""The arithmetic of the waves of tiles is right, and the rows of configurations.toml fill the waves."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_idle_multiprocessors() -> None:
 
 
 def test_the_waves_of_known_models_are_full() -> None:
-    """Weighted by time, over the numbers of tokens."""
+    """The mean is weighted by time, over the numbers of tokens."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model, ranks, tokens, _, weighted in shares():
         found[model.name, ranks] += [weighted] * (tokens // 2048)

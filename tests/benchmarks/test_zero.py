@@ -1,4 +1,4 @@
-"""The candidates of ZeRO's benchmark do the same thing, or are not timed; figures find their rows."""
+"""The candidates of ZeRO's benchmark compute the same result, or are not timed; figures find their rows."""
 
 import math
 
@@ -22,7 +22,7 @@ def _settings() -> None:
 
 
 def test_candidates_of_training_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every one has been compared with plain AdamW, or `measure` would have raised."""
+    """Every candidate is compared with plain AdamW; `measure` raises where one differs."""
     times, others = measure(TRAINING, pool(2), rounds=2, seconds=0.01)
     pool(2).run(_settings)
     assert list(times) == list(CANDIDATES) and set(STAGES) < times.keys()
@@ -62,7 +62,7 @@ def test_the_figures_are_the_asked_ones() -> None:
 
 
 def _said_of(name: str, changed: str = "") -> str:
-    """What is said when only this candidate takes part, and does something else than the plain AdamW before it."""
+    """Return the error where only this candidate takes part, and is changed after the plain AdamW was computed."""
     wanted = [zero_training._plain(TRAINING, ranks) for ranks in (range(dist.get_world_size()), [dist.get_rank()])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_training, "CANDIDATES", {name: CANDIDATES[ALONE if changed == "sum" else name]})
