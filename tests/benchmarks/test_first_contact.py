@@ -129,7 +129,7 @@ def test_a_failure_is_told_and_is_exit_status_1(
 
 
 def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the wait the product multiplies a chunk that a copier has not yet copied."""
+    """The product, which does not wait, multiplies a chunk that a copier has not yet copied."""
     kernel = all_gather_gemm.all_gather_gemm_forward_kernel
     mutant = Fault("no wait", replaced(kernel, "step > 0", by="step < 0")).mutant()
 
