@@ -193,7 +193,7 @@ def test_bad_arguments_are_refused() -> None:
             layer(torch.zeros(shape))
     with pytest.raises(ValueError, match="'tanh' is not known"):
         ColumnParallelLinear(4, 8, activation="tanh")
-    with pytest.raises(ValueError, match="parts=2, not 1"):
+    with pytest.raises(ValueError, match="with parts=1: expected parts=2"):
         ColumnParallelLinear(4, 8, activation="swiglu")
     with pytest.raises(ValueError, match="gather_output is not defined for a gated activation"):
         ColumnParallelLinear(4, 8, activation="geglu", parts=2, gather_output=True)
