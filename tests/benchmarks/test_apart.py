@@ -97,6 +97,7 @@ def wait_for(path: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.processes
 def test_a_run_that_is_cut_off_goes_on_where_it_ended(tmp_path: Path) -> None:
     """Rows exist before the end of their step; only the row that was in progress is made again."""
     steps = [step("one", a=nothing, b=partial(wait_for, str(tmp_path / "go")), c=nothing), step("two", a=nothing)]

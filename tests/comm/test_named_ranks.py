@@ -14,6 +14,7 @@ from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _late(implementation: Implementation, folder: str) -> None:
@@ -39,7 +40,7 @@ def _late(implementation: Implementation, folder: str) -> None:
         set_implementation("auto")
 
 
-@pytest.mark.parametrize("implementation", ["direct", "collective"])
+@pytest.mark.parametrize("implementation", ["direct", *exhaustive("collective")])
 def test_a_rank_of_a_subgroup_is_named_by_its_number_in_the_world(
     implementation: Implementation, tmp_path: Path
 ) -> None:

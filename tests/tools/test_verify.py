@@ -214,6 +214,7 @@ def test_the_table_of_training(
     assert document["training"][1]["passed"] is (said is None) and document["kernels"] == []
 
 
+@pytest.mark.processes
 def test_the_command_starts_the_interpreter_itself() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tpfuse", "verify", "--json", "--no-compile", "--operators", FAST]

@@ -257,7 +257,7 @@ def _late(objects: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("objects", [False, True])
+@pytest.mark.parametrize("objects", [False, *exhaustive(True)])
 def test_a_collective_of_gloo_names_the_missing_rank(objects: bool) -> None:
     texts = pool(3).run(_late, objects)
     for rank in (0, 2):
