@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.kernels import all_gather_gemm, endpoint, engine_gather, signals
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.ops.linear import engine_gather as engines
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
+from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_wait
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: a chunk has one tile, several or none
 WITHOUT_PRODUCT = (1,)  # indices of SIZES that engines copy without a product: the epoch ends after the copies
@@ -299,23 +298,8 @@ class TestTwoStreams(GatherSuite):
         two_streams(memory, 3)
 
 
-def _without(what: str) -> Any:
-    """Returns `two_streams` with a dependency between the streams of a rank left out."""
-
-    def program(memory: SimulatedMemory) -> None:
-        def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:
-            if op != what:
-                real_wait(flags, *arguments, op=op, **options)
-
-        real_wait = memory.wait_signal
-        memory.wait_signal = wait  # type: ignore[method-assign]
-        two_streams(memory)
-
-    return program
-
-
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])
 def test_both_streams_wait_for_each_other(what: str) -> None:
     """Copies that begin before the rows are written, or end after the operation, are found."""
     with pytest.raises(ExploreError):
-        explore(_without(what), 4, resident=2)
+        explore(without_wait(two_streams, what), 4, resident=2)

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tpfuse.comm.errors import PeerTimeout
-from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.kernels import endpoint, engine_gather, engine_scatter, gemm_reduce_scatter, signals
 from tpfuse.ops.linear import engine_scatter as engines
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace
+from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_wait
 
 SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: several tiles per owner, owners without rows, no rows
 K = 4
@@ -178,23 +177,8 @@ class TestEngineScatter(ProtocolSuite):
             assert state.tolist() == [0, 0]
 
 
-def _without(what: str) -> Any:
-    """Returns `two_streams` with a dependency between the streams of a rank left out."""
-
-    def program(memory: SimulatedMemory) -> None:
-        def wait(flags: SymmetricBuffer, *arguments: Any, op: str, **options: Any) -> None:
-            if op != what:
-                real_wait(flags, *arguments, op=op, **options)
-
-        real_wait = memory.wait_signal
-        memory.wait_signal = wait  # type: ignore[method-assign]
-        two_streams(memory)
-
-    return program
-
-
 @pytest.mark.parametrize("what", ["P has come here", "C has copied"])
 def test_both_streams_wait_for_each_other(what: str) -> None:
     """Copies that begin before the last sum, or whose parts are overwritten, are found."""
     with pytest.raises(ExploreError):
-        explore(_without(what), 4, resident=2)
+        explore(without_wait(two_streams, what), 4, resident=2)

@@ -36,7 +36,7 @@ from tpfuse.testing.explore.mutants import Mutant, mutants_of, span_of, survivin
 from tpfuse.testing.explore.planting import Fault, replace
 from tpfuse.testing.tiers import exhaustive
 
-__all__ = ["Fault", "ProtocolSuite", "StreamMemory", "current", "replace"]
+__all__ = ["Fault", "ProtocolSuite", "StreamMemory", "current", "replace", "without_wait"]
 
 SCHEDULES = (Sequential(), RoundRobin(), PCT(0))
 _unchanged: dict[type, Report] = {}
@@ -69,6 +69,21 @@ class StreamMemory:
     def signals(self, key: str, count: int) -> SymmetricBuffer:
         found = self._memory.signals(key, count)
         return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+
+
+def without_wait(program: Callable[[SimulatedMemory], None], left_out: str) -> Callable[[SimulatedMemory], None]:
+    """Return `program` without the waits of the host whose `op` is `left_out`."""
+
+    def changed(memory: SimulatedMemory) -> None:
+        def wait(*arguments: Any, op: str, **options: Any) -> None:
+            if op != left_out:
+                real_wait(*arguments, op=op, **options)
+
+        real_wait = memory.wait_signal
+        memory.wait_signal = wait  # type: ignore[method-assign]
+        program(memory)
+
+    return changed
 
 
 class ProtocolSuite:
