@@ -1,0 +1,431 @@
+"""Modules that were converted in place: the same object, with a parallel class and with DTensor parameters.
+
+A module is converted by changing its class, as `fully_shard` does. So its hooks, its names, its place in the model and
+all references to it stay as they are, and `restore_module` can undo it. A converted nn.Linear is still an nn.Linear.
+
+Parameters become DTensors on the mesh under their names, in their order, and with their Python attributes. A parameter
+that two modules share is converted once and shared again. Weights that pack matrices one after another are kept as
+[parts, rows, ...], so that each matrix is sharded by itself; `state_dict` and `load_state_dict` speak of the whole
+tensor in its original shape.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tpfuse.comm.layout import copy_whole_, has_values, local_tensor
+from tpfuse.comm.mesh import rank_and_size
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.layer_norm import LayerNorm
+from tpfuse.layers.parameter import OnMesh, local, sequence_back, sequence_first
+from tpfuse.layers.rms_norm import RMSNorm
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from tpfuse.ops.collectives import gather_last, replicate, split_last
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
+from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.parallel.whole import gather_whole
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass
+class Original:
+    """What `restore_module` needs: the class, attributes as they were, and the whole shapes of the parameters.
+
+    attributes: the values that the conversion replaced; added: the names of attributes that it added; hooks: the
+    handles of the hooks that it registered.
+    """
+
+    kind: type[nn.Module]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+# The DTensor of each parameter that was converted, by the parameter it replaced: modules may share parameters.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def shard_parameter(
+    parameter: Parameter, mesh: DeviceMesh, dim: int | None, shape: Sequence[int] | None, source: int | None
+) -> Parameter:
+    """Return `parameter` as a DTensor, sharded along dimension `dim` of `shape` or (None) replicated over `mesh`.
+
+    shape: the shape to view the parameter in first, None for its own. source: the rank of the mesh whose values count;
+    None for each rank's own. If the parameter was converted before, its DTensor is returned again.
+
+    Raise ValueError if it was converted to another layout, or is a DTensor already.
+    """
+    if isinstance(parameter, DTensor):
+        raise ValueError("its parameters are DTensors already: expected a module that is not parallelized")
+    placement = Replicate() if dim is None else Shard(dim)
+    shape = parameter.shape if shape is None else torch.Size(shape)
+    known: Parameter | None = _replaced.get(parameter)  # type: ignore[no-untyped-call]
+    if known is not None and cast(DTensor, known).device_mesh == mesh:
+        if known.shape != shape or cast(DTensor, known).placements != (placement,):
+            raise ValueError(
+                f"it shares a parameter that is {tuple(known.shape)} with {cast(DTensor, known).placements}: expected"
+                f" {tuple(shape)} with {(placement,)}"
+            )
+        return known
+    whole = parameter.detach().reshape(shape)
+    tensor: Tensor = distribute_tensor(whole, mesh, [placement], src_data_rank=source if has_values(whole) else None)
+    if local_tensor(tensor).untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+        tensor = tensor.clone()  # otherwise the shard would keep the whole parameter in memory
+    new = Parameter(tensor, requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    _replaced[parameter] = new
+    return new
+
+
+def convert(
+    module: nn.Module,
+    kind: type[nn.Module],
+    mesh: DeviceMesh,
+    layouts: Mapping[str, tuple[int | None, Sequence[int] | None]],
+    source: int | None,
+    **attributes: Any,
+) -> None:
+    """Make `module` a `kind` with these attributes. layouts: (dim, shape) of each parameter for `shard_parameter`.
+
+    Raise ValueError as `shard_parameter` does, and leave the module as it was.
+    """
+    new = {
+        name: shard_parameter(parameter, mesh, *layouts[name], source)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    original = set_attributes(module, device_mesh=mesh, **attributes)
+    original.shapes = {name: module._parameters[name].shape for name in new}  # type: ignore[union-attr]
+    module._parameters.update(new)
+    module.__class__ = kind
+
+
+def original_of(module: nn.Module) -> Original:
+    """Return the module's `Original`, which is made at the first call."""
+    known: Original = module.__dict__.setdefault("original", Original(type(module)))
+    return known
+
+
+def set_attributes(module: nn.Module, **attributes: Any) -> Original:
+    """Set attributes of a module, and return its `Original`, in which is what is needed to undo it."""
+    original = original_of(module)
+    for name, value in attributes.items():
+        if name not in original.added and name not in original.attributes:
+            if name in module.__dict__:
+                original.attributes[name] = module.__dict__[name]
+            else:
+                original.added.append(name)
+        module.__dict__[name] = value
+    return original
+
+
+@torch.no_grad()
+def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
+    """Make a converted module again what it was, with whole parameters. The call is a collective of its mesh.
+
+    memo: the parameters restored so far, by the id of their DTensor, so that shared parameters stay shared.
+    """
+    original: Original = module.__dict__.pop("original")
+    parameters: dict[str, Any] = module._parameters
+    for name, parameter in list(parameters.items()):
+        if isinstance(parameter, DTensor):
+            if id(parameter) not in memo:
+                whole = gather_whole(parameter).reshape(original.shapes[name])
+                memo[id(parameter)] = Parameter(whole, requires_grad=parameter.requires_grad)
+            parameters[name] = memo[id(parameter)]
+    for hook in original.hooks:
+        hook.remove()
+    for name in original.added:
+        module.__dict__.pop(name, None)
+    module.__dict__.update(original.attributes)
+    module.__class__ = original.kind
+
+
+class Converted(OnMesh):
+    """What all converted modules have in common: whole tensors in their original shapes in state dicts."""
+
+    original: Original
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, shape in self.original.shapes.items():
+            held = destination.get(prefix + name)
+            if isinstance(held, DTensor) and held.shape != shape:
+                whole = gather_whole(held).reshape(shape)
+                destination[prefix + name] = DTensor.from_local(whole, held.device_mesh, [Replicate()], run_check=False)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
+        for name, shape in self.original.shapes.items():
+            given, held = state_dict.get(prefix + name), parameters.get(name)
+            if not isinstance(given, Tensor) or held is None or given.shape != shape:
+                continue  # torch says what is wrong
+            if isinstance(given, DTensor):
+                if given.placements == cast(DTensor, held).placements and given.shape == held.shape:
+                    continue
+                given = gather_whole(given)
+            part = torch.empty_like(held.detach(), dtype=given.dtype)
+            copy_whole_(part, given.detach().reshape(held.shape))
+            state_dict[prefix + name] = part
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if "made_of" not in type(self).__dict__:
+            return super().__reduce__()  # type: ignore[return-value]
+        return _empty, type(self).made_of, self.__dict__  # type: ignore[attr-defined]
+
+    @property
+    def called(self) -> str:
+        """Return how errors name the module."""
+        name = self.__dict__.get("module_name", "")
+        return f"{name} ({type(self).__name__})" if name else type(self).__name__
+
+
+class ConvertedColumnLinear(Converted, ColumnParallelLinear):
+    """An nn.Linear (or transformers' Conv1D) whose output features are sharded.
+
+    input_dim: the dimension along which the input is this rank's shard, None for a whole input. gather_output, parts:
+    as in `ColumnParallelLinear`; without parts the last ranks may have fewer features. ranges: [start, stop) of the
+    rows of a replicated weight that this rank uses, None for a sharded weight. transposed: the weight is [in, out].
+    use_local_output: return a plain tensor, not a DTensor.
+
+    offered: the output that a module has computed for this one, with that of its siblings (`PreparedInput`).
+    """
+
+    input_dim: int | None
+    ranges: Ranges | None
+    transposed: bool
+    use_local_output: bool
+    offered: Tensor | None
+
+    def parameters_of_rank(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight [this rank's features, in_features] and the bias that the product uses."""
+        weight = local(self.weight)
+        bias = None if self.bias is None else local(self.bias)
+        if self.transposed:
+            weight = weight.movedim(0, -1)
+        if self.ranges is not None:
+            weight, bias = self._selected(weight), None if bias is None else self._selected(bias)
+        elif self.parts > 1:
+            weight = weight.flatten(0, 1)
+            bias = None if bias is None else bias.flatten()
+        return weight, bias
+
+    def _selected(self, x: Tensor) -> Tensor:
+        """Return this rank's ranges of a replicated parameter, whose gradients are summed over the ranks."""
+        x = replicate(x, self.group)
+        return torch.cat([x[start:stop] for start, stop in self.ranges or ()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's features of the output, or (gather_output) all of them."""
+        if self.offered is not None:
+            out, self.offered = self.offered, None
+            return self.finish(out)
+        group = self.group
+        x, partial = as_local(x, self.input_dim, self.device_mesh)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.called}: the input has {x.shape[-1]} features: expected {self.in_features}")
+        weight, bias = self.parameters_of_rank()
+        if self.input_dim is not None and group is not None:
+            out = sequence_back(
+                all_gather_linear(sequence_first(x, self.input_dim), weight, bias, group), self.input_dim
+            )
+        else:
+            out = gemm(x if partial else replicate(x, group), weight, bias)
+        return self.finish(out)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """Return `out` [..., this rank's features] in the layout that the module promises."""
+        group = self.group
+        if self.gather_output and group is not None:
+            width = -(-self.out_features // group.size())
+            if self.parts == 1:
+                out = gather_last(F.pad(out, (0, width - out.shape[-1])), group)[..., : self.out_features]
+            else:  # [.., rank, part, feature] -> [.., part, rank, feature]
+                out = gather_last(out, group)
+                out = out.reshape(*out.shape[:-1], group.size(), self.parts, -1).transpose(-3, -2).flatten(-3)
+        if self.use_local_output:
+            return out
+        layout = Replicate() if self.gather_output else Shard(out.ndim - 1)
+        return _as_dtensor(out, self.device_mesh, layout, (*out.shape[:-1], self.out_features))
+
+
+class ConvertedRowLinear(Converted, RowParallelLinear):
+    """An nn.Linear (or transformers' Conv1D) whose input features are sharded.
+
+    input_is_parallel: as in `RowParallelLinear`. output_dim: the dimension along which the output is this rank's shard,
+    None for a whole output; the output is padded there to a multiple of the number of ranks. transposed,
+    use_local_output: as in `ConvertedColumnLinear`.
+    """
+
+    output_dim: int | None
+    transposed: bool
+    use_local_output: bool
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the product, whole or this rank's shard along `output_dim`, of this rank's input features."""
+        group, ranks = self.group, rank_and_size(self.group)[1]
+        x, _ = as_local(x, -1 if self.input_is_parallel else None, self.device_mesh)
+        width = self.in_features // ranks if self.input_is_parallel else self.in_features
+        if x.shape[-1] != width:
+            whole = f", not all {self.in_features}" if x.shape[-1] == self.in_features else ""
+            raise ValueError(
+                f"{self.called}: the input has {x.shape[-1]} features: expected the {width} of this rank{whole}"
+            )
+        if not self.input_is_parallel:
+            x = split_last(x, group)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        weight = weight.t() if self.transposed else weight
+        if self.output_dim is None or group is None:
+            out = linear_all_reduce(x, weight, bias, group, residual=residual)
+            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, Replicate(), out.shape)
+        length = x.shape[self.output_dim]
+        rows = pad_sequence(sequence_first(x, self.output_dim), 0, ranks)
+        if residual is not None:
+            residual = sequence_first(residual, self.output_dim)
+        out = sequence_back(linear_reduce_scatter(rows, weight, bias, group, residual=residual), self.output_dim)
+        if self.use_local_output:
+            return out
+        return shard_as_dtensor(out, self.device_mesh, self.output_dim, length)
+
+
+class ConvertedEmbedding(Converted, VocabParallelEmbedding):
+    """An nn.Embedding whose rows are sharded. use_local_output: as in `ConvertedColumnLinear`."""
+
+    use_local_output: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of `input` [...], whole or (sequence_parallel) this rank's padded shard."""
+        input, _ = as_local(input, None, self.device_mesh)
+        if not self.sequence_parallel:
+            out = super().forward(input)
+            return out if self.use_local_output else _as_dtensor(out, self.device_mesh, Replicate(), out.shape)
+        length = input.shape[self.sequence_dim]
+        out = super().forward(pad_sequence(input, self.sequence_dim, rank_and_size(self.group)[1]))
+        return out if self.use_local_output else shard_as_dtensor(out, self.device_mesh, self.sequence_dim, length)
+
+
+class ConvertedLayerNorm(Converted, LayerNorm):
+    """An nn.LayerNorm on shards of the sequence."""
+
+
+class ConvertedRMSNorm(Converted, RMSNorm):
+    """An nn.RMSNorm on shards of the sequence."""
+
+
+class ReplicatedModule(Converted):
+    """A module with any forward, whose own parameters are DTensors that every rank holds whole.
+
+    During forward the module has plain tensors instead. sum_gradients: each rank computes a part of the gradients, for
+    its tokens or its heads, and they are summed. The class of an instance is made of this one and of the module's own
+    by `combined_class`.
+    """
+
+    sum_gradients: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's own forward returns."""
+        with self._plain_parameters():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _plain_parameters(self) -> Iterator[None]:
+        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        held = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
+        group = self.group if self.sum_gradients else None
+        parameters.update({name: replicate(local(x), group) for name, x in held.items()})
+        try:
+            yield
+        finally:
+            parameters.update(held)
+
+
+_combined: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def combined_class(first: type, second: type) -> type[nn.Module]:
+    """Return the class with the bases (first, second), one of which is a converted class.
+
+    Instances can be pickled and copied: `Converted` makes their class again from its two bases.
+    """
+    if (first, second) not in _combined:
+        made = type(f"{first.__name__}_{second.__name__}", (first, second), {"made_of": (first, second)})
+        _combined[first, second] = made
+    return _combined[first, second]
+
+
+def _empty(first: type[nn.Module], second: type[nn.Module]) -> nn.Module:
+    made = combined_class(first, second)
+    return made.__new__(made)
+
+
+def as_local(x: Tensor, dim: int | None, mesh: DeviceMesh | None) -> tuple[Tensor, bool]:
+    """Return (this rank's plain tensor of x, whether its gradient may be a part of the sum over the ranks).
+
+    dim: the dimension along which a shard is wanted, None for a whole tensor. A plain x is taken to be that already; a
+    DTensor is redistributed. A shard of a length that the ranks do not divide is padded.
+    """
+    if not isinstance(x, DTensor):
+        return x, False
+    if dim is None:
+        whole = x.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()]), True
+    dim %= x.ndim
+    ranks = x.device_mesh.size()
+    share = -(-x.shape[dim] // ranks)
+    part = x.redistribute(placements=[Shard(dim)]).to_local()
+    if part.shape[dim] < share:
+        part = F.pad(part, (0, 0) * (x.ndim - 1 - dim) + (0, share - part.shape[dim]))
+    return part, False
+
+
+def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, layout: Replicate | Shard, shape: Sequence[int]) -> Tensor:
+    assert mesh is not None
+    shape = torch.Size(shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [layout], run_check=False, shape=shape, stride=stride)
+
+
+def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) -> Tensor:
+    """Return the DTensor of `length` entries along `dim` of which x is this rank's padded shard."""
+    assert mesh is not None
+    dim %= x.ndim
+    start = mesh.get_local_rank() * x.shape[dim]
+    x = x.narrow(dim, 0, max(0, min(x.shape[dim], length - start)))
+    return _as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], length, *x.shape[dim + 1 :]))
+
+
+def pad_sequence(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """Return x with zeros appended along `dim`, up to a multiple of the number of ranks."""
+    dim %= x.ndim
+    missing = -x.shape[dim] % ranks
+    return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def gather_sequence(x: Tensor, dim: int, group: Any, length: int | None) -> Tensor:
+    """Return the whole sequences of which x is this rank's padded shard along `dim`; `length`: without the padding.
+
+    All ranks compute the same from the result: in backward each keeps its own part of the gradient.
+    """
+    out = gather_last(x.movedim(dim, -1), group).movedim(-1, dim)
+    return out if length is None else out.narrow(dim, 0, length)
+
+
+def split_sequence(x: Tensor, dim: int, group: Any) -> Tensor:
+    """Return this rank's padded shard along `dim` of x, which is equal on all ranks."""
+    padded = pad_sequence(x, dim, rank_and_size(group)[1])
+    return split_last(padded.movedim(dim, -1), group).movedim(-1, dim)

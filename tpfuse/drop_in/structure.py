@@ -1,0 +1,324 @@
+"""The plan of `parallelize(plan="auto")`: recognises transformers by the structure of their modules.
+
+A decoder is a ModuleList of layers with an attention and an MLP each, between an embedding and a last norm, with or
+without a projection to the vocabulary. Attention and MLP are recognised by the names of their linear layers, which
+model families share:
+
+| part      | projections in                             | projection out   | families                       |
+|-----------|--------------------------------------------|------------------|--------------------------------|
+| attention | q_proj, k_proj, v_proj                     | o_proj; dense    | Llama, Mistral, Qwen2, Qwen3,  |
+|           |                                            |                  | Gemma; Phi                     |
+|           | qkv_proj: all of q, then k, then v         | o_proj           | Phi-3                          |
+|           | c_attn: all of q, then k, then v           | c_proj           | GPT-2                          |
+|           | query_key_value: q, k, v head by head      | dense            | GPT-NeoX                       |
+| MLP       | gate_proj, up_proj                         | down_proj        | Llama, Mistral, Qwen, Gemma    |
+|           | gate_up_proj: all of gate, then up         | down_proj        | Phi-3                          |
+|           | c_fc; fc1; dense_h_to_4h                   | c_proj; fc2;     | GPT-2; Phi; GPT-NeoX           |
+|           |                                            | dense_4h_to_h    |                                |
+
+Everything else runs its own forward, with parameters that every rank holds whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tpfuse.drop_in.converted import Ranges
+from tpfuse.drop_in.styles import (
+    FusedColwiseParallel,
+    FusedPrepareModuleInput,
+    FusedRowwiseParallel,
+    FusedSequenceParallel,
+    ReplicatedParallel,
+    SequenceLength,
+    WholeSequences,
+    features,
+)
+from tpfuse.layers.parameter import splits
+
+_ATTENTION = (
+    (("q_proj", "k_proj", "v_proj"), ("o_proj", "dense", "out_proj")),
+    (("qkv_proj",), ("o_proj",)),
+    (("c_attn",), ("c_proj",)),
+    (("query_key_value",), ("dense",)),
+)
+_MLP = (
+    (("gate_proj", "up_proj"), ("down_proj",)),
+    (("gate_up_proj",), ("down_proj",)),
+    (("c_fc",), ("c_proj",)),
+    (("fc1",), ("fc2",)),
+    (("dense_h_to_4h",), ("dense_4h_to_h",)),
+)
+_LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
+_TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
+_HEADS = ("lm_head", "embed_out")
+
+
+@dataclass
+class Recognised:
+    """A model's plan: the styles of its modules by name, and the reasons why modules keep their own forward."""
+
+    styles: dict[str, list[ParallelStyle]] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, style: ParallelStyle) -> None:
+        """Add a style of module `name`."""
+        self.styles.setdefault(name, []).append(style)
+
+
+def _match(module: nn.Module, table: tuple[Any, ...]) -> tuple[tuple[str, ...], str] | None:
+    """Return (names of the projections in, name of the projection out) of a module; None if it is no such part."""
+    children = dict(module.named_children())
+    for inner, outer in table:
+        last = next((name for name in outer if name in children), None)
+        if last is not None and all(name in children for name in inner):
+            return inner, last
+    return None
+
+
+def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognised:
+    """Return the plan of a transformers-like model for `ranks` tensor-parallel ranks.
+
+    Raise ValueError if `model` has no decoder, or if its heads cannot be divided among the ranks.
+    """
+    plan, length = Recognised(), SequenceLength()
+    decoders = list(_decoders(model))
+    if not decoders:
+        raise ValueError(
+            'plan "auto": found no list of layers with an attention and an MLP each; give a plan {"pattern": style, …}'
+        )
+    for name, base, layers in decoders:
+        _plan_decoder(plan, model, name, base, layers, ranks, length if sequence_parallel else None)
+    for name, module in model.named_modules():
+        if name not in plan.styles and any(True for _ in module.parameters(recurse=False)):
+            plan.add(name, ReplicatedParallel())
+            plan.kept.setdefault(name, "every rank holds it whole and runs its own forward")
+    return plan
+
+
+def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name of a decoder, the decoder, name of its list of layers) of all decoders in a model."""
+    for name, module in model.named_modules():
+        for child, layers in module.named_children():
+            if (
+                isinstance(layers, nn.ModuleList)
+                and len(layers)
+                and all(any(_match(part, _ATTENTION) for part in layer.children()) for layer in layers)
+            ):
+                yield name, module, child
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _plan_decoder(
+    plan: Recognised,
+    model: nn.Module,
+    name: str,
+    base: nn.Module,
+    layers: str,
+    ranks: int,
+    length: SequenceLength | None,
+) -> None:
+    """Add the styles of a decoder. length: given if activations between layers are shards of the sequence."""
+    children = dict(base.named_children())
+    embedding = next((child for child in _TOKEN_EMBEDDINGS if child in children), None)
+    if embedding is not None:
+        plan.add(_join(name, embedding), FusedRowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()))
+    stack: Any = children[layers]
+    if length is not None:
+        norm = next((child for child in _LAST_NORMS if child in children), None)
+        if norm is None:
+            raise ValueError(
+                f"sequence_parallel: {name or 'the model'} has no last norm, one of {', '.join(_LAST_NORMS)}"
+            )
+        plan.add(
+            _join(name, layers, "0"),
+            FusedPrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True, length=length
+            ),
+        )
+        plan.add(_join(name, norm), FusedSequenceParallel(gather_output=length))
+    for index, layer in enumerate(stack):
+        _plan_layer(plan, model, _join(name, layers, str(index)), layer, ranks, length is not None)
+    for child, module in model.named_children():
+        if child in _HEADS and isinstance(module, nn.Linear):
+            plan.add(child, FusedColwiseParallel(output_layouts=Replicate()))
+
+
+def _plan_layer(
+    plan: Recognised, model: nn.Module, name: str, layer: nn.Module, ranks: int, sequence_parallel: bool
+) -> None:
+    for child, module in layer.named_children():
+        path = _join(name, child)
+        attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
+        try:
+            if attention is not None:
+                _plan_attention(plan, path, module, *attention, ranks, sequence_parallel)
+                continue
+            if mlp is not None:
+                _plan_mlp(plan, path, module, *mlp, sequence_parallel)
+                continue
+        except NotImplementedError as reason:
+            plan.kept[path] = str(reason)
+        if not any(True for _ in module.parameters()):
+            continue
+        if not any(True for _ in module.children()):
+            style = FusedSequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParallel()
+            plan.add(path, style)
+        else:
+            plan.kept.setdefault(path, f"{type(module).__name__} is no attention or MLP that tpfuse knows")
+            if sequence_parallel:
+                plan.add(path, WholeSequences(length_argument="position_ids"))
+
+
+def _input(projections: tuple[str, ...], sequence_parallel: bool, **attributes: Any) -> FusedPrepareModuleInput:
+    return FusedPrepareModuleInput(
+        input_layouts=Shard(1) if sequence_parallel else Replicate(),
+        desired_input_layouts=Replicate(),
+        use_local_output=True,
+        projections=projections,
+        length_argument="position_ids",
+        attributes=attributes,
+    )
+
+
+def _plan_mlp(
+    plan: Recognised, path: str, module: nn.Module, inner: tuple[str, ...], outer: str, sequence_parallel: bool
+) -> None:
+    for name in (*inner, outer):
+        _linear(module, name)
+    plan.add(path, _input(inner, sequence_parallel))
+    for name in inner:
+        plan.add(_join(path, name), FusedColwiseParallel(parts=2 if name == "gate_up_proj" else 1))
+    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate()))
+
+
+def _linear(module: nn.Module, name: str) -> tuple[int, int]:
+    """Return `features` of a child. Raise NotImplementedError if it is no linear layer, so that its parent is kept."""
+    child = module.get_submodule(name)
+    try:
+        return features(child)
+    except ValueError as error:
+        raise NotImplementedError(f"{name}: {error}") from None
+
+
+def _plan_attention(
+    plan: Recognised,
+    path: str,
+    module: nn.Module,
+    inner: tuple[str, ...],
+    outer: str,
+    ranks: int,
+    sequence_parallel: bool,
+) -> None:
+    heads, shared, size = _heads(module, inner, outer)
+    if heads % ranks:
+        raise ValueError(
+            f"{path}: {heads} heads cannot be divided among {ranks} ranks: expected tp {splits(heads, heads)}"
+        )
+    local = heads // ranks
+    attributes: dict[str, Any] = {}
+    for name, value in (("num_heads", local), ("num_attention_heads", local), ("split_size", local * size)):
+        if hasattr(module, name):
+            attributes[name] = value
+    served = [served_heads(heads, shared, rank, ranks) for rank in range(ranks)]
+    sharded = shared % ranks == 0
+    groups = heads // shared if sharded else local // len(served[0])
+    for name, value in (("num_key_value_heads", len(served[0])), ("num_key_value_groups", groups)):
+        if hasattr(module, name):
+            attributes[name] = value
+    keys = (
+        None if sharded else [tuple((head * size, (head + 1) * size) for head in served[rank]) for rank in range(ranks)]
+    )
+    if inner == ("c_attn",):
+        plan.add(_join(path, "c_attn"), FusedColwiseParallel(parts=3))
+    elif inner == ("query_key_value",):
+        plan.add(_join(path, "query_key_value"), FusedColwiseParallel())
+    elif inner == ("qkv_proj",):
+        attributes["config"] = LocalHeads(module.config, num_attention_heads=local, num_key_value_heads=len(served[0]))
+        packed = (
+            FusedColwiseParallel(parts=3)
+            if heads == shared
+            else FusedColwiseParallel(
+                ranges=[_packed_ranges(heads, shared, size, served[rank], rank, ranks) for rank in range(ranks)]
+            )
+        )
+        plan.add(_join(path, "qkv_proj"), packed)
+    else:
+        plan.add(_join(path, "q_proj"), FusedColwiseParallel())
+        for name in inner[1:]:
+            plan.add(_join(path, name), FusedColwiseParallel(ranges=keys))
+    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate()))
+    plan.add(path, _input(inner, sequence_parallel, **attributes))
+    for name, child in module.named_children():
+        if name not in (*inner, outer) and any(True for _ in child.parameters()):
+            plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))
+
+
+def _packed_ranges(heads: int, shared: int, size: int, served: list[int], rank: int, ranks: int) -> Ranges:
+    """Return the rows of this rank's q, k and v heads in a weight that packs all q, all k and all v heads."""
+    local = heads // ranks
+    queries = (rank * local * size, (rank + 1) * local * size)
+    keys = tuple(((heads + head) * size, (heads + head + 1) * size) for head in served)
+    values = tuple((start + shared * size, stop + shared * size) for start, stop in keys)
+    return (queries, *keys, *values)
+
+
+def served_heads(heads: int, shared: int, rank: int, ranks: int) -> list[int]:
+    """Return the key/value heads that a rank needs for its query heads, each used by equally many of them.
+
+    heads, shared: the numbers of all query heads and of all key/value heads; query head h uses key/value head
+    h // (heads / shared). If a rank's query heads use theirs unequally often, a key/value head is repeated.
+    """
+    local = heads // ranks
+    used = [head // (heads // shared) for head in range(rank * local, (rank + 1) * local)]
+    runs = max(
+        run for run in range(1, local + 1)
+        if local % run == 0 and all(
+            len({owner // (heads // shared) for owner in range(first, first + run)}) == 1
+            for start in range(0, heads, local) for first in range(start, start + local, run)
+        )
+    )  # fmt: skip
+    return used[::runs]
+
+
+def _heads(module: nn.Module, inner: tuple[str, ...], outer: str) -> tuple[int, int, int]:
+    """Return (query heads, key/value heads, head size) of an attention module.
+
+    Raise NotImplementedError if its sizes contradict each other, or for norms over all heads at once.
+    """
+    size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if not isinstance(size, int):
+        raise NotImplementedError("it has no head_dim or head_size")
+    for name in (*inner, outer):
+        _linear(module, name)
+    heads = _linear(module, outer)[0] // size
+    widths = [_linear(module, name)[1] // size for name in inner]
+    shared = widths[1] if len(inner) == 3 else (widths[0] - heads) // 2
+    if heads < 1 or shared < 1 or heads % shared or sum(widths) != heads + 2 * shared:
+        raise NotImplementedError(f"{heads} query heads and {shared} key/value heads do not fit its projections")
+    for name, child in module.named_children():
+        for parameter in child.parameters() if name not in (*inner, outer) else ():
+            if parameter.numel() != size:
+                raise NotImplementedError(
+                    f"{name} has {parameter.numel()} parameters: expected {size}, those of a head"
+                )
+    return heads, shared, size
+
+
+class LocalHeads:
+    """A model's configuration as an attention module of one rank reads it: with other numbers of heads."""
+
+    def __init__(self, config: Any, **values: int) -> None:
+        self.__dict__.update(config=config, values=values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "values" not in self.__dict__:
+            raise AttributeError(name)
+        return self.values[name] if name in self.values else getattr(self.config, name)

@@ -1,0 +1,484 @@
+"""Parallel styles with fused layers, for torch's `parallelize_module` and for `tpfuse.parallelize`.
+
+| style                   | converts                                        | communicates                         |
+|-------------------------|-------------------------------------------------|--------------------------------------|
+| FusedColwiseParallel    | nn.Linear, transformers' Conv1D                 | a gather inside the product          |
+| FusedRowwiseParallel    | nn.Linear, Conv1D, nn.Embedding (by rows)       | a sum inside the product             |
+| FusedSequenceParallel   | nn.LayerNorm, nn.RMSNorm, any other norm        | the parameters' gradients            |
+| FusedPrepareModuleInput | nothing: it prepares a module's input           | one gather for several products      |
+| ReplicatedParallel      | any module                                      | nothing, or its gradients            |
+| WholeSequences          | nothing: it gathers the input, splits the output| whole sequences                      |
+
+Each of the first four takes the arguments of torch's style whose name it extends, and means the same by them; torch's
+own implementation serves where there is nothing to fuse (column-parallel embeddings, other layouts). The styles mix
+with torch's in one plan.
+
+Plain tensors pass between fused modules. Where one is this rank's shard of a sequence that the ranks do not divide, it
+is padded with zeros at the end, so that all ranks hold equally many rows; DTensors are never padded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.placement_types import Placement
+
+from tpfuse.drop_in.converted import (
+    ConvertedColumnLinear,
+    ConvertedEmbedding,
+    ConvertedLayerNorm,
+    ConvertedRMSNorm,
+    ConvertedRowLinear,
+    Ranges,
+    ReplicatedModule,
+    as_local,
+    combined_class,
+    convert,
+    gather_sequence,
+    original_of,
+    set_attributes,
+    shard_as_dtensor,
+    split_sequence,
+)
+from tpfuse.layers.parameter import sequence_back, sequence_first, splits
+from tpfuse.ops.collectives import replicate
+from tpfuse.ops.gemm import gemm
+from tpfuse.ops.linear.all_gather_linear import all_gather_linear
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether `module` is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Return (in_features, out_features) of an nn.Linear or Conv1D. Raise ValueError for any other module."""
+    if type(module) is nn.Linear:
+        return module.in_features, module.out_features
+    if is_conv1d(module):
+        rows, columns = cast(Tensor, module.weight).shape
+        return int(rows), int(columns)
+    raise ValueError(f"{_kind(module)}: expected an nn.Linear or transformers' Conv1D")
+
+
+def _kind(module: nn.Module) -> str:
+    return f"it is a {type(module).__module__}.{type(module).__name__}"
+
+
+def check_floats(module: nn.Module) -> None:
+    """Raise ValueError unless all of the module's own parameters are of a float dtype."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"its {name} is a DTensor: expected a module that is not parallelized yet")
+        if not parameter.dtype.is_floating_point or parameter.element_size() < 2:
+            raise ValueError(f"its {name} is {parameter.dtype}: expected a float dtype of 16 bits or more")
+
+
+class FusedColwiseParallel(ColwiseParallel):
+    """torch's ColwiseParallel with the gather of the input fused into the product.
+
+    input_layouts: Replicate() (default), or Shard(d): the input is this rank's shard along dimension d. output_layouts:
+    Shard(-1) (default) or Replicate(). use_local_output: return a plain tensor. parts: the number of matrices of equal
+    height that are packed in the weight one after another, each of which is sharded by itself. ranges: of the rows
+    [start, stop) that each rank uses, if the weight must stay whole on every rank; one entry for each rank.
+
+    The last ranks may have fewer features if the ranks do not divide the whole, unless the weight is packed.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        parts: int = 1,
+        ranges: Sequence[Ranges] | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.parts, self.ranges = parts, ranges
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        if isinstance(module, nn.Embedding):
+            return
+        _, height = features(module)
+        check_floats(module)
+        input_layout, output_layout = self.input_layouts[0], self.output_layouts[0]
+        if not isinstance(input_layout, Replicate | Shard):
+            raise ValueError(f"input_layouts {input_layout}: expected Replicate() or Shard(dimension of the sequence)")
+        if not isinstance(output_layout, Replicate) and output_layout != Shard(-1):
+            raise ValueError(f"output_layouts {output_layout}: expected Shard(-1) or Replicate()")
+        ranks = device_mesh.size()
+        if height % self.parts:
+            raise ValueError(f"its {height} output features cannot be {self.parts} matrices of equal height")
+        if self.ranges is None and (height // self.parts) % ranks and not isinstance(output_layout, Replicate):
+            raise ValueError(
+                f"its {height // self.parts} output features cannot be split among {ranks} ranks: expected a multiple,"
+                f" or tp {splits(height // self.parts, max(ranks, 8))}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Embedding):
+            return super()._apply(module, device_mesh)
+        self.check(module, device_mesh)
+        (inner, outer), transposed = features(module), is_conv1d(module)
+        input_layout = self.input_layouts[0]
+        shape: tuple[int, ...] | None = None
+        dim: int | None = 1 if transposed else 0
+        bias_shape: tuple[int, ...] | None = None
+        bias_dim: int | None = 0
+        if self.ranges is not None:
+            dim = bias_dim = None
+        elif self.parts > 1:
+            packed = (self.parts, outer // self.parts)
+            shape, bias_shape = ((inner, *packed) if transposed else (*packed, inner)), packed
+            dim, bias_dim = 2 if transposed else 1, 1
+        convert(
+            module,
+            ConvertedColumnLinear,
+            device_mesh,
+            {"weight": (dim, shape), "bias": (bias_dim, bias_shape)},
+            self.src_data_rank,
+            in_features=inner,
+            out_features=outer,
+            parts=self.parts,
+            activation=None,
+            gather_output=isinstance(self.output_layouts[0], Replicate),
+            sequence_parallel=isinstance(input_layout, Shard),
+            input_dim=input_layout.dim if isinstance(input_layout, Shard) else None,
+            ranges=None if self.ranges is None else tuple(self.ranges[device_mesh.get_local_rank()]),
+            transposed=transposed,
+            use_local_output=self.use_local_output,
+            offered=None,
+        )
+        return module
+
+
+class FusedRowwiseParallel(RowwiseParallel):
+    """torch's RowwiseParallel with the sum over the ranks fused into the product.
+
+    input_layouts: Shard(-1) (default), or Replicate(): the module takes this rank's slice of the features.
+    output_layouts: Replicate() (default), or Shard(d): the output is this rank's shard along dimension d.
+    use_local_output: return a plain tensor. An nn.Embedding, or a subclass whose forward
+    calls that of nn.Embedding, is sharded by rows; its input is whole.
+    """
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        check_floats(module)
+        input_layout, output_layout = self.input_layouts[0], self.output_layouts[0]
+        if not isinstance(output_layout, Replicate | Shard) or output_layout == Shard(-1):
+            raise ValueError(
+                f"output_layouts {output_layout}: expected Replicate() or Shard(dimension of the sequence)"
+            )
+        if isinstance(module, nn.Embedding):
+            for name, off in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+                if getattr(module, name) != off:
+                    raise ValueError(f"it has {name}={getattr(module, name)}: expected {off}")
+            return
+        inner, _ = features(module)
+        if not isinstance(input_layout, Replicate) and input_layout != Shard(-1):
+            raise ValueError(f"input_layouts {input_layout}: expected Shard(-1) or Replicate()")
+        ranks = device_mesh.size()
+        if inner % ranks:
+            raise ValueError(
+                f"its {inner} input features cannot be split among {ranks} ranks: expected a multiple,"
+                f" or tp {splits(inner, max(ranks, 8))}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        output_layout = self.output_layouts[0]
+        output_dim = output_layout.dim if isinstance(output_layout, Shard) else None
+        if isinstance(module, nn.Embedding):
+            # The forward of a subclass runs, and finds the sharded table where it calls nn.Embedding's forward.
+            own = type(module)
+            kind = ConvertedEmbedding if own is nn.Embedding else combined_class(own, ConvertedEmbedding)
+            convert(
+                module, kind, device_mesh, {"weight": (0, None)}, self.src_data_rank,
+                sequence_parallel=output_dim is not None, sequence_dim=-2 if output_dim is None else output_dim,
+                use_local_output=self.use_local_output,
+            )  # fmt: skip
+            return module
+        (inner, outer), transposed = features(module), is_conv1d(module)
+        convert(
+            module, ConvertedRowLinear, device_mesh, {"weight": (0 if transposed else 1, None), "bias": (None, None)},
+            self.src_data_rank, in_features=inner, out_features=outer,
+            input_is_parallel=not isinstance(self.input_layouts[0], Replicate),
+            sequence_parallel=output_dim is not None, output_dim=output_dim, transposed=transposed,
+            use_local_output=self.use_local_output,
+        )  # fmt: skip
+        return module
+
+
+class FusedSequenceParallel(SequenceParallel):
+    """torch's SequenceParallel without DTensor's dispatch, and with the kernels of nn.LayerNorm and nn.RMSNorm.
+
+    sequence_dim, use_local_output: as in torch's style. gather_output: return whole sequences, of the length in this
+    object, on every rank; their gradients are equal on all ranks. A module of any other class runs its own forward on
+    this rank's shard, with its own parameters as plain tensors; their gradients are summed over the ranks.
+    """
+
+    def __init__(
+        self, *, sequence_dim: int = 1, use_local_output: bool = False, gather_output: "SequenceLength | None" = None
+    ) -> None:
+        super().__init__(sequence_dim=sequence_dim, use_local_output=use_local_output)
+        self.sequence_dim, self.gather_output = sequence_dim, gather_output
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        check_floats(module)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        known = {nn.LayerNorm: ConvertedLayerNorm, nn.RMSNorm: ConvertedRMSNorm}.get(type(module))
+        fits = known is not None and len(module.normalized_shape) == 1  # type: ignore[arg-type]
+        replicate_(module, device_mesh, True, self.src_data_rank, known if fits else None)
+        hook = SequenceShards(device_mesh, self.sequence_dim, self.use_local_output, self.gather_output)
+        original_of(module).hooks += [
+            module.register_forward_pre_hook(hook.before),
+            module.register_forward_hook(hook.after),
+        ]
+        return module
+
+
+@dataclass
+class SequenceLength:
+    """The length of the sequences of a forward pass, without padding, from where they are split to where they end."""
+
+    value: int | None = None
+
+
+class SequenceShards:
+    """Hooks of a module that maps this rank's shard of the sequence to one of equal length."""
+
+    def __init__(
+        self, mesh: DeviceMesh, dim: int, use_local_output: bool, gather_output: SequenceLength | None
+    ) -> None:
+        self.mesh, self.dim, self.use_local_output, self.gather_output = mesh, dim, use_local_output, gather_output
+        self.length: int | None = None
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the inputs with this rank's plain shard for a DTensor, whose length is kept for the output."""
+        x, *others = inputs
+        self.length = x.shape[self.dim] if isinstance(x, DTensor) else None
+        return as_local(x, self.dim, self.mesh)[0], *others
+
+    def after(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        """Return the output in the layout that the style promises."""
+        if self.gather_output is not None and self.mesh.size() > 1:
+            return gather_sequence(out, self.dim, self.mesh.get_group(), self.gather_output.value)
+        if self.use_local_output:
+            return out
+        length = out.shape[self.dim] * self.mesh.size() if self.length is None else self.length
+        return shard_as_dtensor(out, self.mesh, self.dim, length)
+
+
+def replicate_(
+    module: nn.Module, mesh: DeviceMesh, sum_gradients: bool, source: int | None, kind: type[nn.Module] | None = None
+) -> None:
+    """Make the module's own parameters DTensors that every rank holds whole. kind: its class, by default its own."""
+    layouts = dict.fromkeys((name for name, _ in module.named_parameters(recurse=False)), (None, None))
+    convert(
+        module,
+        combined_class(ReplicatedModule, type(module)) if kind is None else kind,
+        mesh,
+        layouts,
+        source,
+        sum_gradients=sum_gradients and mesh.size() > 1,
+    )
+
+
+class ReplicatedParallel(ParallelStyle):
+    """A module that runs its own forward, with parameters that every rank holds whole.
+
+    sum_gradients: each rank computes a part of the parameters' gradients (for its heads, for instance), and the parts
+    are summed; otherwise all ranks compute the same gradients.
+    """
+
+    def __init__(self, *, sum_gradients: bool = False) -> None:
+        self.sum_gradients = sum_gradients
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        check_floats(module)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.check(module, device_mesh)
+        replicate_(module, device_mesh, self.sum_gradients, self.src_data_rank)
+        return module
+
+
+class FusedPrepareModuleInput(PrepareModuleInput):
+    """torch's PrepareModuleInput that shares one gather, or one sum of gradients, among several products.
+
+    projections: the names of the column-parallel children that read the module's first input (or the keyword argument
+    `hidden_states`); the module uses that input for nothing else but its shape. They share one gather, fused into their
+    products, and their parts of the input's gradient are summed once. attributes: values that the module's attributes
+    take, for a module that computes with sizes that are smaller on a rank. length_argument: the name of a keyword
+    argument of the module whose last dimension is the length of the whole sequence without padding. length: where the
+    length of a whole input is kept that is split here.
+
+    With projections or attributes the layouts are those of the first input: Shard(d) or Replicate() to Replicate(), or
+    Replicate() to Shard(d). Without them this is torch's style.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        projections: Sequence[str] = (),
+        length_argument: str | None = None,
+        attributes: dict[str, Any] | None = None,
+        length: SequenceLength | None = None,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.projections, self.length_argument = tuple(projections), length_argument
+        self.attributes, self.length = attributes or {}, length
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        children = dict(module.named_children())
+        for name in self.projections:
+            if name not in children:
+                raise ValueError(f"projection {name!r}: it has no such child, but {', '.join(children)}")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not self.projections and self.use_local_output is False:
+            return super()._apply(module, device_mesh)
+        self.check(module, device_mesh)
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            raise ValueError("projections: expected input_layouts and desired_input_layouts too")
+        source, target = self.input_layouts[0], self.desired_input_layouts[0]
+        hook = PreparedInput(
+            device_mesh,
+            source.dim if isinstance(source, Shard) else None,
+            target.dim if isinstance(target, Shard) else None,
+            self.projections,
+            self.length_argument,
+            self.length,
+        )
+        set_attributes(module, **self.attributes)
+        original_of(module).hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return module
+
+
+class WholeSequences(ParallelStyle):
+    """A module that every rank runs on whole sequences, between modules that pass shards of them.
+
+    sequence_dim: the dimension of the sequence in its first input (or keyword argument `hidden_states`), and in its
+    output or the first entry of it. length_argument: as in `FusedPrepareModuleInput`.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, length_argument: str | None = None) -> None:
+        self.sequence_dim, self.length_argument = sequence_dim, length_argument
+
+    def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Accept every module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_argument, None)
+        original_of(module).hooks += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim)),
+        ]
+        return module
+
+
+class SplitOutput:
+    """A hook that returns this rank's padded shard of the output, or of its first entry."""
+
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
+        self.mesh, self.dim = mesh, dim
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], out: Any) -> Any:
+        """Return the output with this rank's shard."""
+        if self.mesh.size() == 1:
+            return out
+        if isinstance(out, Tensor):
+            return split_sequence(out, self.dim, self.mesh.get_group())
+        return (split_sequence(out[0], self.dim, self.mesh.get_group()), *out[1:])
+
+
+class PreparedInput:
+    """A hook that prepares the first input of a module, or its keyword argument `hidden_states`.
+
+    held, wanted: the dimension along which the input is this rank's shard, and along which the module wants it; None
+    for a whole input. projections, length_argument: as in `FusedPrepareModuleInput`.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        held: int | None,
+        wanted: int | None,
+        projections: tuple[str, ...],
+        length_argument: str | None,
+        length: SequenceLength | None,
+    ) -> None:
+        self.mesh, self.held, self.wanted = mesh, held, wanted
+        self.projections, self.length_argument, self.length = projections, length_argument, length
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the prepared input."""
+        x = args[0] if args else kwargs["hidden_states"]
+        given = kwargs.get(self.length_argument) if self.length_argument else None
+        x = self._prepared(module, x, given.shape[-1] if isinstance(given, Tensor) else None)
+        if args:
+            return (x, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": x}
+
+    def _prepared(self, module: nn.Module, x: Tensor, length: int | None) -> Tensor:
+        group = self.mesh.get_group() if self.mesh.size() > 1 else None
+        if isinstance(x, DTensor) and self.held is not None:
+            length = x.shape[self.held] if length is None else length
+        x, partial = as_local(x, self.held, self.mesh)
+        if group is None:
+            return x
+        if self.wanted is not None:
+            if self.length is not None:
+                self.length.value = x.shape[self.wanted]
+            return x if self.held is not None else split_sequence(x, self.wanted, group)
+        linears = [module.get_submodule(name) for name in self.projections]
+        if not linears or not all(isinstance(linear, ConvertedColumnLinear) for linear in linears):
+            return x if self.held is None else gather_sequence(x, self.held, group, length)
+        parameters = [linear.parameters_of_rank() for linear in linears]  # type: ignore[operator]
+        weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]
+        if self.held is not None:
+            rows = all_gather_linear(sequence_first(x, self.held), weights, biases, group)
+            outs = [sequence_back(out, self.held) for out in rows]
+            shape = list(x.shape)
+            shape[self.held] *= group.size()
+            if length is not None:
+                outs = [out.narrow(self.held, 0, length) for out in outs]
+                shape[self.held] = length
+        else:
+            x = x if partial else replicate(x, group)
+            outs, shape = [gemm(x, *pair) for pair in parameters], list(x.shape)
+        for linear, out in zip(linears, outs, strict=True):
+            linear.offered = out
+        # The module reads the shape alone. A value that it reads all the same makes its result NaN.
+        return x.new_full((), torch.nan).expand(shape)
