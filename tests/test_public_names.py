@@ -16,7 +16,8 @@ NAMES = {
         ColumnParallelLinear RowParallelLinear VocabParallelEmbedding LayerNorm RMSNorm
         all_gather_linear linear_reduce_scatter linear_all_reduce gemm attention linear_cross_entropy
         ring_attention SequenceLayout GradientBuckets FullySharded ZeroOptimizer recomputed
-        build_mesh connect explain measuring PeerTimeout Disagreement
+        build_mesh connect explain parallelize restore FusedColwiseParallel FusedRowwiseParallel FusedSequenceParallel
+        FusedPrepareModuleInput measuring PeerTimeout Disagreement
     """,
     "tpfuse.layers": LAYERS,
 }

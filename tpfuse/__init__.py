@@ -37,6 +37,12 @@ _MODULES = {
     "build_mesh": "tpfuse.comm.mesh",
     "connect": "tpfuse.comm.connect",
     "explain": "tpfuse.layers.explain",
+    "parallelize": "tpfuse.drop_in.parallelize",
+    "restore": "tpfuse.drop_in.parallelize",
+    "FusedColwiseParallel": "tpfuse.drop_in.styles",
+    "FusedRowwiseParallel": "tpfuse.drop_in.styles",
+    "FusedSequenceParallel": "tpfuse.drop_in.styles",
+    "FusedPrepareModuleInput": "tpfuse.drop_in.styles",
     "measuring": "tpfuse.comm.measurement",
     "PeerTimeout": "tpfuse.comm.errors",
     "Disagreement": "tpfuse.comm.errors",
@@ -49,6 +55,12 @@ if TYPE_CHECKING:  # These are the same names for editors and type checkers. A t
     from tpfuse.comm.errors import PeerTimeout as PeerTimeout
     from tpfuse.comm.measurement import measuring as measuring
     from tpfuse.comm.mesh import build_mesh as build_mesh
+    from tpfuse.drop_in.parallelize import parallelize as parallelize
+    from tpfuse.drop_in.parallelize import restore as restore
+    from tpfuse.drop_in.styles import FusedColwiseParallel as FusedColwiseParallel
+    from tpfuse.drop_in.styles import FusedPrepareModuleInput as FusedPrepareModuleInput
+    from tpfuse.drop_in.styles import FusedRowwiseParallel as FusedRowwiseParallel
+    from tpfuse.drop_in.styles import FusedSequenceParallel as FusedSequenceParallel
     from tpfuse.layers.column_parallel_linear import ColumnParallelLinear as ColumnParallelLinear
     from tpfuse.layers.explain import explain as explain
     from tpfuse.layers.layer_norm import LayerNorm as LayerNorm

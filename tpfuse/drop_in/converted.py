@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tpfuse.comm.layout import copy_whole_, has_values, local_tensor
 from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
+from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
 from tpfuse.layers.parameter import OnMesh, local, sequence_back, sequence_first
 from tpfuse.layers.rms_norm import RMSNorm
@@ -203,6 +204,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     rows of a replicated weight that this rank uses, None for a sharded weight. transposed: the weight is [in, out].
     use_local_output: return a plain tensor, not a DTensor.
 
+    shares_gather: the module that the layer is a child of gathers the input, in one product for all its projections.
     offered: the output that a module has computed for this one, with that of its siblings (`PreparedInput`).
     """
 
@@ -211,6 +213,13 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     transposed: bool
     use_local_output: bool
     offered: Tensor | None
+    shares_gather: bool = False
+
+    @property
+    def operator(self) -> str:
+        """Return the name of the operator of `tpfuse.ops` that computes the output."""
+        gathers = self.group is not None and (self.sequence_parallel or self.shares_gather)
+        return "all_gather_linear" if gathers else "gemm"
 
     def parameters_of_rank(self) -> tuple[Tensor, Tensor | None]:
         """Return the weight [this rank's features, in_features] and the bias that the product uses."""
@@ -308,6 +317,11 @@ class ConvertedEmbedding(Converted, VocabParallelEmbedding):
 
     use_local_output: bool
 
+    def explained(self, name: str) -> LayerPlan:
+        """Return the layer's plan for `tpfuse.explain`."""
+        shapes = tuple(self.weight.shape), tuple(local_tensor(self.weight).shape)
+        return LayerPlan(name, type(self).__name__, *shapes, "embedding", "collective", "rows of the table are sharded")
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of `input` [...], whole or (sequence_parallel) this rank's padded shard."""
         input, _ = as_local(input, None, self.device_mesh)
@@ -336,6 +350,14 @@ class ReplicatedModule(Converted):
     """
 
     sum_gradients: bool
+
+    def explained(self, name: str) -> LayerPlan:
+        """Return the module's plan for `tpfuse.explain`."""
+        kind = self.original.kind.__name__
+        shape = next((tuple(shape) for shape in self.original.shapes.values()), ())
+        computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
+        reason = self.__dict__.get("reason") or f"every rank {computes}"
+        return LayerPlan(name, kind, shape, shape, "its own forward", "replicated", reason)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's own forward returns."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpfuse.drop_in.check import compare, small_forward
 from tpfuse.drop_in.converted import Converted, Original, restore_module
 from tpfuse.drop_in.structure import recognise
 
@@ -26,7 +27,7 @@ class Replacement:
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan = "auto", *, sequence_parallel: bool = True
+    model: nn.Module, mesh: DeviceMesh, plan: Plan = "auto", *, sequence_parallel: bool = True, check: bool = False
 ) -> nn.Module:
     """Convert a model in place for the ranks of a mesh, and return it.
 
@@ -34,7 +35,8 @@ def parallelize(
     mesh: one-dimensional, or with a dimension "tp". plan: "auto" recognises decoders of Hugging Face's transformers by
     their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names,
     in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention
-    and MLP along the sequence.
+    and MLP along the sequence. check: run the model on a few tokens before and after; if the logits differ by more than
+    rounding, or between ranks, the model is restored and the call raises ValueError.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
@@ -53,13 +55,14 @@ def parallelize(
         styles, kept = recognised.styles, recognised.kept
     else:
         styles, kept = _matched(model, plan), {}
+    before = small_forward(model, mesh.size()) if check else None
     modules = dict(model.named_modules())
     for name, its_styles in styles.items():
         for style in its_styles:
-            check = getattr(style, "check", None)
+            fits = getattr(style, "check", None)
             try:
-                if check is not None:
-                    check(modules[name], mesh)
+                if fits is not None:
+                    fits(modules[name], mesh)
             except ValueError as error:
                 raise ValueError(f"{name or 'the model'}: {error}") from None
     done = []
@@ -70,11 +73,17 @@ def parallelize(
             style._apply(modules[name], mesh)
             done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
         if isinstance(modules[name], Converted):
-            modules[name].__dict__["module_name"] = name
+            modules[name].__dict__.update(module_name=name, reason=kept.get(name, ""))
     rest = [
         Replacement(name, type(modules[name]).__name__, None, why) for name, why in kept.items() if name not in styles
     ]
     model.__dict__["replacements"] = [*done, *rest]
+    if check:
+        try:
+            compare(before, small_forward(model, mesh.size()), mesh)
+        except ValueError:
+            restore(model)
+            raise
     return model
 
 

@@ -96,7 +96,9 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     for name, module in model.named_modules():
         if name not in plan.styles and any(True for _ in module.parameters(recurse=False)):
             plan.add(name, ReplicatedParallel())
-            plan.kept.setdefault(name, "every rank holds it whole and runs its own forward")
+            parents = (parent for parent in plan.kept if name.startswith(f"{parent}."))
+            reason = next((plan.kept[parent] for parent in parents), "every rank computes the same")
+            plan.kept.setdefault(name, reason)
     return plan
 
 

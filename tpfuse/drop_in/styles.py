@@ -380,6 +380,8 @@ class FusedPrepareModuleInput(PrepareModuleInput):
             self.length,
         )
         set_attributes(module, **self.attributes)
+        for name in self.projections:
+            set_attributes(module.get_submodule(name), shares_gather=isinstance(source, Shard))
         original_of(module).hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         return module
 
