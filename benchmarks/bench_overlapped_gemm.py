@@ -27,7 +27,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.candidates import poisoned
 from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Candidate, one_line
@@ -38,7 +37,7 @@ from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
-from tpfuse.testing.compare import Expected
+from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.testing.one_process import OneProcess
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
@@ -131,7 +130,7 @@ def _gathering(shape: Shape, bench: Bench) -> _Built:
 
     def check() -> dict[str, str]:
         present()
-        with poisoned():
+        with unwritten_memory_is_nan():
             out = fused()
         return {OURS: _verdict(out, whole, weight, bias, shape.activation)}
 
@@ -154,7 +153,7 @@ def _scattering(shape: Shape, bench: Bench) -> _Built:
     def check() -> dict[str, str]:
         """Check the sum, which is this rank's own: the other ranks' partial sums are zeros."""
         group.signalled()
-        with poisoned():
+        with unwritten_memory_is_nan():
             out = fused()
         pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
         own = _verdict(out, x[_RANK * m : (_RANK + 1) * m], weight, None, None)
@@ -213,7 +212,7 @@ def _over_link(shape: Shape, bench: Bench) -> _Built:
 
     def check() -> dict[str, str]:
         gathered[torch.tensor(order, device=bench.device)] = 0
-        with poisoned():
+        with unwritten_memory_is_nan():
             out = fused()
         return {OURS: _verdict(out, source.view(shape.M, shape.K), weight, None, None)}
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.candidates import Operator, compiled, fresh_compiler
+from benchmarks.candidates import Candidates, compiled, fresh_compiler
 from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
 from benchmarks.timing import Candidate
 from tpfuse.kernels import reference
@@ -47,7 +47,7 @@ def _build(shape: Rope, bench: Bench) -> Built:
     fresh_compiler()
     pairs: dict[str, Pair] = {OURS: ours, EAGER: plain, COMPILED: compiled(plain, bench)}
     inputs, (grad_q, grad_k) = shape.inputs(bench), shape.inputs(bench).values()
-    check = Operator(
+    check = Candidates(
         inputs=inputs,
         grad=torch.cat([grad_q, grad_k], dim=2),
         reference=_joined(plain),

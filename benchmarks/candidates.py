@@ -6,8 +6,7 @@ large an error may be. While the candidate of tpfuse is checked, memory that was
 """
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness import OURS, Bench, Built, Measurement
 from benchmarks.timing import Candidate, one_line
-from tpfuse.testing.compare import Expected
+from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.tools.operator import DifferentiableShape
 
 Function = Callable[..., Tensor]
@@ -27,8 +26,8 @@ def _whole(name: str, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Operator:
-    """An operator's inputs and candidates. functions: by name, tpfuse's first.
+class Candidates:
+    """The candidates of a differentiable operator, and their inputs. functions: by name, tpfuse's first.
 
     costs: mode -> (operations, bytes); a mode without costs is not timed. narrow: (name, tensor) -> the part of an
     input, of "out" or of "grad" that is compared, where float64 would not fit in memory or would take too long; the
@@ -52,7 +51,7 @@ class Operator:
 
     def _verdict(self, name: str, function: Function, expected: Expected) -> str:
         try:
-            with poisoned() if name == OURS else contextlib.nullcontext():
+            with unwritten_memory_is_nan() if name == OURS else contextlib.nullcontext():
                 found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
             for tensor, x in found.items():
                 expected.check(tensor, None if x is None else self.narrow(tensor, x))
@@ -114,10 +113,10 @@ def described(
 ) -> Built:
     """Return the check of an operator at a shape of its description beside peers, and its measurements in these modes.
 
-    options: fields of `Operator`.
+    options: fields of `Candidates`.
     """
     costs = shape.costs()
-    operator = Operator(
+    candidates = Candidates(
         inputs=shape.inputs(bench),
         grad=shape.gradient(bench),
         reference=shape.reference,
@@ -125,25 +124,12 @@ def described(
         costs={mode: (costs[mode].flops, costs[mode].moved) for mode in modes},
         **options,
     )
-    return operator.check, operator.works()
+    return candidates.check, candidates.works()
 
 
 def _leaves(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies with the same strides: some peers write gradients over their inputs."""
     return {name: x.detach().clone().requires_grad_(x.is_floating_point()) for name, x in inputs.items()}
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Make torch.empty return NaN in this context; an operation without a deterministic algorithm runs all the same."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def compiled(function: Function, bench: Bench, mode: str | None = None) -> Function:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.candidates import Operator, absent, compiled
+from benchmarks.candidates import Candidates, absent, compiled
 from benchmarks.harness import OURS, Bench, Case, Measurement, Row, aligned, measure, new_bench, table, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
@@ -52,7 +52,7 @@ def _unwritten(x: Tensor, weight: Tensor) -> Tensor:
 
 def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tensor]) -> dict[tuple[str, str], Row]:
     def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
-        operator = Operator(
+        candidates = Candidates(
             inputs={"x": normal(0, 5, 7), "weight": normal(1, 7, 3)},
             grad=normal(2, 5, 3),
             reference=_plain,
@@ -60,7 +60,7 @@ def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tens
             costs={"inference": (1e6, 1.0), "forward": (1.0, 1e6), "backward": (1.0, 1.0), "both": (1.0, 1.0)},
             memory=("both",),
         )
-        return operator.check, operator.works()
+        return candidates.check, candidates.works()
 
     rows = list(measure(Case("toy", "5 x 3 x 7", build), bench))
     return {(row["mode"], row["contender"]): row for row in rows}
@@ -132,8 +132,8 @@ def test_the_part_that_is_compared_may_be_narrowed() -> None:
     x, grad = normal(0, 64, 8), normal(1, 64, 8)
     broken = {OURS: lambda x: torch.where(torch.arange(64).unsqueeze(1) < 32, x * 2, x * 3)}
     for rows, verdict in ((32, True), (64, False)):
-        operator = Operator({"x": x}, grad, lambda x: x * 2, broken, {}, narrow=lambda _, t, rows=rows: t[:rows])
-        assert (operator.check() == {OURS: ""}) == verdict
+        candidates = Candidates({"x": x}, grad, lambda x: x * 2, broken, {}, narrow=lambda _, t, rows=rows: t[:rows])
+        assert (candidates.check() == {OURS: ""}) == verdict
 
 
 def test_the_table() -> None:

@@ -1,8 +1,10 @@
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tpfuse.testing.compare import Expected
+from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.testing.inputs import integers, normal
 
 
@@ -51,3 +53,16 @@ def test_inputs_follow_the_seed() -> None:
     assert not torch.equal(normal(1, 5), normal(2, 5))
     x = integers(1, 1000, low=-2, high=3, dtype=torch.bfloat16)
     assert x.dtype == torch.bfloat16 and set(x.tolist()) == set(range(-2, 4))
+
+
+def test_unwritten_memory_is_nan_only_in_its_context() -> None:
+    torch.use_deterministic_algorithms(False)
+    try:
+        with warnings.catch_warnings(action="error"), pytest.raises(KeyError), unwritten_memory_is_nan():
+            assert torch.empty(3).isnan().all()
+            torch.zeros(2).put_(torch.tensor([1]), torch.ones(1))  # this operation has no deterministic algorithm
+            raise KeyError
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(True)

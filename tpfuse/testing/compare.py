@@ -9,7 +9,9 @@ log-sum-exp). If the dtype under test is itself float64, the float64 result has 
 hundred units in the last place are allowed.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -87,6 +89,20 @@ def check_error(name: str, actual: Tensor, plain: Tensor, exact: Tensor, bound: 
 def _check_kind(name: str, actual: Tensor, plain: Tensor) -> None:
     assert actual.shape == plain.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(plain.shape)}"
     assert actual.dtype == plain.dtype, f"{name}: {actual.dtype}, expected {plain.dtype}"
+
+
+@contextlib.contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    """Make torch.empty return NaN in this context. Operations that have no deterministic algorithm run all the same."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def evaluate(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels.configurations import Configuration, override
-from tpfuse.testing.compare import check_error
+from tpfuse.testing.compare import check_error, unwritten_memory_is_nan
 from tpfuse.tools.operator import Trial
 from tpfuse.tools.search_space import Step, candidates
 from tpfuse.train.errors import RunError
@@ -91,13 +91,8 @@ class Search:
 
     def _check(self, index: int) -> None:
         """Raise AssertionError if a result differs from float64 by more than the tests allow."""
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)  # memory that is never written is NaN
-        try:
+        with unwritten_memory_is_nan():
             outputs = self._trials[index].run(**copies(self._inputs[index]))
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
         for number, actual in enumerate(outputs):
             plain, truth = self._plain[index][number], self._truth[index][number]
             error, scale = (plain.double() - truth).abs().max().item(), truth.abs().max().item()

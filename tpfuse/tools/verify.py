@@ -8,14 +8,13 @@ none. Before the comparisons, the report shows what the machine supports for ran
 (`tpfuse.tools.training`).
 """
 
-import contextlib
 import json
 import math
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -29,7 +28,7 @@ import tpfuse
 from tpfuse.backend import kernels
 from tpfuse.comm.probe import Finding, probe
 from tpfuse.kernels import launch
-from tpfuse.testing.compare import Expected, evaluate
+from tpfuse.testing.compare import Expected, evaluate, unwritten_memory_is_nan
 from tpfuse.testing.inputs import normal
 from tpfuse.tools import operators as cases
 from tpfuse.tools.compilation import compile_in_subprocess
@@ -83,22 +82,12 @@ def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comp
     return Comparison(*place, name, largest if math.isfinite(largest) else None, bound)
 
 
-@contextlib.contextmanager
-def _unwritten_memory_is_nan() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Compare all cases of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = []
     runs: list[TrainingRun] = []
-    with _unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
+    with unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
         for operator in operators:
             if operator == TRAINING:
                 status.update("two training steps with each implementation of tensor parallelism")
