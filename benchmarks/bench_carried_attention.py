@@ -13,14 +13,12 @@ concatenated.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
 from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.attention_backward import attention_backward
@@ -30,34 +28,17 @@ from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.ops.ring_attention.call import RingCall
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
+from tpfuse.tools.operators.ring_attention import RingAttention
 
 PLAIN = "attention"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The last of `world` ranks, with n tokens each: H heads of size D, of which H / Hk share keys and values."""
-
-    world: int
-    n: int
-    H: int
-    Hk: int
-    D: int
-    causal: bool = True
-
-    def __str__(self) -> str:
-        kind = "causal" if self.causal else "full"
-        return f"{self.world} ranks, H {self.H}/{self.Hk}, {self.n} tokens each, D {self.D}, {kind}"
 
 
 class _Rank:
     """The last rank's queries, and all keys, both in blocks and concatenated."""
 
-    def __init__(self, shape: Shape, bench: Bench) -> None:
-        world, n = shape.world, shape.n
-        self.shape, self.q = shape, bench.normal(1, n, shape.H, shape.D).transpose(1, 2)
-        self.grad = bench.normal(1, n, shape.H, shape.D).transpose(1, 2)
-        self.blocks = bench.normal(world, 2, 1, shape.Hk, n, shape.D)
+    def __init__(self, shape: RingAttention, bench: Bench) -> None:
+        world, n, self.shape = shape.world, shape.n, shape
+        self.q, self.grad, self.blocks = shape.inputs(bench).values()
         self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
         runs = SequenceLayout(world * n, world, "contiguous").runs
         self.call = RingCall(runs, world - 1, shape.causal, None, shape.D**-0.5)
@@ -111,33 +92,32 @@ class _Rank:
         return out
 
 
-def _build(shape: Shape, bench: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
+def _build(shape: RingAttention, bench: Bench) -> Built:
     rank = _Rank(shape, bench)
-    n, keys = shape.n, shape.n * shape.world
-    pairs = n * (keys - n) + n * (n + 1) / 2 if shape.causal else n * keys
-    flops = 4 * shape.H * shape.D * pairs  # two products forward, five backward
-    of_q, of_kv = 2 * n * shape.H * shape.D, 4 * keys * shape.Hk * shape.D
     forward = Candidate(OURS, lambda _: rank.forward()), Candidate(PLAIN, lambda _: rank.plain_forward())
     backward = (
         Candidate(OURS, lambda state: rank.backward(*state), rank.forward),
         Candidate(PLAIN, lambda state: rank.plain_backward(*state), rank.plain_forward),
     )
-    works = [
-        Measurement("forward", flops, 2 * of_q + of_kv, forward),
-        Measurement("backward", 2.5 * flops, 4 * of_q + 2 * of_kv, backward),
-    ]
+    costs, candidates = shape.costs(), {"forward": forward, "backward": backward}
+    works = [Measurement(mode, costs[mode].flops, costs[mode].moved, x) for mode, x in candidates.items()]
     return lambda: {OURS: rank.verdict()}, works
+
+
+def _case(shape: RingAttention, asked: bool) -> Case:
+    sizes = f"H {shape.H}/{shape.Hk}, {shape.n} tokens each, D {shape.D}, {'causal' if shape.causal else 'full'}"
+    return Case("carried_attention", f"{shape.name}, {sizes}", partial(_build, shape), asked)
 
 
 def cases(scale: Scale) -> list[Case]:
     """Return cases of 16k tokens on 8 ranks, and one of 64k tokens on 4 ranks."""
     if scale == "tiny":
-        shapes = [Shape(2, 20, 2, 1, 16), Shape(3, 20, 2, 2, 16, causal=False)]
-    else:
-        shapes = [Shape(8, 2048, 16, 16, d, causal) for d in (64, 128) for causal in (True, False)]
-    made = [Case("carried_attention", str(x), partial(_build, x), True) for x in shapes]
+        tiny = RingAttention("2 ranks", 2, 20, 2, 1, 16), RingAttention("3 ranks", 3, 20, 2, 2, 16, causal=False)
+        return [_case(x, True) for x in tiny]
+    sizes = [(d, causal) for d in (64, 128) for causal in (True, False)]
+    made = [_case(RingAttention("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
     if scale == "all":
-        made.append(Case("carried_attention", str(x := Shape(4, 16384, 32, 8, 128)), partial(_build, x)))
+        made.append(_case(RingAttention("4 ranks", 4, 16384, 32, 8, 128), False))
     return made
 
 

@@ -20,14 +20,12 @@ between them, where both take about the same time, has a row too.
 
 import contextlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
 from benchmarks.shapes import layers, model
 from benchmarks.timing import Candidate, one_line
 from tpfuse.comm.collectives.fused import open_channel
@@ -39,29 +37,16 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_reduce_scatter_forward
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.testing.compare import Expected, unwritten_memory_is_nan
 from tpfuse.testing.one_process import OneProcess
+from tpfuse.tools.operators.all_gather_gemm import AllGatherGemm
+from tpfuse.tools.operators.gemm_reduce_scatter import GemmReduceScatter
 
 GEMM, SUMMED, COPIES, SEQUENTIAL = "gemm", "gemm, then sum", "copies alone", "copies, then gemm"
 GATHER, SCATTER, LINK = "all_gather_gemm", "gemm_reduce_scatter", "from host memory"
+KINDS = ("gather", "scatter", "link")  # the first words of the cases' names
 LAYERS = (("7b", 4), ("70b", 8))  # models and ranks
 TOKENS = (4096, 8192, 16384)
 _RANK = 1  # the rank whose work this GPU does
 _COLUMNS = 128  # the number of checked columns, in all rows
-_Built = tuple[Callable[[], dict[str, str]], list[Measurement]]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """x of all ranks [M, K] times weight [N, K]: N and K are one rank's, and M is divisible by world."""
-
-    world: int
-    M: int
-    N: int
-    K: int
-    activation: str | None = None
-
-    def __str__(self) -> str:
-        sizes = f"{self.world} ranks, {self.M} x {self.N} x {self.K}"
-        return f"{sizes}, {self.activation}" if self.activation else sizes
 
 
 class Group:
@@ -108,16 +93,15 @@ def _verdict(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, acti
     return ""
 
 
-def _cost(shape: Shape, out_columns: int) -> tuple[float, float]:
-    m, n, k = shape.M, shape.N, shape.K
-    return 2 * m * n * k, 2 * (m * k + n * k + m * out_columns)
+def _measurement(mode: str, shape: AllGatherGemm | GemmReduceScatter, *candidates: Candidate) -> Measurement:
+    cost = shape.costs()["forward"]
+    return Measurement(mode, cost.flops, cost.moved, candidates)
 
 
-def _gathering(shape: Shape, bench: Bench) -> _Built:
-    m = shape.M // shape.world
-    gathered = bench.normal(shape.world, m, shape.K)
-    whole, x = gathered.view(shape.M, shape.K), gathered[_RANK].clone()
-    weight, bias = bench.normal(shape.N, shape.K, scale=shape.K**-0.5), bench.normal(shape.N)
+def _gathering(shape: AllGatherGemm, bench: Bench) -> Built:
+    inputs = shape.inputs(bench)
+    gathered, weight, bias = (inputs[name] for name in ("gathered", "weight", "bias"))
+    whole, x = gathered.flatten(0, 1), gathered[_RANK].clone()
     group = Group(shape.world, x.nbytes, bench.device)
 
     def present() -> None:
@@ -137,14 +121,12 @@ def _gathering(shape: Shape, bench: Bench) -> _Built:
     def plain(_: object) -> Tensor:
         return gemm_forward(whole, weight, bias, activation=shape.activation)[0]
 
-    width = shape.N // 2 if shape.activation in GATED else shape.N
-    candidates = Candidate(OURS, fused, prepare=present), Candidate(GEMM, plain)
-    return check, [Measurement(GATHER, *_cost(shape, width), candidates)]
+    return check, [_measurement(GATHER, shape, Candidate(OURS, fused, prepare=present), Candidate(GEMM, plain))]
 
 
-def _scattering(shape: Shape, bench: Bench) -> _Built:
+def _scattering(shape: GemmReduceScatter, bench: Bench) -> Built:
     m = shape.M // shape.world
-    x, weight = bench.normal(shape.M, shape.K), bench.normal(shape.N, shape.K, scale=shape.K**-0.5)
+    x, weight = shape.inputs(bench).values()
     group = Group(shape.world, 2 * shape.M * shape.N, bench.device)
 
     def fused(_: object = None) -> Tensor:
@@ -166,14 +148,14 @@ def _scattering(shape: Shape, bench: Bench) -> _Built:
         return plain(None).view(shape.world, m, shape.N).sum(0)
 
     candidates = Candidate(OURS, fused, group.signalled), Candidate(GEMM, plain), Candidate(SUMMED, summed)
-    return check, [Measurement(SCATTER, *_cost(shape, shape.N), candidates)]
+    return check, [_measurement(SCATTER, shape, *candidates)]
 
 
-def _over_link(shape: Shape, bench: Bench) -> _Built:
-    m, on_gpu = shape.M // shape.world, bench.device.type == "cuda"
-    source = bench.normal(shape.world, m, shape.K)
+def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
+    inputs, on_gpu = shape.inputs(bench), bench.device.type == "cuda"
+    source, weight = inputs["gathered"], inputs["weight"]
     chunks, x = torch.empty(source.shape, dtype=source.dtype, pin_memory=on_gpu).copy_(source), source[_RANK].clone()
-    weight, gathered = bench.normal(shape.N, shape.K, scale=shape.K**-0.5), torch.zeros_like(source)
+    gathered = torch.zeros_like(source)
     gathered[_RANK] = x
     group = Group(shape.world, x.nbytes, bench.device)
     side = torch.cuda.Stream(bench.device) if on_gpu else None
@@ -194,7 +176,7 @@ def _over_link(shape: Shape, bench: Bench) -> _Built:
             torch.cuda.current_stream(bench.device).wait_stream(side)
 
     def plain(_: object) -> Tensor:
-        return gemm_forward(gathered.view(shape.M, shape.K), weight)[0]
+        return gemm_forward(gathered.flatten(0, 1), weight)[0]
 
     def copies(_: object) -> None:
         start_copies(told=False)
@@ -214,32 +196,38 @@ def _over_link(shape: Shape, bench: Bench) -> _Built:
         gathered[torch.tensor(order, device=bench.device)] = 0
         with unwritten_memory_is_nan():
             out = fused()
-        return {OURS: _verdict(out, source.view(shape.M, shape.K), weight, None, None)}
+        return {OURS: _verdict(out, source.flatten(0, 1), weight, None, None)}
 
     runs = {OURS: fused, COPIES: copies, GEMM: plain, SEQUENTIAL: sequential}
     candidates = tuple(Candidate(name, run) for name, run in runs.items())
-    return check, [Measurement(LINK, *_cost(shape, shape.N), candidates)]
+    return check, [_measurement(LINK, shape, *candidates)]
 
 
-_BUILD = {"gather": _gathering, "scatter": _scattering, "link": _over_link}  # keys: the first word of a case's name
-
-
-def _case(kind: str, name: str, shape: Shape, asked: bool = True) -> Case:
-    return Case("overlapped_gemm", f"{kind} {name}, {shape}", partial(_BUILD[kind], shape), asked)
+def _case(
+    kind: str, name: str, world: int, M: int, N: int, K: int, activation: str | None = None, asked: bool = True
+) -> Case:
+    """Return a case of `KINDS`: the rows of all ranks [M, K] times the weight [N, K] of one rank."""
+    title = f"{kind} {name}, {world} ranks, {M} x {N} x {K}{f', {activation}' if activation else ''}"
+    if kind == "scatter":
+        build = partial(_scattering, GemmReduceScatter(name, world, M, N, K))
+    else:
+        shape = AllGatherGemm(name, world, M // world, N, K, activation, bias=kind == "gather")
+        build = partial(_gathering if kind == "gather" else _over_link, shape)
+    return Case("overlapped_gemm", title, build, asked)
 
 
 def cases(scale: Scale) -> list[Case]:
     """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
     if scale == "tiny":
-        gated = Shape(2, 32, 64, 32, "swiglu")
-        return [_case(kind, "tiny", Shape(4, 64, 48, 32)) for kind in _BUILD] + [_case("gather", "tiny", gated)]
+        made = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]
+        return [*made, _case("gather", "tiny", 2, 32, 64, 32, "swiglu")]
     widths = ((24576, True), (1024, True), (8192, False))
-    made = [_case("link", f"{n} wide", Shape(8, 8192, n, 8192), asked) for n, asked in widths]
+    made = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]
     for tokens in TOKENS[1:2] if scale == "quick" else TOKENS:
         for name, world in LAYERS:
             for layer, n, k, activation in layers(model(name), world):
                 kind = "gather" if layer in ("qkv", "up") else "scatter"
-                made.append(_case(kind, f"{name} tp{world} {layer}", Shape(world, tokens, n, k, activation)))
+                made.append(_case(kind, f"{name} tp{world} {layer}", world, tokens, n, k, activation))
     return made
 
 

@@ -4,42 +4,38 @@
 
 One rank updates its shard of GPT-2 124M's parameters, bf16 with float32 masters. The buffers of the other ranks are on
 this GPU too, and their signals are set already. So the benchmark measures how the kernel uses memory, and not links.
-The least that it can move: it reads every rank's gradients of the shard, reads and writes the state, and writes the
-parameters to every rank.
 """
 
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import OURS, Bench, Case, Measurement, Scale, command
+from benchmarks.harness import OURS, Bench, Built, Case, Measurement, Scale, command
 from benchmarks.timing import Candidate, one_line
 from tpfuse.kernels import reference
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.compare import check_error
+from tpfuse.tools.operators.sharded_adamw import RATES, ShardedAdamW
 
-RATES = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _RANK = 1  # the rank whose work this GPU does
 _COMPARED = 1 << 20  # elements of a shard
 _LR, _STEP, _CLIP = 1e-3, 3.0, 0.5
 
 
 class Ranks:
-    """The parameters and gradients of `world` ranks, whose shards have m elements, and the state of rank `_RANK`."""
+    """The parameters and gradients of all ranks, and the state of rank `_RANK`."""
 
-    def __init__(self, world: int, m: int, sent: torch.dtype, bench: Bench) -> None:
-        device = bench.device
-        self.world, self.m, self.decay_end, self._device = world, m, m // 2, device
+    def __init__(self, shape: ShardedAdamW, bench: Bench) -> None:
+        world, m, device = shape.world, shape.m, bench.device
+        self.decay_end, self._device = m // 2, device
         self.own = slice(_RANK * m, (_RANK + 1) * m)
-        self.gradients = bench.normal(world, world * m, dtype=sent)
+        self.gradients, self.master, self.exp_avg, self.exp_avg_sq = shape.inputs(bench).values()
         self.values = torch.zeros(world, world * m, dtype=torch.bfloat16, device=device)
-        self.master, self.exp_avg = bench.normal(m, dtype=torch.float32), bench.normal(m, dtype=torch.float32)
-        self.exp_avg_sq = bench.normal(m, dtype=torch.float32).square_()
         programs = multiprocessors(device)
         self._flags = torch.zeros(world, 2 * programs * world, dtype=torch.int32, device=device)
         self._state, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1))
@@ -106,15 +102,11 @@ class Ranks:
         return ""
 
 
-def _build(
-    world: int, m: int, sent: torch.dtype, bench: Bench
-) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
-    ranks = Ranks(world, m, sent, bench)
-    moved = m * (world * (sent.itemsize + 2) + 6 * 4)
+def _build(shape: ShardedAdamW, bench: Bench) -> Built:
+    ranks, compared = Ranks(shape, bench), replace(shape, m=min(shape.m, _COMPARED))
     candidate = Candidate(OURS, ranks.update, ranks.signalled)
-    return lambda: {OURS: Ranks(world, min(m, _COMPARED), sent, bench).verdict()}, [
-        Measurement("step", 0.0, moved, (candidate,))
-    ]
+    works = [Measurement("step", 0.0, shape.costs()["step"].moved, (candidate,))]
+    return lambda: {OURS: Ranks(compared, bench).verdict()}, works
 
 
 def cases(scale: Scale) -> list[Case]:
@@ -125,7 +117,8 @@ def cases(scale: Scale) -> list[Case]:
         m = n // (16 * world) * 16
         for sent in (torch.bfloat16, torch.float32):
             name = f"124m, a shard of {world}, gradients {str(sent).removeprefix('torch.')}"
-            made.append(Case("sharded_adamw", name, partial(_build, world, m, sent), True))
+            shape = ShardedAdamW(name, world, m, sent)
+            made.append(Case("sharded_adamw", name, partial(_build, shape), True))
     return made if scale == "all" else made[:2]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.activations import ACTIVATIONS
+from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import close_copies, open_copies
@@ -24,7 +24,10 @@ _EPOCHS = 3
 
 @dataclass(frozen=True)
 class AllGatherGemm(Shape):
-    """The product after an all-gather, with all chunks present: `world` chunks [m, K], weight [N, K]."""
+    """The product after an all-gather, with all chunks present: `world` chunks [m, K], weight [N, K].
+
+    bias: whether a bias [N] is added.
+    """
 
     name: str
     world: int
@@ -32,25 +35,40 @@ class AllGatherGemm(Shape):
     N: int
     K: int
     activation: str | None
+    bias: bool = False
+
+    @property
+    def width(self) -> int:
+        """Return the number of columns of the result."""
+        return self.N // 2 if self.activation in GATED else self.N
 
     def inputs(self, draw: Draw) -> Tensors:
         words = partial(torch.zeros, dtype=torch.int32, device=draw.device)
         # These are the addresses of slots and flags, which no kernel reads.
         addresses = torch.zeros(self.world, dtype=torch.int64, device=draw.device)
-        return {
+        tensors = {
             "gathered": draw.normal(self.world, self.m, self.K),
             "weight": draw.normal(self.N, self.K, scale=self.K**-0.5),
-            "addresses": addresses,
-            "ready": words(self.world) + 1,
-            "state": words(2),
-            "abort": words(1),
         }
+        if self.bias:
+            tensors["bias"] = draw.normal(self.N)
+        signals = {"addresses": addresses, "ready": words(self.world) + 1, "state": words(2), "abort": words(1)}
+        return tensors | signals
 
     def costs(self) -> dict[str, Cost]:
-        return {"forward": Cost(2 * self.world * self.m * self.N * self.K, 0.0)}
+        rows = self.world * self.m
+        moved = 2 * (rows * self.K + self.N * self.K + rows * self.width)
+        return {"forward": Cost(2 * rows * self.N * self.K, moved)}
 
     def launch(
-        self, gathered: Tensor, weight: Tensor, addresses: Tensor, ready: Tensor, state: Tensor, abort: Tensor
+        self,
+        gathered: Tensor,
+        weight: Tensor,
+        addresses: Tensor,
+        ready: Tensor,
+        state: Tensor,
+        abort: Tensor,
+        bias: Tensor | None = None,
     ) -> Outputs:
         state.zero_()  # the first epoch again, in which all chunks are ready
         programs = multiprocessors(gathered.device)
@@ -59,12 +77,12 @@ class AllGatherGemm(Shape):
         )
         return (
             all_gather_gemm_forward(
-                gathered[0], weight, None, gathered, ready, endpoint, activation=self.activation, copied=True
+                gathered[0], weight, bias, gathered, ready, endpoint, activation=self.activation, copied=True
             )[0],
         )
 
-    def plain(self, gathered: Tensor, weight: Tensor, **_: Tensor) -> Outputs:
-        return (reference.activation(reference.linear(gathered.flatten(0, 1), weight, None), self.activation),)
+    def plain(self, gathered: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Tensor) -> Outputs:
+        return (reference.linear(gathered.flatten(0, 1), weight, bias, self.activation),)
 
     def trials(self) -> list[Trial]:
         return [self.trial("forward", self.launch, self.plain)]

@@ -1,5 +1,6 @@
 """gemm_reduce_scatter: one rank alone, with its signals, for `tpfuse verify`, and launches that reach every row."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,29 @@ from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scat
 from tpfuse.kernels.launch import multiprocessors
 from tpfuse.ops.autograd import apply
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
 
 _SLOT_BYTES = 1 << 16
 _EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class GemmReduceScatter(Shape):
+    """The product before a reduce-scatter: x [M, K] of one rank and weight [N, K]. M is divisible by `world`."""
+
+    name: str
+    world: int
+    M: int
+    N: int
+    K: int
+
+    def inputs(self, draw: Draw) -> Tensors:
+        return {"x": draw.normal(self.M, self.K), "weight": draw.normal(self.N, self.K, scale=self.K**-0.5)}
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the cost of the product alone."""
+        moved = 2 * (self.M * self.K + self.N * self.K + self.M * self.N)
+        return {"forward": Cost(2 * self.M * self.N * self.K, moved)}
 
 
 def _alone(x: Tensor, weight: Tensor, copied: bool = False, **options: Any) -> Tensor:

@@ -1,6 +1,7 @@
 """ring_attention: one rank, whose blocks are present or copied by its copiers, and launches that reach every row."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,37 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.ring_attention_forward import ring_attention_forward
 from tpfuse.kernels.sequence_runs import SequenceRuns
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
 
 _EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class RingAttention(Shape):
+    """Attention of the last of `world` ranks, with n tokens each, to the blocks of all ranks, which are present.
+
+    The queries have H heads of size D, and H / Hk of them share a head of keys and values.
+    """
+
+    name: str
+    world: int
+    n: int
+    H: int
+    Hk: int
+    D: int
+    causal: bool = True
+
+    def inputs(self, draw: Draw) -> Tensors:
+        """Return q, a gradient of the result, and the blocks in the order of their ranks."""
+        q, grad = (draw.normal(1, self.n, self.H, self.D).transpose(1, 2) for _ in range(2))
+        return {"q": q, "grad": grad, "blocks": draw.normal(self.world, 2, 1, self.Hk, self.n, self.D)}
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the costs: two products in the forward pass, five in the backward pass."""
+        n, keys = self.n, self.n * self.world
+        pairs = n * (keys - n) + n * (n + 1) / 2 if self.causal else n * keys
+        flops, of_q, of_kv = 4 * self.H * self.D * pairs, 2 * n * self.H * self.D, 4 * keys * self.Hk * self.D
+        return {"forward": Cost(flops, 2 * of_q + of_kv), "backward": Cost(2.5 * flops, 4 * of_q + 2 * of_kv)}
 
 
 def _causal(positions: Tensor) -> tuple[Tensor, Tensor]:

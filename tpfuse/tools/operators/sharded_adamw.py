@@ -3,6 +3,7 @@
 The launches have groups of several sizes and gradients of both types, with the sum computed before or not.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,38 @@ from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
 from tpfuse.testing.inputs import normal
-from tpfuse.tools.operator import Case, Operator
+from tpfuse.tools.operator import Case, Cost, Draw, Operator, Shape, Tensors
 
-_RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+RATES: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _LR, _STEPS, _START, _DECAY_END, _CLIP = 0.25, 3, 16, 500, 0.5
+
+
+@dataclass(frozen=True)
+class ShardedAdamW(Shape):
+    """An update of one rank's m parameters, bf16 with float32 masters, by the gradients of `world` ranks.
+
+    sent: the dtype of the gradients.
+    """
+
+    name: str
+    world: int
+    m: int
+    sent: torch.dtype
+
+    def inputs(self, draw: Draw) -> Tensors:
+        """Return the gradients of all ranks for the shards of all ranks, and the state of one shard."""
+        return {
+            "gradients": draw.normal(self.world, self.world * self.m, dtype=self.sent),
+            "master": draw.normal(self.m, dtype=torch.float32),
+            "exp_avg": draw.normal(self.m, dtype=torch.float32),
+            "exp_avg_sq": draw.normal(self.m, dtype=torch.float32).square_(),
+        }
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the cost: each rank's gradients are read, the state is read and written, and each rank's parameters
+        are written.
+        """
+        return {"step": Cost(0.0, self.m * (self.world * (self.sent.itemsize + 2) + 6 * 4))}
 
 
 def _address(x: Tensor) -> Tensor:
@@ -46,7 +75,7 @@ def _updates(gradients: Tensor, *, summed: bool) -> Tensor:
         if summed:
             taken = sums
             shard_sum(sent, _address(sent), sums, squares, _START, endpoint)
-        numbers = _RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
+        numbers = RATES | {"lr": scalar + _LR, "step": scalar + step, "clip": scalar + _CLIP}
         tensors = values, _address(values), taken, addresses, master, exp_avg, exp_avg_sq
         sharded_adamw_(*tensors, start=_START, decay_end=_DECAY_END, **numbers, endpoint=endpoint)
     del memory  # freed in the order of the stream, or at once if kernels are interpreted
@@ -63,7 +92,7 @@ def _reference(gradients: Tensor) -> Tensor:
     values = normal(2, len(gradients), dtype=gradients.dtype).to(gradients.device)
     parameter = values[_START:].to(dtype)
     moments = [torch.zeros_like(parameter) for _ in range(2)]
-    numbers = _RATES | {"decay_end": _DECAY_END, "clip": _CLIP, "lr": _LR}
+    numbers = RATES | {"decay_end": _DECAY_END, "clip": _CLIP, "lr": _LR}
     for step in range(1, _STEPS + 1):
         sent = (gradients * step).detach()[_START:]
         parameter, *moments = reference.sharded_adamw(parameter, [sent.to(dtype)], *moments, step=step, **numbers)
@@ -96,7 +125,7 @@ def _launch(dtype: torch.dtype, world: int, *, clipped: bool, m: int = 1 << 22) 
     endpoint = Endpoint(world - 1, world, table, 16, table, 4096, words, words[:1], programs=64)
     values, sums, start = empty(world * m, dtype), empty(m), (world - 1) * m
     master = None if dtype == torch.float32 else sums
-    numbers = _RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
+    numbers = RATES | {"lr": scalar, "step": scalar, "clip": scalar if clipped else None}
     for sent in {dtype, torch.float32}:
         gradients = empty(world * m, sent)
         shard_sum(gradients, table, sums, empty(64), start, endpoint)
