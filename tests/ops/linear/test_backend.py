@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ METHODS = ("all_gather", "all_gather_backward", "reduce_scatter", "reduce_scatte
 
 
 def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
-    """Slow one of two implementations down.
+    """Let each call of one of two implementations take a millisecond longer, by a clock of this test.
 
     Return the decisions of a `measuring` block, the implementations that compute after it, whether results and
     gradients are those of the other implementation, and the number of cases.
@@ -79,14 +80,19 @@ def _measured(slow: str, file: str) -> tuple[list[str], list[str], bool, int]:
         assert x.grad is not None and weight.grad is not None and back.grad is not None
         return [out.detach(), x.grad, weight.grad, back.grad]
 
+    def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+        before = len(calls)
+        run()
+        return 1.0 + sum(call.lower().startswith(slow) for call in calls[before:])
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measurement, "_milliseconds", milliseconds)
         for kind in (DirectLinear, CollectiveLinear):
             for name in METHODS:
-                method, seconds = getattr(kind, name), 0.02 if kind.__name__.lower().startswith(slow) else 0.0
+                method = getattr(kind, name)
 
-                def recorded(*args: Any, method: Any = method, seconds: float = seconds, **options: Any) -> Any:
+                def recorded(*args: Any, method: Any = method, **options: Any) -> Any:
                     calls.append(method.__qualname__)
-                    time.sleep(seconds)
                     return method(*args, **options)
 
                 patch.setattr(kind, name, recorded)
