@@ -63,13 +63,13 @@ class Rows:
         self.begin(name)
         started = monotonic()
         try:
-            found = work()
+            outcome = work()
         except Later:
             raise
         except Exception as error:
-            found = {"error": ending(error)}
-        self.write(name, {"seconds": round(monotonic() - started, 3)} | found)
-        if ("error" in found and fatal) or _cuda_is_broken():
+            outcome = {"error": ending(error)}
+        self.write(name, {"seconds": round(monotonic() - started, 3)} | outcome)
+        if ("error" in outcome and fatal) or _cuda_is_broken():
             raise SystemExit(_RESTART)
 
     def begin(self, name: str) -> None:
@@ -84,9 +84,9 @@ class Rows:
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.folder / "running.json")
 
-    def write(self, name: str, found: Row) -> None:
+    def write(self, name: str, outcome: Row) -> None:
         """Keep a row."""
-        append(self.folder, {"step": self.step, "row": name} | found)
+        append(self.folder, {"step": self.step, "row": name} | outcome)
         self.done.add(name)
 
 
@@ -254,8 +254,8 @@ def _blame(step: Step, folder: Path, reason: str, log: int) -> None:
     name = ALL
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         running = json.loads((folder / "running.json").read_text())
-        kept = {row.get("row") for row in read(folder) if row["step"] == step.name}
-        if running["step"] == step.name and running["row"] not in kept:
+        finished = {row.get("row") for row in read(folder) if row["step"] == step.name}
+        if running["step"] == step.name and running["row"] not in finished:
             name = running["row"]
     printed: list[str] = []
     with contextlib.suppress(FileNotFoundError), (folder / "log.txt").open("rb") as file:
@@ -307,9 +307,9 @@ def _descendants(pid: int) -> Iterator[int]:
             children.setdefault(parent, []).append(int(path.parent.name))
     waiting = [pid]
     while waiting:
-        found = children.get(waiting.pop(), [])
-        yield from found
-        waiting += found
+        direct = children.get(waiting.pop(), [])
+        yield from direct
+        waiting += direct
 
 
 def _cuda_is_broken() -> bool:

@@ -95,15 +95,15 @@ def cases(scale: Scale) -> list[Case]:
     sizes = {"124m": 124_439_808} if scale == "quick" else {"124m": 124_439_808, "7b, a shard of 16": 421_163_008}
     if scale == "tiny":
         sizes = {"tiny": 1000}
-    made = []
+    chosen_cases = []
     for name, n in sizes.items():
         for half in (True, False):
             kind = "bf16 with float32 master" if half else "float32"
             case = Case(
                 "adamw", f"{name}, {n}, {kind}", partial(_build, AdamW(name, n, half)), name != "7b, a shard of 16"
             )
-            made.append(case)
-    return made
+            chosen_cases.append(case)
+    return chosen_cases
 
 
 if __name__ == "__main__":

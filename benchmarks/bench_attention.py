@@ -61,7 +61,7 @@ def cases(scale: Scale) -> list[Case]:
         sizes = [Attention("tiny", 1, 2, 1, 40, 16), Attention("tiny", 1, 2, 2, 40, 16, causal=False)]
         return [_case(x, True) for x in sizes]
     asked = [Attention("asked", 16384 // t, 16, 16, t, d) for d in (64, 128) for t in (4096, 16384)]
-    made = [_case(x, True) for x in asked]
+    chosen_cases = [_case(x, True) for x in asked]
     if scale == "all":
         others = [
             Attention("124m tp1", 8, 12, 12, 1024, 64),
@@ -72,8 +72,8 @@ def cases(scale: Scale) -> list[Case]:
             Attention("not causal", 4, 16, 16, 4096, 64, causal=False),
             Attention("not causal", 4, 16, 16, 4096, 128, causal=False),
         ]
-        made += [_case(x) for x in others]
-    return made
+        chosen_cases += [_case(x) for x in others]
+    return chosen_cases
 
 
 if __name__ == "__main__":

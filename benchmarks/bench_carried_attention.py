@@ -115,10 +115,10 @@ def cases(scale: Scale) -> list[Case]:
         tiny = RingAttention("2 ranks", 2, 20, 2, 1, 16), RingAttention("3 ranks", 3, 20, 2, 2, 16, causal=False)
         return [_case(x, True) for x in tiny]
     sizes = [(d, causal) for d in (64, 128) for causal in (True, False)]
-    made = [_case(RingAttention("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
+    chosen_cases = [_case(RingAttention("8 ranks", 8, 2048, 16, 16, d, causal), True) for d, causal in sizes]
     if scale == "all":
-        made.append(_case(RingAttention("4 ranks", 4, 16384, 32, 8, 128), False))
-    return made
+        chosen_cases.append(_case(RingAttention("4 ranks", 4, 16384, 32, 8, 128), False))
+    return chosen_cases
 
 
 if __name__ == "__main__":

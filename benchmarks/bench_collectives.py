@@ -74,15 +74,15 @@ def measure(op: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
         seconds = torch.tensor((time.perf_counter() - started) / 3)
         dist.broadcast(seconds, 0)
         repeats[name] = max(1, min(500, int(_SECONDS / seconds.item())))
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             dist.barrier()
             started = time.perf_counter()
             for _ in range(repeats[name]):
                 call()
-            found[name].append((time.perf_counter() - started) / repeats[name])
-    return found
+            times[name].append((time.perf_counter() - started) / repeats[name])
+    return times
 
 
 _collectives: list[DirectCollectives] = []
@@ -99,8 +99,8 @@ def _direct() -> DirectCollectives:
 def main() -> None:
     """Print a line per operation, size and number of ranks, and keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks to measure")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
     arguments = parser.parse_args()
     print(f"{'ranks':>5} {'operation':<15} {'bytes':>9} {'tpfuse':>9} {'gloo':>9} {'copy':>9}   times faster than Gloo")
     for world in arguments.ranks:

@@ -38,14 +38,14 @@ def candidate(name: str, flags: list[str]) -> Candidate:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30, help="number of rounds")
     rounds = parser.parse_args().rounds
     keep_freed_memory()
     candidates = [candidate(name, flags) for name, flags in CANDIDATES.items()]
-    found = alternate(candidates, HostClock(), 0.0, least=rounds, most=rounds)
+    timings = alternate(candidates, HostClock(), 0.0, least=rounds, most=rounds)
     figures: dict[str, object] = {"threads": torch.get_num_threads()}
     plain = None
-    for name, timing in found.items():
+    for name, timing in timings.items():
         assert not isinstance(timing, str), timing
         times = {key: round(value * 1e3, 2) for key, value in percentiles(timing.seconds).items()}
         plain = plain or times["median"]

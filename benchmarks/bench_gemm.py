@@ -61,19 +61,19 @@ def cases(scale: Scale) -> list[Case]:
     if scale == "tiny":
         tiny = Product(("tiny",), 48, 64, 32, None)
         return [_case(tiny, *x, True) for x in ((None, ""), ("gelu_tanh", "training"), ("swiglu", "inference"))]
-    found = products()
-    asked = [replace(x, names=(name,)) for name in ASKED for x in found if name in x.names]
-    made = [_case(x, None, "", True) for x in asked]
+    all_products = products()
+    asked = [replace(x, names=(name,)) for name in ASKED for x in all_products if name in x.names]
+    chosen_cases = [_case(x, None, "", True) for x in asked]
     for activation in ("gelu_tanh", "gelu"):
         for x in asked:
             compile_for = "inference" if activation == "gelu_tanh" or x.names == (TRAINED,) else ""
             if activation == "gelu_tanh" and x.names == (TRAINED,):
                 compile_for = "training"
-            made.append(_case(x, activation, compile_for, True))
+            chosen_cases.append(_case(x, activation, compile_for, True))
     if scale == "all":
-        others = [_case(x, x.activation, "", False) for x in found]
-        made += [case for case in others if case.name not in {x.name for x in made}]
-    return made
+        others = [_case(x, x.activation, "", False) for x in all_products]
+        chosen_cases += [case for case in others if case.name not in {x.name for x in chosen_cases}]
+    return chosen_cases
 
 
 if __name__ == "__main__":

@@ -80,11 +80,13 @@ def run_ours(text: Path, out: Path, steps: int, evaluate: bool) -> tuple[list[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nanogpt", type=Path, required=True, help="a checkout of nanoGPT")
-    parser.add_argument("--text", type=Path, required=True, help="tiny Shakespeare, or any other text")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each side for the speed")
-    parser.add_argument("--turn", type=int, default=220, help="steps of a turn")
-    parser.add_argument("--steps", type=int, default=2000, help="steps for the loss; 0: leave it out")
+    parser.add_argument("--nanogpt", type=Path, required=True, help="folder with a checkout of nanoGPT")
+    parser.add_argument("--text", type=Path, required=True, help="file with tiny Shakespeare or another text")
+    parser.add_argument("--rounds", type=int, default=4, help="number of turns of each program for the speed")
+    parser.add_argument("--turn", type=int, default=220, help="number of steps of a turn")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="number of steps for the loss; 0: do not compare losses"
+    )
     arguments = parser.parse_args()
     peer: list[float] = []
     ours: list[float] = []

@@ -79,15 +79,15 @@ def _narrow(x: Tensor, activation: str | None, dim: int = 0) -> Tensor:
     return torch.cat([half.narrow(dim, 0, min(_COLUMNS, half.shape[dim])) for half in x.chunk(2, dim)], dim)
 
 
-def _verdict(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:
+def _verdict(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> str:
     """Return "" where the first columns are as close to float64 as the tests require."""
     inputs = {"x": x, "weight": _narrow(weight, activation)}
     if bias is not None:
         inputs["bias"] = _narrow(bias, activation)
-    columns = min(_COLUMNS, found.shape[1])
-    expected = Expected(partial(reference.linear, activation_name=activation), inputs, found.new_ones(len(x), columns))
+    columns = min(_COLUMNS, out.shape[1])
+    expected = Expected(partial(reference.linear, activation_name=activation), inputs, out.new_ones(len(x), columns))
     try:
-        expected.check("out", found[:, :columns])
+        expected.check("out", out[:, :columns])
     except AssertionError as error:
         return one_line(error)
     return ""
@@ -138,8 +138,8 @@ def _scattering(shape: GemmReduceScatter, bench: Bench) -> Built:
         with unwritten_memory_is_nan():
             out = fused()
         pushed = group.stored(m * shape.N).reshape(shape.M, shape.N)
-        own = _verdict(out, x[_RANK * m : (_RANK + 1) * m], weight, None, None)
-        return {OURS: own or _verdict(pushed, x, weight, None, None)}
+        of_rank = _verdict(out, x[_RANK * m : (_RANK + 1) * m], weight, None, None)
+        return {OURS: of_rank or _verdict(pushed, x, weight, None, None)}
 
     def plain(_: object) -> Tensor:
         return gemm_forward(x, weight)[0]
@@ -161,14 +161,14 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
     side = torch.cuda.Stream(bench.device) if on_gpu else None
     order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
 
-    def start_copies(told: bool) -> None:
+    def start_copies(signal: bool) -> None:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(bench.device))
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             stamp = group.next_epoch()
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
-                if told:  # without a product to read the signal, the next product would find it already set
+                if signal:  # without a product to read the signal, the next product would find it already set
                     group.ready[i : i + 1].copy_(stamp)
 
     def end_copies() -> None:
@@ -179,7 +179,7 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
         return gemm_forward(gathered.flatten(0, 1), weight)[0]
 
     def copies(_: object) -> None:
-        start_copies(told=False)
+        start_copies(signal=False)
         end_copies()
 
     def sequential(_: object) -> Tensor:
@@ -187,7 +187,7 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
         return plain(None)
 
     def fused(_: object = None) -> Tensor:
-        start_copies(told=True)
+        start_copies(signal=True)
         out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.ready, group.endpoint, copied=True)
         end_copies()
         return out
@@ -219,16 +219,16 @@ def _case(
 def cases(scale: Scale) -> list[Case]:
     """Return three widths of a product over the link, then the layers of Llama models by the number of tokens."""
     if scale == "tiny":
-        made = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]
-        return [*made, _case("gather", "tiny", 2, 32, 64, 32, "swiglu")]
+        chosen_cases = [_case(kind, "tiny", 4, 64, 48, 32) for kind in KINDS]
+        return [*chosen_cases, _case("gather", "tiny", 2, 32, 64, 32, "swiglu")]
     widths = ((24576, True), (1024, True), (8192, False))
-    made = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]
+    chosen_cases = [_case("link", f"{n} wide", 8, 8192, n, 8192, asked=asked) for n, asked in widths]
     for tokens in TOKENS[1:2] if scale == "quick" else TOKENS:
         for name, world in LAYERS:
             for layer, n, k, activation in layers(model(name), world):
                 kind = "gather" if layer in ("qkv", "up") else "scatter"
-                made.append(_case(kind, f"{name} tp{world} {layer}", world, tokens, n, k, activation))
-    return made
+                chosen_cases.append(_case(kind, f"{name} tp{world} {layer}", world, tokens, n, k, activation))
+    return chosen_cases
 
 
 if __name__ == "__main__":

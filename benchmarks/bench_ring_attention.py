@@ -165,12 +165,12 @@ def _candidates(subject: Subject) -> dict[str, Attention]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
         schedules["ulysses_ring"] = mesh["ring"].get_group(), mesh["ulysses"].get_group()
     names: tuple[Implementation, ...] = ("direct", "collective")
-    found: dict[str, Attention] = {
+    attentions: dict[str, Attention] = {
         f"{OURS} {schedule} {name}": partial(_ours, name=name, schedule=schedule, group=of, length=subject.tokens)
         for name in names
         for schedule, of in schedules.items()
     }
-    return found | {
+    return attentions | {
         TEMPLATES: lambda q, k, v: Templates.apply(q, k, v, group),
         PLAIN: lambda q, k, v: PlainRing.apply(q, k, v, group),
     }
@@ -217,9 +217,9 @@ def prepare(subject: Subject, alone: bool, ideal: bool) -> list[str]:
         if ideal and not (name.startswith(OURS) and name.endswith("direct")):
             continue
         _calls[name] = call = _forward_and_backward(attention, shards)
-        for found, wanted in zip(call(), expected, strict=True):
+        for actual, expected_result in zip(call(), expected, strict=True):
             torch.testing.assert_close(
-                found, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+                actual, expected_result, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
             )
     if ideal:
         _calls[IDEAL] = _forward_and_backward(_whole, _inputs(subject, subject.heads // world))
@@ -247,14 +247,14 @@ def measure(
     where = {} if ideal else dict.fromkeys(alone.run(prepare, subject, True, False)[0], alone)
     where |= dict.fromkeys(ranks.run(prepare, subject, False, ideal)[0], ranks)
     repeats = {name: max(1, min(200, int(seconds / max(pool.run(turn, name, 1))))) for name, pool in where.items()}
-    found: dict[str, list[float]] = {name: [] for name in where}
+    times: dict[str, list[float]] = {name: [] for name in where}
     before, started = of_others(ranks, alone), time.monotonic()
     for i in range(rounds):
         first = i % len(where)
         for name in [*list(where)[first:], *list(where)[:first]]:
-            found[name].append(max(where[name].run(turn, name, repeats[name])))
+            times[name].append(max(where[name].run(turn, name, repeats[name])))
     capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return found, (of_others(ranks, alone) - before) / capacity
+    return times, (of_others(ranks, alone) - before) / capacity
 
 
 def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: float) -> Row:
@@ -274,12 +274,18 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
 def main() -> None:
     """Print a table, and keep it unless it is a quick one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, help="default: 4; 2 with --ideal")
-    parser.add_argument("--threads", type=int, default=2, help="of the single process")
-    parser.add_argument("--tokens", type=int, default=Subject.tokens)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ideal", action="store_true", help="against 1 / ranks of the work with nobody to wait for")
-    parser.add_argument("--quick", action="store_true", help="a short sequence, to see that it works; nothing is kept")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: 4, or 2 with --ideal)")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of the single process")
+    parser.add_argument("--tokens", type=int, default=Subject.tokens, help="length of the sequence in tokens")
+    parser.add_argument("--rounds", type=int, default=9, help="number of rounds")
+    parser.add_argument(
+        "--ideal", action="store_true", help="compare with 1 / ranks of the work, done without waiting for other ranks"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="run a short sequence, to check that the benchmark works, and store nothing",
+    )
     arguments = parser.parse_args()
     world = arguments.ranks or (2 if arguments.ideal else 4)
     subject = Subject(256, 4, 16) if arguments.quick else Subject(arguments.tokens)

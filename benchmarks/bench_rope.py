@@ -54,8 +54,8 @@ def _build(shape: Rope, bench: Bench) -> Built:
         functions={name: _joined(pair) for name, pair in pairs.items()},
         costs={},
     ).check
-    made = [_candidates(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
-    costs, candidates = shape.costs(), zip(*made, strict=True)
+    per_pair = [_candidates(pair, name, *inputs.values(), (grad_q, grad_k)) for name, pair in pairs.items()]
+    costs, candidates = shape.costs(), zip(*per_pair, strict=True)
     return check, [Measurement(mode, 0.0, costs[mode].moved, x) for mode, x in zip(costs, candidates, strict=True)]
 
 

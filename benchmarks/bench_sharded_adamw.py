@@ -54,8 +54,8 @@ class Ranks:
 
     def signalled(self) -> None:
         """Set this rank's flags as if the other ranks had reached both barriers of the next launch."""
-        own = self._flags[_RANK]
-        own.copy_(torch.where(self._of_others, self._state[:1] + 1, own))
+        flags = self._flags[_RANK]
+        flags.copy_(torch.where(self._of_others, self._state[:1] + 1, flags))
 
     def update(self, _: object = None) -> None:
         """Update this rank's shard."""
@@ -112,14 +112,14 @@ def _build(shape: ShardedAdamW, bench: Bench) -> Built:
 def cases(scale: Scale) -> list[Case]:
     """Return cases of eight ranks and of two, with gradients in bf16 and in float32."""
     n = 124_439_808 if scale != "tiny" else 608
-    made = []
+    chosen_cases = []
     for world in (8, 2):
         m = n // (16 * world) * 16
         for sent in (torch.bfloat16, torch.float32):
             name = f"124m, a shard of {world}, gradients {str(sent).removeprefix('torch.')}"
             shape = ShardedAdamW(name, world, m, sent)
-            made.append(Case("sharded_adamw", name, partial(_build, shape), True))
-    return made if scale == "all" else made[:2]
+            chosen_cases.append(Case("sharded_adamw", name, partial(_build, shape), True))
+    return chosen_cases if scale == "all" else chosen_cases[:2]
 
 
 if __name__ == "__main__":

@@ -102,14 +102,14 @@ def _whole(x: Tensor) -> Tensor:
 
 def _check_mlp(name: str, model: nn.Module, x: Tensor, out: Tensor, part: slice, expected: Expected) -> None:
     assert x.grad is not None
-    found = {"x": x.grad, "out": out.detach()}
+    results = {"x": x.grad, "out": out.detach()}
     gradients = [_whole(p.grad) for p in model.parameters() if p.grad is not None]
-    found |= dict(zip(("up", "up_bias", "down", "down_bias"), gradients, strict=True))
-    for key, actual in found.items():
-        place = part if key in ("x", "out") else slice(None)
+    results |= dict(zip(("up", "up_bias", "down", "down_bias"), gradients, strict=True))
+    for key, actual in results.items():
+        index = part if key in ("x", "out") else slice(None)
         if name == OURS:
-            expected.check(key, actual, place)
-        truth = expected.float64[key][place]
+            expected.check(key, actual, index)
+        truth = expected.float64[key][index]
         torch.testing.assert_close(actual.double(), truth, rtol=1e-4, atol=1e-5 * truth.abs().max().item())
 
 
@@ -244,13 +244,13 @@ def measure(subject: Subject, ranks: RankPool, alone: RankPool, rounds: int) -> 
     for name, pool in where.items():
         pool.run(turn, name, 3)
         repeats[name] = max(1, min(200, int(_SECONDS / pool.run(turn, name, 3)[0])))
-    found: dict[str, list[float]] = {name: [] for name in where}
+    times: dict[str, list[float]] = {name: [] for name in where}
     before, started = of_others(ranks, alone), time.monotonic()
     for _ in range(rounds):
         for name, pool in where.items():
-            found[name].append(pool.run(turn, name, repeats[name])[0])
+            times[name].append(pool.run(turn, name, repeats[name])[0])
     capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return found, (of_others(ranks, alone) - before) / capacity
+    return times, (of_others(ranks, alone) - before) / capacity
 
 
 SUBJECTS = (
@@ -276,9 +276,9 @@ def report(subject: Subject, ranks: int, times: dict[str, list[float]], others: 
 def main() -> None:
     """Print a line for each subject."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="default: both")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("subjects", nargs="*", metavar="mlp|gpt", help="measure only these subjects (default: both)")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
     arguments = parser.parse_args()
     ranks, alone = RankPool(arguments.ranks, timeout=600.0), RankPool(1, timeout=600.0)
     alone.run(set_threads, arguments.ranks)

@@ -69,14 +69,14 @@ def measure(
     """
     names = ranks.run(prepare, subject)[0]
     repeats = {name: max(1, min(200, int(seconds / max(ranks.run(turn, name, 1))))) for name in names}
-    found: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
     before, started = of_others(ranks), time.monotonic()
     for i in range(rounds):
         first = i % len(names)
         for name in [*names[first:], *names[:first]]:
-            found[name].append(max(ranks.run(turn, name, repeats[name])))
+            times[name].append(max(ranks.run(turn, name, repeats[name])))
     capacity = (time.monotonic() - started) * (os.cpu_count() or 1)
-    return found, (of_others(ranks) - before) / capacity
+    return times, (of_others(ranks) - before) / capacity
 
 
 def _figures() -> Iterator[Target]:
@@ -94,13 +94,13 @@ FIGURES = tuple(_figures())
 
 def rows(mode: str, ranks: int, times: dict[str, list[float]]) -> list[Row]:
     """Return the rows for the figures: each candidate of tpfuse is an operator, and all peers are beside it."""
-    found: list[Row] = []
+    result: list[Row] = []
     for ours in (name for name in times if name.startswith(OURS)):
         row: Row = {"operator": ours, "case": f"{ranks} ranks", "mode": mode, "asked": True}
         for name in (ours, *(name for name in times if not name.startswith(OURS))):
             median = percentiles(times[name])["median"] * 1e6
-            found.append(row | {"contender": OURS if name == ours else name, "median_us": median})
-    return found
+            result.append(row | {"candidate": OURS if name == ours else name, "median_us": median})
+    return result
 
 
 def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, list[float]], others: float) -> Row:
@@ -120,25 +120,29 @@ def report(mode: str, subject: Training | Update, ranks: int, times: dict[str, l
 def main() -> None:
     """Print tables, keep them unless they are quick ones, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("subjects", nargs="*", metavar="training|update", help="default: both")
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works; nothing is kept")
+    parser.add_argument(
+        "subjects", nargs="*", metavar="training|update", help="measure only these subjects (default: both)"
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of ranks to measure")
+    parser.add_argument("--rounds", type=int, default=9, help="number of rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="run tiny sizes, to check that the benchmark works, and store nothing"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.subjects) - SUBJECTS.keys():
         parser.error(f"there is no {min(unknown)}: expected {' or '.join(SUBJECTS)}")
     rounds, seconds = (2, 0.03) if arguments.quick else (arguments.rounds, 1.0)
-    found: list[Row] = []
+    measured: list[Row] = []
     for world in arguments.worlds:
         for mode in arguments.subjects or SUBJECTS:
             ranks, subject = RankPool(world, timeout=1200.0), SUBJECTS[mode][arguments.quick]
             times, others = measure(subject, ranks, rounds, seconds)
             ranks.close()  # this frees the memory of its candidates
             row = report(mode, subject, world, times, others)
-            found += rows(mode, world, times)
+            measured += rows(mode, world, times)
             if not arguments.quick:
                 keep("zero", row)
-    print(figures_table([figure.outcome(found, 0.0) for figure in FIGURES]))
+    print(figures_table([figure.outcome(measured, 0.0) for figure in FIGURES]))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ class Candidates:
     def _verdict(self, name: str, function: Function, expected: Expected) -> str:
         try:
             with unwritten_memory_is_nan() if name == OURS else contextlib.nullcontext():
-                found = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
-            for tensor, x in found.items():
+                results = self._out(function) if name in self.forward_only else self._out_and_gradients(function)
+            for tensor, x in results.items():
                 expected.check(tensor, None if x is None else self.narrow(tensor, x))
         except Exception as error:
             return one_line(error)
@@ -73,11 +73,16 @@ class Candidates:
         """Return a measurement of each mode of `costs`: "inference" (no graph), "forward" (with one), "backward",
         "both".
         """
-        made = {"inference": self._inference, "forward": self._forward, "backward": self._backward, "both": self._both}
+        modes = {
+            "inference": self._inference,
+            "forward": self._forward,
+            "backward": self._backward,
+            "both": self._both,
+        }
         works = []
         for mode, cost in self.costs.items():
             names = [name for name in self.functions if mode == "inference" or name not in self.forward_only]
-            candidates = tuple(made[mode](name, self.functions[name]) for name in names)
+            candidates = tuple(modes[mode](name, self.functions[name]) for name in names)
             works.append(Measurement(mode, *cost, candidates, mode in self.memory))
         return works
 

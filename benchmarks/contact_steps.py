@@ -160,25 +160,26 @@ def _fill_cache(plan: Plan, rows: Rows) -> Row:
         if monotonic() > rows.until:
             process.kill()
             return {"kernels": done, "note": "the others are compiled when they are first launched"}
-    complaints = process.stderr.read().strip()
-    failed = {"error": complaints[-2000:]} if process.wait() else {}
+    errors = process.stderr.read().strip()
+    failed = {"error": errors[-2000:]} if process.wait() else {}
     return {"kernels": done, "family": family, "dtypes": dtypes} | failed
 
 
 def compare_operator(plan: Plan, operator: str, rows: Rows) -> None:
     """Compare every case of an operator with its reference, as `tpfuse verify` does."""
     plan.begin()
-    found = cases.load(operator).cases
+    all_cases = cases.load(operator).cases
     for dtype in DTYPES:
-        for case in found[:1] if plan.rehearse else found:
+        for case in all_cases[:1] if plan.rehearse else all_cases:
             rows.each(f"{case.name}, {dtype}", partial(_compare, plan, operator, case, dtype))
 
 
 def _compare(plan: Plan, operator: str, case: Any, dtype: str) -> Row:
     with unwritten_memory_is_nan():
-        found = verify.compare(operator, case, dtype, plan.device)
-    row: Row = {"passed": found.passed, "tensor": found.tensor, "largest": found.error, "bound": found.bound}
-    return row | ({"error": found.failure} if found.failure else {})
+        comparison = verify.compare(operator, case, dtype, plan.device)
+    row: Row = {"passed": comparison.passed, "tensor": comparison.tensor}
+    row |= {"largest": comparison.error, "bound": comparison.bound}
+    return row | ({"error": comparison.failure} if comparison.failure else {})
 
 
 def run_ranks(plan: Plan, world: int, rows: Rows) -> None:
@@ -223,13 +224,13 @@ def explored(name: str, world: int, rounds: int) -> list[list[int]]:
     """Return the rounds of each rank that differ, in the explorer, under one schedule."""
     from tpfuse.testing.explore import Sequential, SimulatedMemory, explore  # this import patches Triton's interpreter
 
-    found: dict[int, list[int]] = {}
+    different: dict[int, list[int]] = {}
 
     def program(memory: SimulatedMemory) -> None:
-        found[memory.rank] = iterate(memory, PROGRAMS[name](memory, TINY), rounds)
+        different[memory.rank] = iterate(memory, PROGRAMS[name](memory, TINY), rounds)
 
     explore(program, world, schedules=[Sequential()], resident=3)
-    return [found[rank] for rank in range(world)]
+    return [different[rank] for rank in range(world)]
 
 
 def run_tests(file: str, rows: Rows) -> None:
@@ -266,8 +267,8 @@ def _find_ceilings(plan: Plan) -> Row:
 
 def kept_ceilings(rows: Sequence[Row]) -> Ceilings | None:
     """Return the ceilings of the last row that has some."""
-    found = [row["ceilings"] for row in rows if "ceilings" in row]
-    return Ceilings(**found[-1]) if found else None
+    ceilings = [row["ceilings"] for row in rows if "ceilings" in row]
+    return Ceilings(**ceilings[-1]) if ceilings else None
 
 
 def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
@@ -276,24 +277,24 @@ def time_operator(plan: Plan, operator: str, group: str, rows: Rows) -> None:
     The group "timings" has the cases of the figures, without torch.compile. The group "torch.compile" has those of them
     that have torch.compile as a peer, with it. The group "more timings" has all other cases.
     """
-    kept = read(plan.out)
-    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(kept))
+    earlier = read(plan.out)
+    bench = new_bench(plan.seed, interpreted=plan.rehearse, ceilings=kept_ceilings(earlier))
     bench.compiler = group != "timings"
     bench.seconds /= 3 if group == "more timings" else 1
     scale: Scale = "tiny" if plan.rehearse else "all"
-    left_out = {row["row"] for row in kept if row["step"] == f"timings: {operator}" and row.get("left out")}
-    found: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
-    for case in found:
+    left_out = {row["row"] for row in earlier if row["step"] == f"timings: {operator}" and row.get("left out")}
+    all_cases: list[Case] = importlib.import_module(f"benchmarks.bench_{operator}").cases(scale)
+    for case in all_cases:
         if case.asked != (group != "more timings") or (group == "torch.compile" and case.name not in left_out):
             continue
         rows.each(case.name, partial(_time, case, bench))
 
 
 def _time(case: Case, bench: Bench) -> Row:
-    found = list(measure(case, bench))
-    kept = [row for row in found if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
-    failed = [row["error"] for row in kept if row["contender"] == OURS and "median_us" not in row]
-    row: Row = {"passed": not failed, "left out": len(kept) < len(found), "measurements": kept}
+    measured = list(measure(case, bench))
+    timed = [row for row in measured if not row.get("error", "").startswith(f"{LeftOut.__name__}:")]
+    failed = [row["error"] for row in timed if row["candidate"] == OURS and "median_us" not in row]
+    row: Row = {"passed": not failed, "left out": len(timed) < len(measured), "measurements": timed}
     return row | ({"error": "; ".join(failed)} if failed else {})
 
 

@@ -30,16 +30,16 @@ class Target:
 
     def outcome(self, rows: Sequence[Row], copy: float) -> dict[str, Any]:
         """Return asked, got (the worst value; None without one), its case, and the number of cases without a value."""
-        ours = {row["case"]: row for row in rows if row["contender"] == OURS and self._concerns(row)}
+        ours = {row["case"]: row for row in rows if row["candidate"] == OURS and self._concerns(row)}
         peers: dict[str, Row] = {}
         for row in rows:
-            if row["contender"] in self.peers and self._concerns(row):
+            if row["candidate"] in self.peers and self._concerns(row):
                 peers[row["case"]] = _slower(row, peers.get(row["case"], row))
         failed = {case for case, row in ours.items() if not row["mode"]}
         names = peers.keys() | failed
         pairs = {name: (ours.get(name, {}), peers.get(name, {})) for name in names - failed}
-        found = {name: self.value(*pair, copy) for name, pair in pairs.items() if all("median_us" in x for x in pair)}
-        values = {name: value for name, value in found.items() if value is not None}
+        timed = {name: pair for name, pair in pairs.items() if all("median_us" in row for row in pair)}
+        values = {name: x for name, pair in timed.items() if (x := self.value(*pair, copy)) is not None}
         outcome: dict[str, Any] = {"figure": self.name, "asked": self.threshold, "at_most": self.at_most, "got": None}
         outcome |= {"case": None, "cases": len(names), "missing": len(names) - len(values)}
         if not values:
@@ -137,7 +137,7 @@ FIGURES = (
     _gemm("+ bias + gelu / torch.compile, in training", "forward", 1.00, "torch.compile max-autotune", ", gelu"),
     _gemm("plain / cuBLAS", "inference", 0.95, "F.linear", "plain"),
     _overlapped("all_gather_gemm, chunks present / gemm", "all_gather_gemm", 1.03, "gather", "gemm"),
-    _overlapped("gemm_reduce_scatter, nobody late / gemm", "gemm_reduce_scatter", 1.03, "scatter", "gemm"),
+    _overlapped("gemm_reduce_scatter without waits / gemm", "gemm_reduce_scatter", 1.03, "scatter", "gemm"),
     _overlapped(
         "all_gather_gemm / longer of copies and gemm", "from host memory", 1.05, "link", "copies alone", "gemm"
     ),

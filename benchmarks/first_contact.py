@@ -50,17 +50,17 @@ TIMINGS = ("timings", "torch.compile", "more timings")
 
 def measurements(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of benchmarks for `benchmarks.figures`: each candidate's last of a case, and the failures."""
-    found: dict[tuple[str, ...], Row] = {}
+    last: dict[tuple[str, ...], Row] = {}
     for row in rows:
         group, _, operator = row["step"].partition(": ")
         if group not in TIMINGS or "row" not in row:
             continue
         for measured in row.get("measurements", ()):
-            found[tuple(measured[key] for key in ("operator", "case", "mode", "contender"))] = measured
+            last[tuple(measured[key] for key in ("operator", "case", "mode", "candidate"))] = measured
         if "error" in row and "measurements" not in row:
-            wanted = {"operator": operator, "case": row["row"], "asked": group != "more timings", "mode": ""}
-            found[operator, row["row"], "", OURS] = wanted | {"contender": OURS, "error": row["error"]}
-    return list(found.values())
+            identity = {"operator": operator, "case": row["row"], "asked": group != "more timings", "mode": ""}
+            last[operator, row["row"], "", OURS] = identity | {"candidate": OURS, "error": row["error"]}
+    return list(last.values())
 
 
 def failed(row: Row) -> bool:
@@ -76,8 +76,8 @@ def summary(folder: Path, names: Sequence[str], rehearsed: bool) -> dict[str, An
     measured = [] if rehearsed else measurements(rows)  # times of the interpreter have no meaning
     counts = {}
     for name in dict.fromkeys(row["step"] for row in rows):
-        mine = [row for row in rows if row["step"] == name and "row" in row]
-        counts[name] = {"rows": len(mine), "failed": sum(map(failed, mine))}
+        rows_of_step = [row for row in rows if row["step"] == name and "row" in row]
+        counts[name] = {"rows": len(rows_of_step), "failed": sum(map(failed, rows_of_step))}
     done = finished(folder)
     return {
         "device": devices[-1] if devices else None,
@@ -101,34 +101,50 @@ def _line(row: Row) -> str:
 def _arguments() -> argparse.Namespace:
     operators = list(dict.fromkeys([*cases.names(), *TIMED]))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_contact")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where rows are kept, and found")
-    parser.add_argument("--minutes", type=float, default=25.0, help="for this call; the next one goes on")
-    parser.add_argument("--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"some of: {', '.join(GROUPS)}")
-    parser.add_argument("--operators", nargs="+", choices=operators, metavar="OPERATOR", help="no others")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, interpreted, to see that it works")
-    parser.add_argument("--seed", type=int, default=int(torch.seed() % 2**31), help="default: a new one")
-    found = parser.parse_args()
-    found.operators = found.operators or operators
-    return found
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
+        help="store rows in this folder, and continue from those that it has",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=25.0, help="end this call after this number of minutes; another call continues"
+    )
+    parser.add_argument(
+        "--steps", nargs="+", choices=GROUPS, metavar="STEP", help=f"run only these steps of {', '.join(GROUPS)}"
+    )
+    parser.add_argument(
+        "--operators", nargs="+", choices=operators, metavar="OPERATOR", help="run only these operators"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="interpret tiny shapes on a CPU, to check that the program works"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=int(torch.seed() % 2**31), help="seed of the inputs (default: a new one)"
+    )
+    arguments = parser.parse_args()
+    arguments.operators = arguments.operators or operators
+    return arguments
 
 
 def main() -> int:
     """Run the steps; return 1 where something has failed in this folder, and 2 where there is no GPU."""
     arguments = _arguments()
-    complaint: str | None
+    error: str | None
     if arguments.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the steps
-        complaint = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
+        error = interpreter_problem() and f"benchmarks.first_contact: error: {interpreter_problem()}"
     else:
-        complaint = unable("benchmarks.first_contact", interpreted=False)
-    if complaint:
-        print(complaint, file=sys.stderr)
+        error = unable("benchmarks.first_contact", interpreted=False)
+    if error:
+        print(error, file=sys.stderr)
         return 2
     deadline = monotonic() + 60 * arguments.minutes
     plan = Plan(arguments.out.resolve(), arguments.rehearse, arguments.seed, tuple(arguments.operators))
     by_group = steps(plan)
-    wanted = [step for group in GROUPS if group in (arguments.steps or GROUPS) for step in by_group[group]]
-    names = [step.name for step in wanted]
+    selected = [step for group in GROUPS if group in (arguments.steps or GROUPS) for step in by_group[group]]
+    names = [step.name for step in selected]
 
     def say(row: Row) -> None:
         print(_line(row), flush=True)
@@ -140,7 +156,7 @@ def main() -> int:
         (plan.out / "first_contact.json").write_text(json.dumps(document, indent=1, default=str) + "\n")
         return document
 
-    left = run_steps(wanted, plan.out, deadline, say)
+    left = run_steps(selected, plan.out, deadline, say)
     document = keep()
     rows = measurements(read(plan.out))
     print("", table(rows) if rows else "nothing was timed", "", figures_table(document["figures"]), "", sep="\n")

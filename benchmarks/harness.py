@@ -43,7 +43,7 @@ def machine() -> str:
     return f"{processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _said_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
     except OSError:
@@ -51,8 +51,8 @@ def _said_by(*command: str) -> str:
 
 
 def _commit() -> str:
-    changed = "+changes" if _said_by("git", "status", "--porcelain", "-uno") else ""
-    return (_said_by("git", "rev-parse", "--short", "HEAD") or "unknown") + changed
+    changed = "+changes" if _output_of("git", "status", "--porcelain", "-uno") else ""
+    return (_output_of("git", "rev-parse", "--short", "HEAD") or "unknown") + changed
 
 
 def _sources() -> str:
@@ -69,7 +69,7 @@ def _portable(argument: str) -> str:
 
 def provenance() -> Row:
     """Return the date, machine, driver, versions, commit and command."""
-    found: Row = {
+    row: Row = {
         "date": date.today().isoformat(),
         "machine": machine(),
         "python": platform.python_version(),
@@ -78,9 +78,9 @@ def provenance() -> Row:
         "command": " ".join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *map(_portable, sys.argv[1:])]),
     }
     if torch.cuda.is_available():
-        driver = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        found |= {"driver": driver[0] if driver else "unknown", "cuda": torch.version.cuda}
-    return found
+        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+        row |= {"driver": driver[0] if driver else "unknown", "cuda": torch.version.cuda}
+    return row
 
 
 def keep(name: str, figures: Row) -> Path:
@@ -169,7 +169,7 @@ def measure(case: Case, bench: Bench) -> Iterator[Row]:
                 for row in _rows(work, verdicts, bench):
                     yield identity | row
     except Exception as error:
-        yield identity | {"mode": "", "contender": OURS, "error": timing.one_line(error)}
+        yield identity | {"mode": "", "candidate": OURS, "error": timing.one_line(error)}
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -182,7 +182,7 @@ def _rows(work: Measurement, verdicts: dict[str, str], bench: Bench) -> Iterator
     bound = bench.ceilings.bound(work.flops, work.moved) * 1e6
     for candidate in work.candidates:
         name = candidate.name
-        row: Row = {"mode": work.mode, "contender": name, "flops": work.flops, "bytes": work.moved, "bound_us": bound}
+        row: Row = {"mode": work.mode, "candidate": name, "flops": work.flops, "bytes": work.moved, "bound_us": bound}
         row["check"] = verdicts.get(name, "not compared") or "within the bound"
         result = timings.get(name, verdicts.get(name, ""))
         if isinstance(result, Timing):
@@ -203,10 +203,10 @@ def _may_run(name: str, verdict: str) -> bool:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as aligned columns, with errors in place of times."""
-    head = ("operator", "case", "mode", "contender", "median us", "p20", "p80", "x bound", "peak MiB")
+    head = ("operator", "case", "mode", "candidate", "median us", "p20", "p80", "x bound", "peak MiB")
     lines = [head]
     for row in rows:
-        left = tuple(str(row[key]) for key in ("operator", "case", "mode", "contender"))
+        left = tuple(str(row[key]) for key in ("operator", "case", "mode", "candidate"))
         if "median_us" not in row:
             lines.append((*left, row.get("error", "not measured yet"), "", "", "", ""))
             continue
@@ -226,14 +226,18 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
     """Run `python -m benchmarks.bench_OPERATOR` and return the exit status."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.bench_{operator}")
-    parser.add_argument("--quick", action="store_true", help="only the shapes that matter most")
-    parser.add_argument("--interpreted", action="store_true", help="tiny shapes on the CPU, to see that it works")
-    parser.add_argument("--minutes", type=float, default=5.0, help="no case is started after this long")
-    parser.add_argument("--seed", type=int, default=int(torch.seed() % 2**31), help="of the inputs; default: a new one")
+    parser.add_argument("--quick", action="store_true", help="measure only the most important shapes")
+    parser.add_argument(
+        "--interpreted", action="store_true", help="run tiny shapes on the CPU, to check that the benchmark works"
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="start no further case after this number of minutes")
+    parser.add_argument(
+        "--seed", type=int, default=int(torch.seed() % 2**31), help="seed of the inputs (default: a new one)"
+    )
     arguments = parser.parse_args()
-    complaint = unable(f"benchmarks.bench_{operator}", arguments.interpreted)
-    if complaint:
-        print(complaint, file=sys.stderr)
+    error = unable(f"benchmarks.bench_{operator}", arguments.interpreted)
+    if error:
+        print(error, file=sys.stderr)
         return 2
     bench = new_bench(arguments.seed, interpreted=arguments.interpreted)
     scale: Scale = "tiny" if arguments.interpreted else "quick" if arguments.quick else "all"
@@ -246,7 +250,7 @@ def command(operator: str, cases: Callable[[Scale], list[Case]]) -> int:
             print(f"no time left for {case.name}", file=sys.stderr)
     print(table(rows))
     print(json.dumps(document))
-    return int(any("median_us" not in row for row in rows if row["contender"] == OURS))
+    return int(any("median_us" not in row for row in rows if row["candidate"] == OURS))
 
 
 def unable(program: str, interpreted: bool) -> str | None:

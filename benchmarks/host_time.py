@@ -159,29 +159,29 @@ def _low(call: Callable[[], object], calls: int, between: Callable[[], object]) 
 
 def measure(rank: LoneRank, driver: DriverStandIn, rounds: int, calls: int) -> tuple[list[Case], float]:
     """Return all cases, and the µs of the loop of Python."""
-    found = cases(rank)
-    for case in found:  # this compiles, and meets the other ranks where memory is new
+    measured_cases = cases(rank)
+    for case in measured_cases:  # this compiles, and meets the other ranks where memory is new
         case.call()
         case.torch()
-    rank.alone()
+    rank.stop_following()
     loops = []
-    for case in found:
+    for case in measured_cases:
         before = driver.launches
         rank.follow()
         case.call()
         case.launches = driver.launches - before
     for _ in range(rounds):
         loops.append(_low(_python, calls, rank.follow))
-        for case in found:
+        for case in measured_cases:
             case.times.append(_low(case.call, calls, rank.follow))
             case.torch_times.append(_low(case.torch, calls, rank.follow))
-    return found, min(loops)
+    return measured_cases, min(loops)
 
 
-def table(found: Sequence[Case]) -> list[tuple[str, ...]]:
+def table(measured_cases: Sequence[Case]) -> list[tuple[str, ...]]:
     """Return lines of cells, of which the first has the headings."""
     lines: list[tuple[str, ...]] = [("operator", "launches", "µs", "torch's own", "over it", "budget", "met")]
-    for case in found:
+    for case in measured_cases:
         figures = min(case.times), min(case.torch_times), case.over
         met = "" if case.budget is None else "yes" if case.over <= case.budget else "no"
         budget = "" if case.budget is None else f"{case.budget:g}"
@@ -191,23 +191,25 @@ def table(found: Sequence[Case]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--calls", type=int, default=100, help="of each case in a round")
-    parser.add_argument("--markdown", action="store_true", help="the table as benchmarks/results/host_time.md has it")
+    parser.add_argument("--rounds", type=int, default=30, help="number of rounds")
+    parser.add_argument("--calls", type=int, default=100, help="number of calls of each case in a round")
+    parser.add_argument("--markdown", action="store_true", help="print the table of benchmarks/results/host_time.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     set_kernels("triton")
     driver = DriverStandIn()
     rank = LoneRank(WORLD)
-    found, loop = measure(rank, driver, options.rounds, options.calls)
-    lines = table(found)
+    measured_cases, loop = measure(rank, driver, options.rounds, options.calls)
+    lines = table(measured_cases)
     if options.markdown:
         rule = tuple("---" for _ in lines[0])
         print("\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:])))
     else:
         print(aligned(lines))
-    said = f"{machine()}; Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
-    print(f"\n{said}; load {os.getloadavg()[0]:.1f}; the loop of Python {loop:.1f} µs.")
+    place = (
+        f"{machine()}; Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
+    )
+    print(f"\n{place}; load {os.getloadavg()[0]:.1f}; the loop of Python {loop:.1f} µs.")
 
 
 if __name__ == "__main__":

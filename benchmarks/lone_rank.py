@@ -1,7 +1,7 @@
 """Rank 0 of a group without the other ranks, which appear to record and do at once the same as rank 0.
 
-It serves to measure the host's time of one rank for operations of the group. Everything is the library's own but the
-parts that CUDA would do (`cuda_calls`), and the first meeting, to which other processes would have to come.
+It serves to measure the host's time of one rank for operations of the group. The library's own code runs, except for
+the work of CUDA (`cuda_calls`) and the first rendezvous, to which other processes would have to come.
 """
 
 import threading
@@ -29,20 +29,20 @@ class _Passed:
         return True
 
 
-class _Parts:
+class _Allocations:
     """The allocations of every rank."""
 
     offset = 0
 
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self._parts = parts
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
 
     @property
     def buffer_ptrs(self) -> list[int]:
-        return [part.data_ptr() for part in self._parts]
+        return [tensor.data_ptr() for tensor in self._tensors]
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int = 0) -> Tensor:
-        return self._parts[rank]
+        return self._tensors[rank]
 
 
 class _Calls(StandIn):
@@ -53,7 +53,7 @@ class _Calls(StandIn):
 
     def rendezvous(self, tensor: Tensor, group_name: str) -> Handle:
         others = [torch.zeros_like(tensor) for _ in range(self.group.size() - 1)]
-        return _Parts([tensor, *others])
+        return _Allocations([tensor, *others])
 
     def copy_word(self, words: Tensor, index: int, value: Tensor) -> None:
         CudaCalls.copy_word(self, words, index, value)
@@ -74,51 +74,52 @@ class LoneRank:
     def __init__(self, world: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        control_block.exchange = _said_by_all  # type: ignore[assignment]
+        control_block.exchange = _exchange_with_equals  # type: ignore[assignment]
         dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=world)
         group = dist.group.WORLD
         assert group is not None
-        self._parts: list[RankState] = []
-        self._meeting = True
-        threading.Thread(target=self._follow, daemon=True).start()
-        calls = _Calls(group)
-        # The parts exist before the memory, which meets the other ranks while it is constructed.
-        self._board_made(calls)
-        self.memory = CudaMemory(group, torch.device("cpu"), 60.0, calls)
+        self._states: list[RankState] = []  # of all ranks, this one first
+        self._following = True
+        threading.Thread(target=self._follow_always, daemon=True).start()
+        # The states must be known before the memory meets the other ranks, which it does while it is constructed.
+        self._learn_states()
+        self.memory = CudaMemory(group, torch.device("cpu"), 60.0, _Calls(group))
 
-    def _board_made(self, calls: StandIn) -> None:
-        made = control_block.ControlBlock.__init__
+    def _learn_states(self) -> None:
+        """Let this object take the states from each control block that is constructed from now on."""
+        construct = control_block.ControlBlock.__init__
 
-        def make(this: control_block.ControlBlock, *arguments: Any) -> None:
-            made(this, *arguments)
-            self._parts = this.states
+        def construct_and_tell(block: control_block.ControlBlock, *arguments: Any) -> None:
+            construct(block, *arguments)
+            self._states = block.states
 
-        control_block.ControlBlock.__init__ = make  # type: ignore[method-assign]
+        control_block.ControlBlock.__init__ = construct_and_tell  # type: ignore[method-assign]
 
-    def _follow(self) -> None:
-        """Make the other ranks come wherever this rank waits for them, until `alone` is called."""
-        while self._meeting:
-            if self._parts:
-                mine, *others = self._parts
-                numbers = mine.numbers.copy()
-                for part in others:
-                    part.records[:] = mine.records
-                    for text, own in zip(part.texts, mine.texts, strict=True):
-                        text[:] = own
-                    part.numbers[:] = numbers
+    def _follow_always(self) -> None:
+        """Copy this rank's whole state to the other ranks again and again, until `stop_following` is called."""
+        while self._following:
+            if self._states:
+                this_rank, *other_ranks = self._states
+                numbers = this_rank.numbers.copy()
+                for other in other_ranks:
+                    other.records[:] = this_rank.records
+                    for to, source in zip(other.texts, this_rank.texts, strict=True):
+                        to[:] = source
+                    other.numbers[:] = numbers
             time.sleep(1e-4)
 
-    def alone(self) -> None:
-        """Make the other ranks come only where `follow` is called, from now on."""
-        self._meeting = False
+    def stop_following(self) -> None:
+        """Let the other ranks follow only when `follow` is called, from now on."""
+        self._following = False
 
     def follow(self) -> None:
         """Record that the other ranks have done this rank's last operation."""
-        mine, *others = self._parts
-        for part in others:
-            part.records[mine.begun % RECORDS] = mine.records[mine.begun % RECORDS]
-            part.numbers[:] = mine.numbers
+        this_rank, *other_ranks = self._states
+        for other in other_ranks:
+            other.records[this_rank.begun % RECORDS] = this_rank.records[this_rank.begun % RECORDS]
+            other.numbers[:] = this_rank.numbers
 
 
-def _said_by_all(group: dist.ProcessGroup, value: object, op: str, timeout: float) -> list[object]:
+def _exchange_with_equals(group: dist.ProcessGroup, value: object, op: str, timeout: float) -> list[object]:
+    """Return the values of all ranks, which are those of this rank."""
     return [value] * group.size()

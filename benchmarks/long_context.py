@@ -120,9 +120,9 @@ def _row(name: str, threads: str, steps: Steps) -> str:
 def main() -> int:
     """Print the table, and return 1 where the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768, help="context length")
-    parser.add_argument("--cp", type=int, default=4, help="ranks that share it")
-    parser.add_argument("--steps", type=int, default=2, help="training steps of each")
+    parser.add_argument("--tokens", type=int, default=32768, help="length of the context in tokens")
+    parser.add_argument("--cp", type=int, default=4, help="number of ranks that share the context")
+    parser.add_argument("--steps", type=int, default=2, help="number of training steps of each run")
     arguments = parser.parse_args()
     tokens, cp, steps = arguments.tokens, arguments.cp, arguments.steps
     if cp < 2 or steps < 1 or tokens < cp:

@@ -186,14 +186,14 @@ def check(calls: dict[str, Call], truth: Tensor, node: Node) -> dict[str, str]:
     bound = 2 * (plain.double() - truth).abs().max().item() + torch.finfo(plain.dtype).eps * scale
     verdicts = {}
     for name, call in calls.items():
-        said = ""
+        error_text = ""
         try:
             check_error("out", call()[:, :_COLUMNS], plain, truth, 0.05 * scale if name == BY_HAND else bound)
         except Exception as error:
-            said = one_line(error)
-        everybody: list[str | None] = [None] * node.group.size()
-        dist.all_gather_object(everybody, said, node.group)
-        verdicts[name] = next((f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text), "")
+            error_text = one_line(error)
+        verdicts_of_ranks: list[str | None] = [None] * node.group.size()
+        dist.all_gather_object(verdicts_of_ranks, error_text, node.group)
+        verdicts[name] = next((f"rank {rank}: {text}" for rank, text in enumerate(verdicts_of_ranks) if text), "")
     return verdicts
 
 
@@ -241,14 +241,14 @@ def measure(product: Product, node: Node) -> Row:
     verdicts = check(calls, truth_of(product, node), node)
     fit = {name: call for name, call in calls.items() if _may_run(name, verdicts[name])}
     host = {name: _host_seconds(call, node) for name, call in fit.items()}
-    found: dict[str, list[float]] = {name: [] for name in fit}
+    times: dict[str, list[float]] = {name: [] for name in fit}
     for turn in range(node.rounds):
         order = list(fit)
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            found[name].append(_seconds(fit[name], node, host[name]) * 1e6)
+            times[name].append(_seconds(fit[name], node, host[name]) * 1e6)
     row: Row = {"layer": product.layer, "M": product.M, "N": product.N, "K": product.K, "ranks": node.group.size()}
-    row |= {"us": {name: {k: round(v, 1) for k, v in percentiles(x).items()} for name, x in found.items()}}
+    row |= {"us": {name: {k: round(v, 1) for k, v in percentiles(x).items()} for name, x in times.items()}}
     return row | {"wrong": {name: verdict for name, verdict in verdicts.items() if verdict}}
 
 
@@ -282,7 +282,7 @@ def run(scale: str, minutes: float, node: Node) -> int:
         names = [BY_HAND, *(name for name in row["us"] | row["wrong"] if name != BY_HAND)]
         lines = lines or [["microseconds (times by hand)", *names]]
         lines.append(_line(product, row, names))
-        wrong += [f"{product}: {name}: {said}" for name, said in row["wrong"].items()]
+        wrong += [f"{product}: {name}: {verdict}" for name, verdict in row["wrong"].items()]
         if first and scale != "tiny":
             keep("node", row)
     if first:
@@ -294,8 +294,12 @@ def run(scale: str, minutes: float, node: Node) -> int:
 def main() -> int:
     """Run under torchrun; end the process."""
     parser = argparse.ArgumentParser(prog="torchrun --nproc-per-node N -m benchmarks.node")
-    parser.add_argument("--scale", choices=["all", "quick", "tiny"], default="all", help="quick: 8192 tokens alone")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no product is begun after this long")
+    parser.add_argument(
+        "--scale", choices=["all", "quick", "tiny"], default="all", help="shapes to measure; quick: only 8192 tokens"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="start no further product after this number of minutes"
+    )
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     if "RANK" not in os.environ or not (cuda or arguments.scale == "tiny"):

@@ -119,11 +119,13 @@ def report(config: GPTConfig, phases: list[Phase], losses: list[float], limit: f
 def main() -> int:
     """Run the benchmark; return 1 where the goal is missed, and 2 where it cannot be tried."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on a local disk; default: the working folder")
-    parser.add_argument("--tokens", type=int, default=64, help="of the one sequence")
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=LIMIT, help="GiB that the goal is")
+    parser.add_argument("--preset", default="gpt2-1558m", choices=PRESETS, help="model to train")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="folder on a local disk (default: the working folder)"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="number of tokens of the sequence")
+    parser.add_argument("--steps", type=int, default=1, help="number of training steps")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="most memory in GiB that the run may use to pass")
     arguments = parser.parse_args()
     keep_freed_memory()
     config = gpt2(arguments.preset)

@@ -81,12 +81,12 @@ def layers(model: Model, tp: int) -> Iterator[tuple[str, int, int, str | None]]:
 
 def products(tokens: int = TOKENS) -> list[Product]:
     """Return every distinct product of all models and tensor-parallel sizes, in the order of the tables above."""
-    found: dict[tuple[int, int, str | None], list[str]] = {}
+    names_of: dict[tuple[int, int, str | None], list[str]] = {}
     for model in MODELS:
         for tp in TENSOR_PARALLEL:
             for layer, n, k, activation in layers(model, tp):
-                found.setdefault((n, k, activation), []).append(f"{model.name} tp{tp} {layer}")
-    return [Product(tuple(names), tokens, n, k, activation) for (n, k, activation), names in found.items()]
+                names_of.setdefault((n, k, activation), []).append(f"{model.name} tp{tp} {layer}")
+    return [Product(tuple(names), tokens, n, k, activation) for (n, k, activation), names in names_of.items()]
 
 
 def model(name: str) -> Model:

@@ -54,12 +54,12 @@ class Product:
 
 def products(shapes: Model, ranks: int, tokens: int) -> list[Product]:
     """Return the products of a layer forward, with sequence parallelism, in the order of `shapes.layers`."""
-    found = []
+    result = []
     for layer, n, k, activation in layers(shapes, ranks):
         gated = activation == "swiglu"
         parallel = "all_gather_gemm" if layer in ("qkv", "up") else "gemm_reduce_scatter"
-        found.append(Product("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
-    return found
+        result.append(Product("gemm" if ranks == 1 else parallel, tokens, n // (1 + gated), k, gated, ranks))
+    return result
 
 
 def shares() -> Iterator[tuple[Model, int, int, list[float], float]]:

@@ -74,14 +74,14 @@ class Training:
     def calls(self) -> dict[str, Call]:
         """Return a checked step of each candidate, the baseline first. Every rank must call it."""
         together, own = _plain(self, range(dist.get_world_size())), _plain(self, [dist.get_rank()])
-        found: dict[str, Call] = {}
+        calls: dict[str, Call] = {}
         for name, make in CANDIDATES.items():
             model = self.model()
             step = make(self, model)
             norms = [step(number) for number in range(CHECKED)]
             (own if name == ALONE else together).check(name, norms, model)
-            found[name] = partial(step, CHECKED)
-        return found
+            calls[name] = partial(step, CHECKED)
+        return calls
 
 
 def engine_of(model: nn.Module, stage: int, group: dist.ProcessGroup | None) -> tuple[GradientBuckets, FlatAdamW]:
@@ -190,9 +190,9 @@ class Plain:
 
     def check(self, name: str, norms: list[float], model: nn.Module) -> None:
         """Raise AssertionError where a candidate took other steps."""
-        for found, wanted in zip(norms, self.norms, strict=True):
-            assert abs(found - wanted) <= TOLERANCE * wanted, f"{name}: norms {norms}, plain AdamW's {self.norms}"
-            assert found > CLIP, f"{name}: a gradient of norm {found} is not clipped"
+        for actual, expected in zip(norms, self.norms, strict=True):
+            assert abs(actual - expected) <= TOLERANCE * expected, f"{name}: norms {norms}, plain AdamW's {self.norms}"
+            assert actual > CLIP, f"{name}: a gradient of norm {actual} is not clipped"
         parameters = _parameters(model)
         error = sum(float((parameters[key] - x).double().square().sum()) for key, x in self.after.items())
         length = sum(float((self.before[key] - x).double().square().sum()) for key, x in self.after.items())

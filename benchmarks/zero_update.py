@@ -42,18 +42,18 @@ class Update:
         for rank in range(1, world):
             total += self.drawn(rank)
         _adamw_of(after, total)()
-        made = {
+        candidates = {
             WHOLE: _by_gloo(before, gradient, 1),
             PIECES: _by_gloo(before, gradient, max(2, gradient.nbytes // _PIECE)),
             SWEEP: _ours(self, before, gradient, norm=False),
             NORM_FIRST: _ours(self, before, gradient, norm=True),
         }
-        for name, (call, parameters) in made.items():
+        for name, (call, parameters) in candidates.items():
             call()
             apart = float((parameters() - after).abs().max())
             # The rounding error of a sum near zero depends on its order, and grows with the number of ranks.
             assert apart <= LR * TOLERANCE * world / 2, f"{name}: {apart:.1e} from where AdamW comes to with the sum"
-        return {name: call for name, (call, _) in made.items()}
+        return {name: call for name, (call, _) in candidates.items()}
 
 
 def _ours(subject: Update, before: Tensor, gradient: Tensor, *, norm: bool) -> tuple[Call, Callable[[], Tensor]]:

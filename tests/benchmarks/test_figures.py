@@ -11,7 +11,7 @@ FASTER = Target("toy / peer", "toy", "forward", 1.1, "peer", speedup)
 
 
 def _row(candidate: str, case: str = "a", median: float | None = None, **more: Any) -> Row:
-    row: Row = {"operator": "toy", "case": case, "mode": "forward", "contender": candidate, "asked": True, **more}
+    row: Row = {"operator": "toy", "case": case, "mode": "forward", "candidate": candidate, "asked": True, **more}
     return row if median is None else row | {"median_us": median}
 
 

@@ -48,12 +48,12 @@ def test_a_benchmark_checks_and_times_everything(operator: str, tmp_path: Path) 
         time_operator(plan(tmp_path, operator), operator, group, Rows(tmp_path, f"{group}: {operator}", FAR))
     assert [row for row in read(tmp_path) if not row["passed"]] == []
     first = [x for row in read(tmp_path) if row["step"].startswith("timings") for x in row["measurements"]]
-    assert first and not any("torch.compile" in x["contender"] for x in first)
+    assert first and not any("torch.compile" in x["candidate"] for x in first)
     rows = measurements(read(tmp_path))
     assert [row for row in rows if "median_us" not in row] == []
     assert {row["operator"] for row in rows} == {operator}
-    assert {row["check"] for row in rows if row["contender"] == OURS} == {"within the bound"}
-    written = {(row["mode"], row["contender"]) for row in rows}
+    assert {row["check"] for row in rows if row["candidate"] == OURS} == {"within the bound"}
+    written = {(row["mode"], row["candidate"]) for row in rows}
     for figure in (figure for figure in FIGURES if figure.operator == operator):
         for candidate in (OURS, *figure.peers):
             if candidate not in ("SDPA flash", "SDPA cudnn"):  # only a GPU has these backends

@@ -63,7 +63,7 @@ def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tens
         return candidates.check, candidates.works()
 
     rows = list(measure(Case("toy", "5 x 3 x 7", build), bench))
-    return {(row["mode"], row["contender"]): row for row in rows}
+    return {(row["mode"], row["candidate"]): row for row in rows}
 
 
 def test_what_is_right_is_timed_in_every_mode(bench: Bench) -> None:
@@ -123,7 +123,7 @@ def test_a_case_that_cannot_be_built_is_a_row() -> None:
         "case": "huge",
         "asked": True,
         "mode": "",
-        "contender": OURS,
+        "candidate": OURS,
         "error": "RuntimeError: out of memory",
     }
 
@@ -138,10 +138,10 @@ def test_the_part_that_is_compared_may_be_narrowed() -> None:
 
 def test_the_table() -> None:
     times = {"median_us": 12.34, "p20_us": 12.0, "p80_us": 13.0, "times_bound": 1.5}
-    common: Row = {"operator": "gemm", "case": "7b", "mode": "forward", "contender": OURS}
+    common: Row = {"operator": "gemm", "case": "7b", "mode": "forward", "candidate": OURS}
     text = table([common | times | {"peak_bytes": 3 * 2**20}, common | {"error": "ValueError: no"}, common])
     assert text.splitlines() == [
-        "operator  case  mode     contender  median us  p20   p80   x bound  peak MiB",
+        "operator  case  mode     candidate  median us  p20   p80   x bound  peak MiB",
         "gemm      7b    forward  tpfuse     12.3       12.0  13.0  1.50     3",
         "gemm      7b    forward  tpfuse     ValueError: no",
         "gemm      7b    forward  tpfuse     not measured yet",

@@ -60,7 +60,7 @@ def rows() -> list[Row]:
 
 
 @pytest.mark.exhaustive
-def test_every_contender_is_right() -> None:
+def test_every_candidate_is_right() -> None:
     for found in pool(2).run(rows):
         for row in found:
             assert row["wrong"] == {}

@@ -17,7 +17,7 @@ TINY = {case.name.split()[0]: case for case in reversed(cases("tiny"))}
 
 def rows(kind: str) -> dict[str, Row]:
     bench = new_bench(0, interpreted=True, ceilings=Ceilings(1e12, 1e12))
-    return {row["contender"]: row for row in measure(TINY[kind], bench)}
+    return {row["candidate"]: row for row in measure(TINY[kind], bench)}
 
 
 def other(x: Tensor, *place: int) -> Tensor:

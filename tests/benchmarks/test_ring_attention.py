@@ -55,7 +55,7 @@ def _wrong_ring() -> str:
     return str(caught.value)
 
 
-def test_a_contender_that_is_wrong_by_a_thousandth_is_not_timed() -> None:
+def test_a_candidate_that_is_wrong_by_a_thousandth_is_not_timed() -> None:
     for said in pool(2).run(_wrong_ring):
         assert said.startswith(f"{PLAIN}: Tensor-likes are not close")
 

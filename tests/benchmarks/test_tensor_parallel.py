@@ -20,7 +20,7 @@ def prepared(tokens: int, width: int, alone: bool) -> set[str]:
     return set(_calls)
 
 
-def test_every_contender_of_the_mlp_is_right() -> None:
+def test_every_candidate_of_the_mlp_is_right() -> None:
     assert pool(2).run(prepared, 6, 16, False) == [{OURS, TORCH}] * 2
     assert pool(1).run(prepared, 6, 16, True) == [{ALONE}]
 

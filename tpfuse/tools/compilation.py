@@ -171,22 +171,22 @@ def compile_here(
         unique.setdefault(job.key, job)  # some operators launch the same kernels
     kept = None if kept_results is None or keep is not None else KeptResults(kept_results)
     names = {} if kept is None else {key: digest(job) for key, job in unique.items()}
-    found = {}
+    finished = {}
     jobs = []
     for key, job in unique.items():
         result = None if kept is None else kept.read(names[key])
         if result is None:
             jobs.append(job)
         else:
-            found[key] = replace(result, operator=job.operator, dtype=job.dtype)
-            on_done(found[key])
+            finished[key] = replace(result, operator=job.operator, dtype=job.dtype)
+            on_done(finished[key])
     for index, result in compile_jobs(jobs, keep):
         key = jobs[index].key
-        found[key] = result
+        finished[key] = result
         if kept is not None:
             kept.write(names[key], result)
         on_done(result)
-    results = [replace(found[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
+    results = [replace(finished[job.key], operator=job.operator, dtype=job.dtype) for job in recorded.jobs]
     return Report(triton.__version__, results + _refused(recorded), recorded.rows)
 
 
@@ -252,24 +252,32 @@ def read_report(text: str) -> Report:
 def _arguments() -> argparse.Namespace:
     known = cases.names()
     parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.compilation", description=__doc__)
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write TTIR, TTGIR, PTX and SASS there")
     parser.add_argument(
-        "--front-end", action="store_true", help="no whole compilation: only what the front end refuses"
+        "operators", nargs="*", metavar="OPERATOR", help=f"compile these operators (default: all of {', '.join(known)})"
     )
     parser.add_argument(
-        "--warm", action="store_true", help="only fill Triton's cache of this machine, and say what does not compile"
+        "--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="compile for these families of GPUs"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="compile for inputs of these dtypes"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write TTIR, TTGIR, PTX and SASS to this folder")
+    parser.add_argument("--front-end", action="store_true", help="run only the front end, and show what it refuses")
+    parser.add_argument(
+        "--warm", action="store_true", help="only fill Triton's cache of this machine, and show what does not compile"
     )
     folder = default_folder()
     parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", default=folder, help=f"kept results; default: {folder}"
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        default=folder,
+        help=f"store results in this folder, and reuse them (default: {folder})",
     )
-    parser.add_argument("--anew", action="store_true", help="compile all, whatever results are kept, and keep none")
+    parser.add_argument("--again", action="store_true", help="compile all kernels again, without stored results")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON document")
-    form.add_argument("--markdown", action="store_true", help="the table that benchmarks/results/compiled.md holds")
+    form.add_argument("--json", action="store_true", help="print one JSON document")
+    form.add_argument("--markdown", action="store_true", help="print the table of benchmarks/results/compiled.md")
     options = parser.parse_args()
     for name in set(options.operators) - set(known):
         parser.error(f"there is no operator {name}: expected one of {', '.join(known)}")
@@ -293,7 +301,7 @@ def main() -> int:
             *asked,
             options.keep,
             (lambda result: None) if document else (lambda result: print(gate.describe(result), flush=True)),
-            None if options.anew else options.results,
+            None if options.again else options.results,
         )
     if options.json:
         print(json.dumps(asdict(report)))

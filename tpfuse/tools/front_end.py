@@ -38,18 +38,18 @@ def features(job: Job) -> list[tuple[str, object]]:
     source = job.source
     names = source.fn.arg_names
     declared = {parameter.name for parameter in source.fn.params if parameter.is_constexpr}
-    found: list[tuple[str, object]] = []
+    parts: list[tuple[str, object]] = []
     ones = []
     for path, value in sorted(source.constants.items()):
         name = names[path[0]]
         if name not in declared and value is not None:
             ones.append(name)
         elif isinstance(value, int) and not isinstance(value, bool):
-            found.append((name, min(value, 2)))
+            parts.append((name, min(value, 2)))
         else:
-            found.append((name, str(value)))
+            parts.append((name, str(value)))
     types = {re.sub(r"\[.*\]", "", text) for text in source.signature.values()}
-    return [*found, ("integers that are 1", tuple(ones)), ("types", tuple(sorted(types)))]
+    return [*parts, ("integers that are 1", tuple(ones)), ("types", tuple(sorted(types)))]
 
 
 def representatives(jobs: Sequence[Job]) -> list[Job]:

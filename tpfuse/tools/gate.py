@@ -17,8 +17,8 @@ NEWEST = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
 
 # Pattern of `named` -> why these products are slower than the family allows. They must still use tensor cores.
 EXCEPTIONS = {
-    r"float32 \w*attention_\w+ .*BLOCK_M=(16|32) ": "three tf32 products of 64 rows, as wgmma and tcgen05 want, spill",
-    r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows spill beside dropout's hashes",
+    r"float32 \w*attention_\w+ .*BLOCK_M=(16|32) ": "wgmma and tcgen05 need 64 rows, which spill in tf32x3",
+    r" ring_attention_forward_kernel .*BLOCK_D=256 DROPOUT=True BLOCK_M=32 ": "64 rows and dropout's hashes spill",
 }
 
 # A part of a kernel's name -> the largest `issue_share`. The loops of attention contain a softmax besides the products.
@@ -27,18 +27,18 @@ ISSUE_SHARE = {"attention": 1.0, "": 0.8}
 # Pattern of `named` -> why a kernel may exceed ISSUE_SHARE.
 ISSUE_EXCEPTIONS = {
     r" (gemm|all_gather_gemm|gemm_reduce_scatter)_\w+ .*TMA=False": "unaligned rows are loaded element by element",
-    r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "few rows: reading the weight takes longer than multiplying it",
+    r" all_gather_gemm_\w+ .*BLOCK_M=64 BLOCK_N=64 ": "it takes longer to read the weight than to multiply it",
     r" \w*attention_\w+ .*DROPOUT=True": "dropout hashes each score in some twenty integer instructions",
     r"float32 \w*attention_\w+ ": "tf32x3 splits each element of its operands in two",
-    r" \w*attention_\w+ .*HEAD_SIZE=64 .*DROPOUT=False": "as many exponentials as heads of 128 have, half the products",
-    r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers hold no larger tile",
+    r" \w*attention_\w+ .*HEAD_SIZE=64 .*DROPOUT=False": "as many exponentials as heads of 128, but half the products",
+    r" ring_attention_forward_kernel .*HEAD_SIZE=256 .*BLOCK_M=64 BLOCK_N=32": "registers cannot hold a larger tile",
 }
 
 # Pattern of `named` -> why a kernel without products may move most of its bytes in accesses of less than 16 bytes.
-NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "one program, which moves signals alone"}
+NARROW_EXCEPTIONS = {r" ((open|close)_copies|await_part)_kernel ": "it is one program, which moves only signals"}
 
 # Version of Triton -> pattern of `named` -> (the most bytes that a kernel may spill, why they are accepted).
-_SMALL = "3.7.1 compiles the same rows without a spill; rows for 3.6 alone have not been searched for"
+_SMALL = "3.7.1 compiles the same rows without a spill; we have not searched for rows for 3.6 only"
 SPILLS = {
     "3.6": {
         r"sm_90 (bfloat16|float16) all_gather_gemm_forward_kernel .*ACTIVATION=geglu ": (8, _SMALL),
@@ -63,19 +63,22 @@ def violations(result: Compilation, version: str = triton.__version__) -> Iterat
 
 def _violations(result: Compilation, version: str) -> Iterator[str]:
     if result.spilled > accepted_spill(result, version):
-        yield f"{result.spilled} bytes of registers are spilled"
+        yield f"it spills {result.spilled} bytes of registers"
     if result.shared > SHARED[result.family]:
-        yield f"{result.shared} bytes of shared memory, {SHARED[result.family]} are allowed"
+        yield f"it uses {result.shared} bytes of shared memory; {SHARED[result.family]} are allowed"
     if result.dot and not result.tensor_cores:
-        yield "its dot is not done by tensor cores"
+        yield "its dot does not use tensor cores"
     elif result.dot and slow(result) and exception(result) is None:
         yield slow(result)
     if issues_too_much(result) and issue_exception(result) is None:
-        yield f"its loop takes {result.issue_share} issue slots for each tensor cycle"
+        yield f"its main loop takes {result.issue_share} issue slots for each cycle of the tensor cores"
     if moves_little(result) and narrow_exception(result) is None:
-        yield f"moves {narrow(result):.0%} in accesses of less than 16 bytes: {result.loads} and {result.stores}"
+        yield (
+            f"it moves {narrow(result):.0%} of its bytes in accesses of less than 16 bytes:"
+            f" loads {result.loads}, stores {result.stores}"
+        )
     if result.constants.get("WARP_SPECIALIZE") and not result.specialized:
-        yield "its warps have no roles of their own, as WARP_SPECIALIZE asks for"
+        yield "its warps are not specialized, although WARP_SPECIALIZE is set"
 
 
 def accepted_spill(result: Compilation, version: str) -> int:
@@ -87,7 +90,7 @@ def accepted_spill(result: Compilation, version: str) -> int:
 def slow(result: Compilation) -> str:
     """Return why products are slower than the family allows (an older instruction, no overlap); "" if they are not."""
     if NEWEST[result.family] not in result.tensor_cores:
-        return f"{'+'.join(result.tensor_cores)} instructions for its dot, not {NEWEST[result.family]}"
+        return f"its dot uses {'+'.join(result.tensor_cores)} instructions instead of {NEWEST[result.family]}"
     if result.serialized:
         return f"its wgmma instructions wait for one another: {result.serialized}"
     return ""
@@ -130,10 +133,10 @@ def narrow(result: Compilation) -> float:
 
 def named(result: Compilation) -> str:
     """Return the operator, the family and the configuration on one line."""
-    place = f"{result.operator} {result.family} {result.dtype}"
+    prefix = f"{result.operator} {result.family} {result.dtype}"
     if not result.kernel:  # the launcher raised an exception
-        return place
-    return f"{place} {result.kernel} {_constants(result)} num_warps={result.num_warps} num_stages={result.num_stages}"
+        return prefix
+    return f"{prefix} {result.kernel} {_constants(result)} num_warps={result.num_warps} num_stages={result.num_stages}"
 
 
 def _constants(result: Compilation) -> str:
@@ -156,15 +159,15 @@ def _features(result: Compilation) -> list[str]:
 
 
 HEADER = """\
-# What the kernels take
+# The resources that the kernels use
 
-Compiled by Triton {version} without a GPU; `make compiled` writes this file and a test compares it. A line is a kernel
-on a GPU family, over all launches that the rows of kernels/configurations.toml and the dtypes make of it: the least and
-the most of each figure. Registers are those of a thread; spilled is how many launches spill; shared memory is a
-program's, in bytes; programs: how many fit on a multiprocessor at once. Issue: issue slots for each cycle of the tensor
-cores in the main loop around wgmma; then the wgmma groups that a step of it leaves running (both sm_90 alone). float16
-is compiled for sm_90 only, since it differs from bfloat16 in conversions alone.
-`python -m tpfuse.tools.compilation OPERATOR` prints each launch.
+Triton {version} compiled the kernels without a GPU. `make compiled` writes this file, and a test compares it. Each line
+shows the smallest and the largest figure of a kernel on a GPU family, over all launches that follow from the rows of
+kernels/configurations.toml and from the dtypes. Registers: of a thread. Spilled: the number of launches that spill.
+Shared: the bytes of shared memory of a program. Programs: the number that fits on a multiprocessor at once. Issue: the
+issue slots for each cycle of the tensor cores, in the main loop around wgmma. Pending: the wgmma groups that a step of
+this loop leaves running. Issue and pending are known for sm_90 only. float16 is compiled for sm_90 only, since it
+differs from bfloat16 only in conversions. `python -m tpfuse.tools.compilation OPERATOR` prints each launch.
 
 """
 
@@ -219,11 +222,11 @@ def _cells(results: Sequence[Compilation]) -> list[object]:
 
 
 def _range(values: Iterable[float]) -> str:
-    found = sorted(set(values))
-    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}" if found else ""
+    distinct = sorted(set(values))
+    return f"{distinct[0]}" if len(distinct) == 1 else f"{distinct[0]} to {distinct[-1]}" if distinct else ""
 
 
 def version_of(table: str) -> str:
     """Return the version of Triton that compiled the kernels of a table, or "" if the table does not contain it."""
-    found = re.search(r"Triton (\S+)", table)
-    return found[1] if found else ""
+    match = re.search(r"Triton (\S+)", table)
+    return match[1] if match else ""

@@ -125,9 +125,9 @@ def _loops(blocks: Sequence[_Block]) -> list[frozenset[int]]:
         changed = False
         for number in range(1, len(blocks)):
             if before[number]:
-                found = set.intersection(*(dominators[each] for each in before[number])) | {number}
-                changed |= found != dominators[number]
-                dominators[number] = found
+                updated = set.intersection(*(dominators[each] for each in before[number])) | {number}
+                changed |= updated != dominators[number]
+                dominators[number] = updated
     loops: dict[int, set[int]] = {}
     for number, block in enumerate(blocks):
         for head in block.after & dominators[number]:

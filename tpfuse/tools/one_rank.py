@@ -48,16 +48,25 @@ def _marked(program: Program, memory: OneProcessMemory) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.one_rank")
-    parser.add_argument("program", choices=PROGRAMS, metavar="PROGRAM", help=f"one of: {'; '.join(PROGRAMS)}")
-    parser.add_argument("--world", type=int, default=8, help="ranks of the group")
-    parser.add_argument("--rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds; the profiler's replays count")
+    parser.add_argument(
+        "program", choices=PROGRAMS, metavar="PROGRAM", help=f"run this program, one of: {'; '.join(PROGRAMS)}"
+    )
+    parser.add_argument("--world", type=int, default=8, help="number of ranks of the group (default: %(default)s)")
+    parser.add_argument("--rank", type=int, default=0, help="run as this rank (default: %(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="longest run in seconds, with the profiler's replays (default: %(default)s)",
+    )
     for name in _NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="of one rank")
-    found = parser.parse_args()
-    if not 0 <= found.rank < found.world:
-        parser.error(f"rank {found.rank} of {found.world}: expected 0 <= rank < world")
-    return found
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name.replace('_', ' ')} of one rank"
+        )
+    arguments = parser.parse_args()
+    if not 0 <= arguments.rank < arguments.world:
+        parser.error(f"rank {arguments.rank} of {arguments.world}: expected 0 <= rank < world")
+    return arguments
 
 
 def main() -> int:

@@ -57,7 +57,7 @@ class Program(Protocol):
     def run(self, variant: int) -> Tensors:
         """Launch one round with a set of inputs, and return its results, which the next round may overwrite."""
 
-    def check(self, variant: int, found: Tensors) -> None:
+    def check(self, variant: int, results: Tensors) -> None:
         """Raise AssertionError if the results of `run(variant)` are wrong."""
 
 
@@ -70,9 +70,9 @@ class _Exact:
     def run(self, variant: int) -> Tensors:
         return self._rounds[variant][0]()
 
-    def check(self, variant: int, found: Tensors) -> None:
+    def check(self, variant: int, results: Tensors) -> None:
         for name, expected in self._rounds[variant][1].items():
-            wrong = int((found[name] != expected).sum())
+            wrong = int((results[name] != expected).sum())
             assert wrong == 0, f"{name}, inputs {variant}: {wrong} of {expected.numel()} numbers are wrong"
 
 
@@ -112,8 +112,8 @@ def gemm_reduce_scatter(memory: SymmetricMemory, sizes: Sizes, *, engines: bool)
         residual = _whole(20 + seed, sizes.rows, sizes.n, memory=memory, dtype=sizes.dtype)
         partial_sums = (xs.float() @ weight.float().t()).to(sizes.dtype).float()  # in the dtype in which they are moved
         sums = partial_sums.sum(0)
-        own = sums.view(world, sizes.rows, -1)[rank] + residual.float()
-        expected = {"scattered": own.to(sizes.dtype), "reduced": sums.to(sizes.dtype)}
+        scattered_sum = sums.view(world, sizes.rows, -1)[rank] + residual.float()
+        expected = {"scattered": scattered_sum.to(sizes.dtype), "reduced": sums.to(sizes.dtype)}
 
         def run(x: Tensor = xs[rank], residual: Tensor = residual) -> Tensors:
             scattered = products.reduce_scatter(x, weight, None, residual)
@@ -161,8 +161,8 @@ class _Rounded:
     def run(self, variant: int) -> Tensors:
         return self._rounds[variant][0]()
 
-    def check(self, variant: int, found: Tensors) -> None:
-        self._rounds[variant][1](found)
+    def check(self, variant: int, results: Tensors) -> None:
+        self._rounds[variant][1](results)
 
 
 def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Program:
@@ -177,12 +177,12 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Prog
     for seed in range(VARIANTS):
         shape = 1, sizes.heads, layout.length, sizes.head_size
         q, k, v, grad = (normal(4 * seed + i, *shape, dtype=sizes.dtype).to(memory.device) for i in range(4))
-        mine = [layout.shard(x, rank, 2) for x in (q, k, v, grad)]
+        shards = [layout.shard(x, rank, 2) for x in (q, k, v, grad)]
 
-        def run(mine: list[Tensor] = mine) -> Tensors:
-            own_q, own_k, own_v, own_grad = mine
-            out, lse = attention.forward(own_q, own_k, own_v, call)
-            gradients = attention.backward(own_grad, own_q, own_k, own_v, out, lse, call)
+        def run(shards: list[Tensor] = shards) -> Tensors:
+            q_shard, k_shard, v_shard, grad_shard = shards
+            out, lse = attention.forward(q_shard, k_shard, v_shard, call)
+            gradients = attention.backward(grad_shard, q_shard, k_shard, v_shard, out, lse, call)
             return {"out": out} | dict(zip("qkv", gradients, strict=True))
 
         check = partial(_check_attention, layout=layout, rank=rank, inputs={"q": q, "k": k, "v": v}, grad=grad)
@@ -190,7 +190,7 @@ def ring_attention(memory: SymmetricMemory, sizes: Sizes, *, ring: bool) -> Prog
     return _Rounded(rounds)
 
 
-def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
+def _check_attention(results: Tensors, layout: SequenceLayout, rank: int, inputs: Tensors, grad: Tensor) -> None:
     """Check the results of a round against float64.
 
     The log-sum-exp is rounded between forward and backward, which causes a relative error of the probabilities. The
@@ -200,7 +200,7 @@ def _check_attention(found: Tensors, layout: SequenceLayout, rank: int, inputs: 
         expected = Expected(lambda **x: reference.attention(**x)[0], inputs, grad)
     lse = reference.attention(*(inputs[name].double() for name in "qkv"))[1]
     rounding = lse.abs().max().item() * torch.finfo(torch.float32).eps
-    for name, x in found.items():
+    for name, x in results.items():
         plain, truth = (layout.shard(y[name], rank, 2) for y in (expected.same_dtype, expected.float64))
         bound = expected.bound(name) + rounding * expected.float64[name].abs().max().item()
         check_error(name, x.to(plain.dtype), plain, truth, bound)
@@ -217,7 +217,7 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
     the second update, a separate launch first sums the gradients.
     """
     size, start = memory.world * sizes.shard, memory.rank * sizes.shard
-    own, device = slice(start, start + sizes.shard), memory.device
+    shard, device = slice(start, start + sizes.shard), memory.device
     _, endpoint = open_channel(memory, "sharded_adamw", 16, most_programs(memory))
     values, gradients = (memory.buffer(f"sharded_adamw: {x}", (size,), sizes.dtype) for x in ("values", "gradients"))
     lr, step = (torch.full((1,), float(x), device=device) for x in (_LR, _STEP))
@@ -227,30 +227,30 @@ def sharded_adamw(memory: SymmetricMemory, sizes: Sizes) -> Program:
         first = normal(seed, size, dtype=sizes.dtype).to(device)
         every = [normal(10 + 7 * seed + rank, size, dtype=sizes.dtype).to(device) for rank in range(memory.world)]
 
-        def run(first: Tensor = first, mine: Tensor = every[memory.rank]) -> Tensors:
-            found: Tensors = {}
+        def run(first: Tensor = first, sent_gradients: Tensor = every[memory.rank]) -> Tensors:
+            results: Tensors = {}
             for summed in (False, True):
                 values.local.copy_(first)
-                gradients.local.copy_(mine)
+                gradients.local.copy_(sent_gradients)
                 sums = torch.empty(sizes.shard, device=device)
                 if summed:
                     shard_sum(gradients.local, gradients.addresses, sums, squares, start, endpoint)
-                master = first[own].float()
+                master = first[shard].float()
                 mean, square = torch.zeros_like(master), torch.zeros_like(master)
                 sent, addresses = (sums, None) if summed else (gradients.local, gradients.addresses)
-                kept = None if sizes.dtype == torch.float32 else master
+                separate_master = None if sizes.dtype == torch.float32 else master
                 sharded_adamw_(
-                    values.local, values.addresses, sent, addresses, kept, mean, square,
+                    values.local, values.addresses, sent, addresses, separate_master, mean, square,
                     start=start, decay_end=sizes.shard // 2, lr=lr, step=step, clip=None, endpoint=endpoint, **_RATES,
                 )  # fmt: skip
-                found |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
-            return found
+                results |= {f"values, summed before: {summed}": values.local.clone(), f"moments {summed}": square}
+            return results
 
         rounds.append((run, partial(_check_adamw, world=memory.world, rank=memory.rank, first=first, every=every)))
     return _Rounded(rounds)
 
 
-def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: list[Tensor]) -> None:
+def _check_adamw(results: Tensors, world: int, rank: int, first: Tensor, every: list[Tensor]) -> None:
     def updated(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         parts = []
         for owner in range(world):
@@ -264,7 +264,7 @@ def _check_adamw(found: Tensors, world: int, rank: int, first: Tensor, every: li
         return torch.cat([part[0] for part in parts]), parts[rank][2]
 
     (values, moments), (true_values, true_moments) = updated(torch.float32), updated(torch.float64)
-    for name, x in found.items():
+    for name, x in results.items():
         plain, truth = (values.to(x.dtype), true_values) if "values" in name else (moments, true_moments)
         error = (plain.double() - truth).abs().max().item()
         check_error(name, x, plain, truth, 2 * error + torch.finfo(x.dtype).eps * truth.abs().max().item())
@@ -307,9 +307,9 @@ def iterate(
     firsts = []
     with torch.no_grad():
         for variant in range(VARIANTS):
-            found = {name: x.clone() for name, x in program.run(variant).items()}
-            program.check(variant, found)
-            firsts.append(found)
+            results = {name: x.clone() for name, x in program.run(variant).items()}
+            program.check(variant, results)
+            firsts.append(results)
         memory.barrier()
         set_epochs(memory, _WRAP - iterations // 2)
         memory.barrier()

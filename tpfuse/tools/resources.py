@@ -141,9 +141,9 @@ def _run(tool: str, *flags: str, on: bytes) -> str:
 def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     """Return the registers of a thread, and the bytes of its local memory, which holds the spilled registers."""
     text = _run(knobs.nvidia.cuobjdump.path, "-res-usage", on=cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert found is not None, text
-    return int(found[1]), int(found[2]) + int(found[3])
+    match = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert match is not None, text
+    return int(match[1]), int(match[2]) + int(match[3])
 
 
 def disassembly(cubin: bytes) -> str:
@@ -159,8 +159,8 @@ def serialized(ptx: str, log: str = "") -> str:
     text = log
     if "ptxas info" not in log:
         text = _run(get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-o", os.devnull, on=ptx.encode())
-    found = re.search(r"serialized due to (.+?)( in (the )?function|$)", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"serialized due to (.+?)( in (the )?function|$)", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 _PRODUCTS = ("mma.sync", "wgmma", "tcgen05")  # HMMA, HGMMA and UTCHMMA in SASS

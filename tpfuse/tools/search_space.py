@@ -67,9 +67,9 @@ def candidates(row: Configuration, step: Step) -> Iterator[Configuration]:
         chosen = dict(zip(known, values, strict=True))
         warps, stages = (chosen.pop(name, getattr(row, name)) for name in ("num_warps", "num_stages"))
         blocks = {name: chosen.get(name, value) for name, value in row.blocks.items()}
-        made = replace(row, blocks=blocks, num_warps=warps, num_stages=stages)
-        if sensible(made):
-            yield made
+        candidate = replace(row, blocks=blocks, num_warps=warps, num_stages=stages)
+        if sensible(candidate):
+            yield candidate
 
 
 def sensible(row: Configuration) -> bool:

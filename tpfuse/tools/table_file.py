@@ -53,11 +53,11 @@ def _lines_of_family(rows: Sequence[Configuration]) -> list[_Line]:
     last: dict[int, int] = {}  # bits -> the line of the last row with these bits
     for row in rows:
         content, after = _content(row), last.get(row.bits, -1)
-        found = next((i for i, line in enumerate(lines) if i > after and line.content == content), len(lines))
-        if found == len(lines):
+        position = next((i for i, line in enumerate(lines) if i > after and line.content == content), len(lines))
+        if position == len(lines):
             lines.append(_Line([row.family], [], content))
-        lines[found].bits.append(row.bits)
-        last[row.bits] = found
+        lines[position].bits.append(row.bits)
+        last[row.bits] = position
     return lines
 
 
@@ -82,7 +82,7 @@ def with_rows(text: str, rows: Iterable[Configuration]) -> str:
     operators = {row.operator for row in left.values()}
     lines, block = [], list[str]()
     for line in text.splitlines():
-        if block or ((found := _OPERATOR.match(line)) and found[1] in operators):
+        if block or ((match := _OPERATOR.match(line)) and match[1] in operators):
             block.append(line)
             if line == "]":
                 known = rows_of("\n".join(block), "the table")

@@ -104,9 +104,9 @@ def _gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _distances(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
+def _distances(weights: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, float]:
     """Return the largest difference and the 2-norm of all differences, without the biases of the keys."""
-    differences = {name: found[name] - truth[name] for name in truth}
+    differences = {name: weights[name] - truth[name] for name in truth}
     for name, difference in differences.items():
         if name.endswith("c_attn.bias"):
             difference[1] = 0.0  # the rows are the biases of q, k and v
@@ -132,16 +132,16 @@ def train_each(names: Sequence[Implementation] = get_args(Implementation)[1:]) -
         largest, distance = _distances(plain[1], truth[1])
         scale = torch.cat([weight.flatten() for weight in truth[1].values()]).norm().item()
         allowed = 2 * distance + torch.finfo(torch.float32).eps * scale
-        found = [TrainingRun(_ALONE, tuple(plain[0]), largest, distance, allowed, plain[2])]
+        runs = [TrainingRun(_ALONE, tuple(plain[0]), largest, distance, allowed, plain[2])]
         for name in names:
             try:
                 losses, weights, seconds, taken = ranks.run(_train, name, "auto", "float32", RANKS)[0]
             except RankError as error:
-                found.append(_failed(name, error))
+                runs.append(_failed(name, error))
                 continue
             shown = name if taken == name else f"{name} (is {taken} here)"
-            found.append(TrainingRun(shown, tuple(losses), *_distances(weights, truth[1]), allowed, seconds))
-        return found
+            runs.append(TrainingRun(shown, tuple(losses), *_distances(weights, truth[1]), allowed, seconds))
+        return runs
     finally:
         alone.close()
         ranks.close()

@@ -76,7 +76,7 @@ def _tuned(
     out: Path,
 ) -> list[Configuration]:
     text = configurations.TABLE.read_text(encoding="utf-8")
-    found: list[Configuration] = []
+    best_rows: list[Configuration] = []
     for row in tuned_rows(operators, tuner, all_trials):
         if not row.fitting or monotonic() > tuner.deadline:
             tuner.say(f"{row.name}: left as it is, {'no time left' if row.fitting else 'no trial chooses it'}")
@@ -84,10 +84,10 @@ def _tuned(
         best = row.best(tuner, spaces)
         if best is None:
             continue
-        found.append(best)
-        out.write_text(with_rows(text, found), encoding="utf-8")
+        best_rows.append(best)
+        out.write_text(with_rows(text, best_rows), encoding="utf-8")
     configurations.forget()
-    return found
+    return best_rows
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class TunedRow:
 def tuned_rows(operators: Sequence[str], tuner: Tuner, all_trials: Sequence[Trial]) -> list[TunedRow]:
     """Return the rows of these operators for the tuner's device."""
     rows, family = read_table(configurations.TABLE), launch.family(tuner.device)
-    mine = [row for row in rows if row.family == family and row.operator in operators]
-    chosen = _chosen_rows(mine, all_trials, tuner)
-    return [TunedRow(row, [trial for trial, served in chosen if row in served]) for row in mine]
+    family_rows = [row for row in rows if row.family == family and row.operator in operators]
+    chosen = _chosen_rows(family_rows, all_trials, tuner)
+    return [TunedRow(row, [trial for trial, served in chosen if row in served]) for row in family_rows]
 
 
 def _chosen_rows(
@@ -225,9 +225,18 @@ def _joined() -> tuple[dist.ProcessGroup | None, torch.device]:
 def main() -> int:
     """Run the command without the modules that `tpfuse` imports for its other commands."""
     parser = argparse.ArgumentParser(prog="python -m tpfuse.tools.tune")
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(SPACES)}; default: all")
-    parser.add_argument("--out", type=Path, help="write the table there; default: kernels/configurations.toml itself")
-    parser.add_argument("--minutes", type=float, default=0.0, help="no candidate is begun after this long; 0: no limit")
+    parser.add_argument(
+        "operators", nargs="*", metavar="OPERATOR", help=f"tune these operators (default: all of {', '.join(SPACES)})"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the whole table to this file (default: kernels/configurations.toml)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        help="start no further measurement after this number of minutes (default: 0, no limit)",
+    )
     arguments = parser.parse_args()
     try:
         return run(arguments.operators, arguments.out, arguments.minutes)

@@ -63,7 +63,7 @@ class Comparison:
 
 def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comparison:
     """Run a case with the kernels and with its reference."""
-    place = operator, case.name, dtype
+    identity = operator, case.name, dtype
     try:
         inputs = {name: x.to(device) for name, x in case.inputs(DTYPES[dtype]).items()}
         with kernels("torch"):
@@ -77,15 +77,15 @@ def compare(operator: str, case: Case, dtype: str, device: torch.device) -> Comp
             (name, expected.error(name, actual.get(name)), expected.bound(name)) for name in expected.same_dtype
         ]
     except Exception as error:
-        return Comparison(*place, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
+        return Comparison(*identity, failure=f"{type(error).__name__}: {' '.join(str(error).split())}"[:300])
     name, largest, bound = max(measured, key=lambda entry: entry[1] / entry[2] if entry[2] else entry[1])
-    return Comparison(*place, name, largest if math.isfinite(largest) else None, bound)
+    return Comparison(*identity, name, largest if math.isfinite(largest) else None, bound)
 
 
 def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
     """Compare all cases of the operators in every dtype, in this process, which must have a GPU or interpret."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
+    comparisons = []
     runs: list[TrainingRun] = []
     with unwritten_memory_is_nan(), Console(stderr=True).status("") as status:
         for operator in operators:
@@ -96,8 +96,8 @@ def compare_here(operators: Sequence[str]) -> tuple[list[Comparison], list[Train
             for case in cases.load(operator).cases:
                 for dtype in DTYPES:
                     status.update(f"{operator}: {case.name}, {dtype}")
-                    found.append(compare(operator, case, dtype, device))
-    return found, runs
+                    comparisons.append(compare(operator, case, dtype, device))
+    return comparisons, runs
 
 
 def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], list[TrainingRun]]:
@@ -112,9 +112,9 @@ def compare_in_subprocess(operators: Sequence[str]) -> tuple[list[Comparison], l
     )
     if not done.stdout:
         raise RunError(f"the interpreting process ended with exit status {done.returncode}")
-    said = json.loads(done.stdout)
-    comparisons = [Comparison(**_without_verdict(entry)) for entry in said["comparisons"]]
-    runs = [TrainingRun(**_without_verdict(entry)) for entry in said["training"]]
+    output = json.loads(done.stdout)
+    comparisons = [Comparison(**_without_verdict(entry)) for entry in output["comparisons"]]
+    runs = [TrainingRun(**_without_verdict(entry)) for entry in output["training"]]
     return comparisons, [replace(run, losses=tuple(run.losses)) for run in runs]
 
 
@@ -178,85 +178,85 @@ def verify(operators: Sequence[str], compile_too: bool = True) -> Verification:
     return Verification(probe(), device, family, comparisons, training, compiled)
 
 
-def document(found: Verification) -> dict[str, Any]:
+def document(verification: Verification) -> dict[str, Any]:
     """Return the document that `--json` prints."""
     return {
-        "passed": found.passed,
-        "device": found.device,
-        "family": found.family,
-        "machine": [asdict(finding) for finding in found.machine],
+        "passed": verification.passed,
+        "device": verification.device,
+        "family": verification.family,
+        "machine": [asdict(finding) for finding in verification.machine],
         "versions": {
             "tpfuse": tpfuse.__version__,
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),
         },
-        "comparisons": [asdict(x) | {"passed": x.passed} for x in found.comparisons],
-        "training": [asdict(x) | {"passed": x.passed} for x in found.training],
-        "kernels": [asdict(kernel) for kernel in found.kernels],
+        "comparisons": [asdict(x) | {"passed": x.passed} for x in verification.comparisons],
+        "training": [asdict(x) | {"passed": x.passed} for x in verification.training],
+        "kernels": [asdict(kernel) for kernel in verification.kernels],
     }
 
 
-def _resources(found: Verification, operator: str, dtype: str) -> list[str]:
+def _resources(verification: Verification, operator: str, dtype: str) -> list[str]:
     """Return the most registers, spilled bytes and bytes of shared memory that a kernel of an operator uses."""
-    mine = [kernel for kernel in found.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
-    if not mine:
+    compilations = [kernel for kernel in verification.kernels if (kernel.operator, kernel.dtype) == (operator, dtype)]
+    if not compilations:
         return ["", "", ""]
-    return [str(max(getattr(kernel, name) for kernel in mine)) for name in ("registers", "spilled", "shared")]
+    return [str(max(getattr(kernel, name) for kernel in compilations)) for name in ("registers", "spilled", "shared")]
 
 
-def show(found: Verification, console: Console) -> None:
+def show(verification: Verification, console: Console) -> None:
     """Print what the machine can do, the table, the reasons of failures, and the verdict."""
     machine = Table("machine", "", "", box=None)
-    for finding in found.machine:
+    for finding in verification.machine:
         machine.add_row(finding.name, finding.value, finding.meaning)
     console.print(machine, "", sep="\n")
     table = Table("operator", "case", "dtype", box=None)
     for name in ("error", "bound", "registers", "spills", "shared"):
         table.add_column(name, justify="right")
-    for operator in dict.fromkeys(x.operator for x in found.comparisons):
+    for operator in dict.fromkeys(x.operator for x in verification.comparisons):
         for dtype in DTYPES:
-            taken = _resources(found, operator, dtype)
-            for x in found.comparisons:
+            taken = _resources(verification, operator, dtype)
+            for x in verification.comparisons:
                 if (x.operator, x.dtype) == (operator, dtype):
                     error = "FAILED" if x.failure else "not finite" if x.error is None else f"{x.error:.1e}"
                     bound = f"{x.bound:.1e}" if x.tensor else ""
                     style = None if x.passed else "bold red"
                     table.add_row(operator, x.case, dtype, error, bound, *taken, style=style)
                     taken = ["", "", ""]  # shown once for each operator and dtype
-    if found.comparisons:
+    if verification.comparisons:
         console.print(table)
         console.print(
             "error: the largest difference from float64, of the output and all gradients; bound: what the same dtype in"
             " plain torch allows"
         )
-    _show_training(found.training, console)
-    for x in found.comparisons:
+    _show_training(verification.training, console)
+    for x in verification.comparisons:
         if not x.passed:
             error = "not finite" if x.error is None else f"{x.error:.3e}"
             reason = x.failure or f"{x.tensor}: error {error}, allowed {x.bound:.3e}"
             console.print(f"FAILED {x.operator}, {x.case}, {x.dtype}: {reason}", markup=False, soft_wrap=True)
-    for kernel in found.bad_kernels:
+    for kernel in verification.bad_kernels:
         console.print(f"FAILED {next(violations(kernel))}", markup=False, soft_wrap=True)
-    console.print(f"\ncompared on {found.device}")
-    if found.kernels:
+    console.print(f"\ncompared on {verification.device}")
+    if verification.kernels:
         columns = "registers a thread, spilled bytes and bytes of shared memory"
-        console.print(f"compiled for {found.family}; {columns}: the most of any kernel of the operator")
-    console.print(verdict(found), style=None if found.passed else "bold red", soft_wrap=True)
+        console.print(f"compiled for {verification.family}; {columns}: the most of any kernel of the operator")
+    console.print(verdict(verification), style=None if verification.passed else "bold red", soft_wrap=True)
 
 
-def verdict(found: Verification) -> str:
+def verdict(verification: Verification) -> str:
     """Return the last line of the report: how many of all checks have passed."""
-    cases, runs, kernels = len(found.comparisons), len(found.training), len(found.kernels)
+    cases, runs, kernels = len(verification.comparisons), len(verification.training), len(verification.kernels)
     counts = (
-        (cases, sum(not x.passed for x in found.comparisons), "cases are within their bounds"),
-        (runs, sum(not x.passed for x in found.training), "training runs are within their bounds"),
-        (kernels, len(found.bad_kernels), "kernels compile without spills"),
+        (cases, sum(not x.passed for x in verification.comparisons), "cases are within their bounds"),
+        (runs, sum(not x.passed for x in verification.training), "training runs are within their bounds"),
+        (kernels, len(verification.bad_kernels), "kernels compile without spills"),
     )
-    said = [
+    results = [
         f"{count - bad} of {count} {what}" if bad else f"all {count} {what}" for count, bad, what in counts if count
     ]
-    return f"{'passed' if found.passed else 'FAILED'}: {', '.join(said)}"
+    return f"{'passed' if verification.passed else 'FAILED'}: {', '.join(results)}"
 
 
 def _show_training(runs: Sequence[TrainingRun], console: Console) -> None:
@@ -284,10 +284,10 @@ def run(operators: Sequence[str], as_json: bool, compile_too: bool) -> int:
     """Run the command. Return 0 if every check has passed, else 1."""
     operators = chosen(operators)
     if as_json:
-        found = verify(operators, compile_too)
-        print(json.dumps(document(found)))
+        verification = verify(operators, compile_too)
+        print(json.dumps(document(verification)))
     else:
         say(f"comparing {', '.join(operators)}: without a GPU about half a minute each on two cores\n")
-        found = verify(operators, compile_too)
-        show(found, Console(width=None if sys.stdout.isatty() else 160))
-    return int(not found.passed)
+        verification = verify(operators, compile_too)
+        show(verification, Console(width=None if sys.stdout.isatty() else 160))
+    return int(not verification.passed)

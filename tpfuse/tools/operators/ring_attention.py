@@ -74,10 +74,10 @@ def _brought(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _here(q: Tensor, k: Tensor, v: Tensor, *, runs: SequenceRuns) -> Tensor:
     """Launch for every rank, one after another, with all blocks present."""
-    own = [runs.positions(rank, q.device) for rank in range(runs.world)]
-    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
+    tokens_of = [runs.positions(rank, q.device) for rank in range(runs.world)]
+    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in tokens_of])
     out = torch.empty_like(q)
-    for rank, tokens in enumerate(own):
+    for rank, tokens in enumerate(tokens_of):
         order = [(rank - step) % runs.world for step in range(runs.world)]
         out[:, :, tokens] = ring_attention_forward(
             q[:, :, tokens], blocks[order], runs, rank, _causal(tokens), sources=order

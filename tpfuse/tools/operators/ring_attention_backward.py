@@ -39,25 +39,25 @@ def _brought(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse
     visible_keys, visible_queries = visible_ranges(runs.positions(0, q.device), runs.length, True, None, None)
     exchange = BlockExchange(end, ready, ring=True)
     for _ in range(_EPOCHS):
-        found = ring_attention_backward(
+        gradients = ring_attention_backward(
             grad_out, q, k, v, out, lse, runs, 0, visible_keys, visible_queries, exchange=exchange
         )
-    return found
+    return gradients
 
 
 def _here(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, runs: SequenceRuns
 ) -> tuple[Tensor, ...]:
     """Launch for every rank, one after another, for the blocks of all ranks."""
-    own = [runs.positions(rank, q.device) for rank in range(runs.world)]
-    visible = [visible_ranges(tokens, runs.length, True, None, None) for tokens in own]
-    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in own])
+    tokens_of = [runs.positions(rank, q.device) for rank in range(runs.world)]
+    visible = [visible_ranges(tokens, runs.length, True, None, None) for tokens in tokens_of]
+    blocks = torch.stack([torch.stack([k[:, :, tokens], v[:, :, tokens]]) for tokens in tokens_of])
     dq, dk, dv = (torch.zeros(x.shape, device=x.device) for x in (q, k, v))
-    for rank, tokens in enumerate(own):
+    for rank, tokens in enumerate(tokens_of):
         sums = ring_attention_delta(grad_out[:, :, tokens], out[:, :, tokens], lse[:, :, tokens])
         queries = (q[:, :, tokens], grad_out[:, :, tokens], *sums)
         dq[:, :, tokens] = ring_attention_dq(*queries, blocks, runs, rank, visible[rank][0], range(runs.world))
-        for source, keys in enumerate(own):
+        for source, keys in enumerate(tokens_of):
             parts = ring_attention_dkdv(blocks[source], *queries, runs, rank, source, visible[source][1])
             dk[:, :, keys] += parts[0]
             dv[:, :, keys] += parts[1]
