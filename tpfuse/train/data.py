@@ -72,7 +72,7 @@ def read_data(
     if train_files is not None:
         train = open_token_files(train_files, functools.partial(_named, data.tokenizer, train_files[0]))
     else:
-        train = encode_text(data, "" if val_text is None else val_text[0])
+        train = encode_text(data.path, data.tokenizer, "" if val_text is None else val_text[0])
     if val_text is not None:
         return train, EncodedText(train.tokenizer.encode(val_text[0]), train.tokenizer, val_text[1])
     if val_files is not None:
@@ -80,10 +80,13 @@ def read_data(
     return train, None
 
 
-def encode_text(data: DataOptions, val_text: str = "") -> EncodedText:
-    """Returns the tokens of the text of --data.path. The tokenizer chars also covers `val_text`. Raises UserError."""
-    text, source = read_text(data.path)
-    tokenizer = build_tokenizer(data.tokenizer, text + val_text)
+def encode_text(path: Path | None, tokenizer_name: str, val_text: str = "") -> EncodedText:
+    """Returns the tokens of the text at `path` (`read_text`). The tokenizer chars also covers `val_text`.
+
+    Raises UserError.
+    """
+    text, source = read_text(path)
+    tokenizer = build_tokenizer(tokenizer_name, text + val_text)
     return EncodedText(tokenizer.encode(text), tokenizer, source)
 
 

@@ -231,12 +231,23 @@ class TrainCommand:
 
 
 @dataclass(frozen=True)
+class PrepareDataOptions:
+    """These options name the text and its tokenizer."""
+
+    path: OptionalPath = None
+    """Read the text from this text file or folder of text files. Default: the Python standard library."""
+    tokenizer: str = "bytes"
+    """Encode the text with this tokenizer: bytes, chars, gpt2, or a FILE.json (of the tokenizers library, or
+    tokenizer.json of a run)."""
+
+
+@dataclass(frozen=True)
 class PrepareCommand:
     """Turn text into a token file, which `tpfuse train` reads from the disk."""
 
     out: Path
     """Write tokens.bin and tokens.json to this folder."""
-    data: DataOptions = field(default_factory=DataOptions)
+    data: PrepareDataOptions = field(default_factory=PrepareDataOptions)
     config: OptionalPath = None
     """Read these options from a table [data] in this TOML file."""
 

@@ -360,9 +360,7 @@ def prepare_tokens(options: PrepareCommand) -> TokenFiles:
     """Writes the token file of `tpfuse prepare` and returns it. Raises UserError."""
     if (options.out / "tokens.bin").exists():
         raise UserError(f"{options.out / 'tokens.bin'} exists: choose another --out")
-    if options.data.val_path is not None:
-        raise UserError("--data.val-path is for tpfuse train: prepare each text by itself")
-    text = encode_text(options.data)
+    text = encode_text(options.data.path, options.data.tokenizer)
     if not text.count:
         raise UserError(f"{text.source} holds no tokens")
     try:
