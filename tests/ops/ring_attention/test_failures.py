@@ -104,7 +104,7 @@ BAD: tuple[tuple[dict[str, Tensor], dict[str, Any], str], ...] = (
     (
         _draw((2, 4, 4, 16)),
         {"cu_seqlens": DOCUMENTS},
-        "ring_attention: q has batch size 2: expected 1 with cu_seqlens, documents one by one",
+        "ring_attention: q has batch size 2: expected 1 with cu_seqlens: concatenate the documents",
     ),
     (
         _draw(),
