@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "testing.faults": set(),
     "testing.explore": {"comm"},
-    "testing": {"comm", "testing.explore"},
+    "testing": {"kernels", "comm", "testing.explore"},
     "tools": {
         "kernels", "backend", "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "models",
         "train", "testing",

@@ -1,4 +1,4 @@
-"""Ring attention's exchange and forward pass under many schedules: no alarm, no unneeded line, no endless wait."""
+"""Ring attention under many schedules: no alarm, no unneeded line, no endless wait, no wrong block."""
 
 from functools import cache
 from typing import ClassVar
@@ -7,126 +7,149 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.errors import PeerTimeout
-from tpfuse.kernels import block_exchange, endpoint, ring_attention_forward, signals
+from tpfuse.kernels import (
+    block_exchange,
+    endpoint,
+    ring_attention_backward,
+    ring_attention_dkdv,
+    ring_attention_dq,
+    ring_attention_forward,
+    signals,
+)
 from tpfuse.ops.ring_attention.layout import SequenceLayout
 from tpfuse.ops.ring_attention.visibility import visible_ranges
+from tpfuse.testing.channels import connect
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
-SIZE = 16
-TILES = {"ring_attention_forward": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 2, "BLOCK_COPY": 64}}
-# Tokens of a rank, heads, balance: a block has two shares, one, two, three; programs have one tile, then one has 2.
-EPOCHS = ((4, 1, "contiguous"), (1, 1, "striped"), (4, 1, "contiguous"), (6, 3, "striped"))
+TILES = {  # two copiers, each with a share of every part, and two programs that attend
+    "ring_attention_forward": {"BLOCK_M": 16, "BLOCK_N": 16, "COPIERS": 2, "BLOCK_COPY": 64},
+    "ring_attention_dq": {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_COPY": 128},
+    "ring_attention_dkdv": {"BLOCK_M": 16, "BLOCK_N": 16},
+}
+# Tokens of a rank, tokens of padding, heads, balance, whether it is causal. Forward: a block has two shares, one, two,
+# three; programs have one tile, then one has two.
+FORWARD = ((4, 0, 1, "contiguous", True), (1, 0, 1, "striped", True), (4, 0, 1, "contiguous", True))
+FORWARD += ((6, 0, 3, "striped", True),)
+BACKWARD = ((3, 1, 1, "striped", True), (5, 1, 1, "striped", False), (4, 1, 1, "contiguous", True))
+CALLS = (*FORWARD, *BACKWARD)
 
-
-pytestmark = pytest.mark.usefixtures("tiny_tiles")
+pytestmark = [
+    pytest.mark.usefixtures("tiny_tiles"),
+    pytest.mark.filterwarnings("ignore:invalid value"),  # gradients of blocks that did not come
+]
 
 
 @cache
-def sequence(world: int, epoch: int) -> tuple[SequenceLayout, Tensor, Tensor, Tensor]:
-    """Returns the causal whole sequence of an epoch: (how it is spread, q, keys and values, the result)."""
-    tokens, heads, balance = EPOCHS[epoch]
-    length = tokens * world
-    layout = SequenceLayout(length, world, balance)
-    q, kv = normal(epoch, 1, heads, length, SIZE), normal(10 + epoch, 2, 1, 1, length, SIZE)
-    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-    scores = (q.double() @ kv[0].double().mT * SIZE**-0.5).masked_fill(hidden, -torch.inf)
-    return layout, q, kv, (scores.softmax(-1) @ kv[1].double()).float()
+def whole(call: int, world: int) -> tuple[SequenceLayout, bool, dict[str, Tensor], tuple[Tensor, ...]]:
+    """Returns a layout, whether it is causal, attention's inputs and results for the whole sequence, its gradients."""
+    tokens, padding, heads, balance, causal = CALLS[call]
+    layout = SequenceLayout(world * tokens - padding, world, balance)
+    counts = {"q": heads, "k": 1, "v": 1, "grad_out": heads}
+    tensors = {
+        name: normal(10 * call + seed, 1, count, layout.length, 16) for seed, (name, count) in enumerate(counts.items())
+    }
+    q, k, v, grad_out = (x.double() for x in tensors.values())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    position = torch.arange(layout.length)
+    scores = (q @ k.transpose(2, 3) / 4).masked_fill((position.unsqueeze(1) < position) & causal, -torch.inf)
+    out = scores.softmax(3) @ v
+    gradients = torch.autograd.grad(out, leaves, grad_out)
+    tensors |= {"out": out.detach().float(), "lse": scores.logsumexp(3).detach().float()}
+    return layout, causal, tensors, tuple(x.float() for x in gradients)
 
 
 class Group:
     """The arguments of one rank's launches."""
 
     def __init__(self, memory: SimulatedMemory, ring: bool) -> None:
-        world, self.rank = memory.world, memory.rank
-        slot_bytes = world * 2048
-        slots = memory.buffer("slots", (2, slot_bytes), torch.uint8)
-        flags, state = memory.signals("flags", 2 * world * world), memory.signals("state", 2)
-        self.ready = memory.signals("ready", 2 * world)
-        self.end = endpoint.Endpoint(
-            memory.rank,
-            world,
-            slots=slots.addresses,
-            slot_bytes=slot_bytes,
-            flags=flags.addresses,
-            flag_count=2 * world * world,
-            state=state.local,
-            abort=memory.abort,
-            programs=4,
-        )
-        self.exchange = current(block_exchange).BlockExchange(self.end, self.ready.local, ring)
+        self.rank, self.world = memory.rank, memory.world
+        # The flags are enough for two parts and two copiers.
+        self.end = connect(memory, slot_bytes=16384, flag_count=4 * self.world**2, programs=4)
+        ready = memory.signals("ready", 4 * self.world).local
+        self.exchange = current(block_exchange).BlockExchange(self.end, ready, ring)
 
-    def attend(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Returns this rank's result and the expected one."""
-        layout, q, kv, out = sequence(self.end.world, epoch)
-        q, kv, out = (layout.shard(x, self.rank, x.ndim - 2) for x in (q, kv, out))
-        positions = layout.positions(self.rank)
-        seen, _ = visible_ranges(positions, layout.length, causal=True, window=None, cu_seqlens=None)
-        got, _ = current(ring_attention_forward).ring_attention_forward(
-            q, kv, layout.runs, self.rank, seen, exchange=self.exchange
+    def run(self, call: int) -> tuple[Tensor, ...]:
+        """Returns this rank's result of a call of FORWARD, or its gradients of a call of BACKWARD."""
+        layout, causal, tensors, _ = whole(call, self.world)
+        padding = {"lse": -torch.inf}
+        shards = {name: layout.shard(x, self.rank, 2, padding.get(name, 0)) for name, x in tensors.items()}
+        seen, seen_by = visible_ranges(layout.positions(self.rank), layout.length, causal, None, None)
+        where = {"runs": layout.runs, "rank": self.rank, "seen": seen, "exchange": self.exchange}
+        if call < len(FORWARD):
+            blocks = torch.stack([shards["k"], shards["v"]])
+            out, _ = current(ring_attention_forward).ring_attention_forward(shards["q"], blocks, **where)
+            return (out,)
+        gradients: tuple[Tensor, ...] = current(ring_attention_backward).ring_attention_backward(
+            **shards, **where, seen_by=seen_by
         )
-        return got, out
+        return gradients
+
+    def check(self, call: int) -> None:
+        """Checks that this rank's results are those of the whole sequence."""
+        layout, _, tensors, gradients = whole(call, self.world)
+        expected = (tensors["out"],) if call < len(FORWARD) else gradients
+        tolerance = 1e-5 if call < len(FORWARD) else 1e-4
+        for x, actual in zip(expected, self.run(call), strict=True):
+            shard = layout.shard(x, self.rank, 2)
+            torch.testing.assert_close(actual, shard, atol=tolerance, rtol=tolerance, msg=f"call {call}")
 
 
 class RingSuite(ProtocolSuite):
-    """The suite of one route of the blocks: around the ring, or from their owners."""
+    """The suite of one route of the blocks: around the ring, or from their owners.
+
+    late_calls: the one that all ranks make, and the one that rank 0 does not make.
+    """
 
     ring: ClassVar[bool]
-    modules = (signals, endpoint, block_exchange, ring_attention_forward)
-
-    def attend(self, memory: SimulatedMemory, epochs: int) -> None:
-        """Runs every epoch, one after another."""
-        group = Group(memory, self.ring)
-        for epoch in range(epochs):
-            got, expected = group.attend(epoch)
-            torch.testing.assert_close(got, expected, msg=f"epoch {epoch + 1}")
+    calls: ClassVar[range]
+    late_calls: ClassVar[tuple[int, int]]
 
     def program(self, memory: SimulatedMemory) -> None:
-        self.attend(memory, len(EPOCHS))
-
-    def short_program(self, memory: SimulatedMemory) -> None:
-        self.attend(memory, 3)
+        """Makes calls one after another, with other data each."""
+        group = Group(memory, self.ring)
+        for call in self.calls:
+            group.check(call)
+        assert group.end.state.tolist() == [len(self.calls), 0]
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        group = Group(memory, self.ring)
+        group, (before, call) = Group(memory, self.ring), self.late_calls
         for _ in range(2):
-            torch.testing.assert_close(*group.attend(2))
-            with pytest.raises(PeerTimeout), memory.guard("ring_attention"):
-                if memory.rank == 0:
-                    memory.barrier("elsewhere")
-                for _ in range(2):
-                    group.attend(2)
-                    assert group.end.state[0] == 1, "the epoch is not over"
-            memory.reset()
-            memory.barrier()
-            assert group.end.state.tolist() == [0, 0]
+            group.check(before)
+            without_rank_0(memory, "ring_attention", group.end.state, lambda: group.run(call))
+
+
+class ForwardSuite(RingSuite):
+    calls = range(len(FORWARD))
+    late_calls = (2, 2)
+    modules = (signals, endpoint, block_exchange, ring_attention_forward)
+    needed = (block_exchange, ring_attention_forward)
+
+    def short_program(self, memory: SimulatedMemory) -> None:
+        group = Group(memory, self.ring)
+        for call in self.calls[:3]:
+            group.check(call)
 
 
 COPY_BLOCKS, AWAIT = block_exchange.copy_blocks, block_exchange.await_block
 KERNEL, TILE = ring_attention_forward.ring_attention_forward_kernel, ring_attention_forward._attend_tile
 HERE = {(KERNEL, "_attend_tile"): "all blocks are here: nothing is awaited"}
 THERE = "the copier's words are those of the other way"
+SENDER = "block_in_slot(slots_ptr, epoch, slot_bytes, sender, {}, block_words)"
+READY = "signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, {})"
+ONE_HALF = Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes"))
 
 
-class TestRing(RingSuite):
+class TestForwardRing(ForwardSuite):
     ring = True
-    needed = (block_exchange, ring_attention_forward)
     unneeded: ClassVar = {(COPY_BLOCKS, "arrive"): THERE, **HERE}
     worlds = ((3, 2), (2, 1))
     faults = (
-        Fault("one half", replace(endpoint.slot, "(epoch & 1) * slot_bytes", by="0 * slot_bytes")),
+        ONE_HALF,
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
         Fault("a neighbour on the other side", replace(COPY_BLOCKS, "(rank + 1) % WORLD", by="(rank + 2) % WORLD")),
-        Fault(
-            "the neighbour's own block",
-            replace(
-                COPY_BLOCKS,
-                "block_in_slot(slots_ptr, epoch, slot_bytes, sender, source, block_words)",
-                by="block_in_slot(slots_ptr, epoch, slot_bytes, sender, sender, block_words)",
-            ),
-        ),
+        Fault("the neighbour's own block", replace(COPY_BLOCKS, SENDER.format("source"), by=SENDER.format("sender"))),
         Fault(
             "told of the step before", replace(COPY_BLOCKS, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD")
         ),
@@ -134,14 +157,7 @@ class TestRing(RingSuite):
             "ready of another source",
             replace(COPY_BLOCKS, "PART * WORLD + source", by="PART * WORLD + rank", call="signal"),
         ),
-        Fault(
-            "ready for the next launch",
-            replace(
-                COPY_BLOCKS,
-                "signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch)",
-                by="signal(ready_ptr + (PART * WORLD + source) * COPIERS + copier, epoch + 1)",
-            ),
-        ),
+        Fault("ready for the next launch", replace(COPY_BLOCKS, READY.format("epoch"), by=READY.format("epoch + 1"))),
         Fault("one share is a block", replace(AWAIT, "COPIERS", by="1", call="where")),
         Fault("the first block is there", replace(AWAIT, "step > 0", by="step > 1", call="where")),
         Fault(
@@ -158,12 +174,53 @@ class TestRing(RingSuite):
     late_faults = (Fault("an epoch of parts", replace(KERNEL, "aborted == 0", by="aborted < WORLD")),)
 
 
-class TestOwners(RingSuite):
+class TestForwardOwners(ForwardSuite):
     ring = False
-    needed = (block_exchange, ring_attention_forward)
     unneeded: ClassVar = {
         (COPY_BLOCKS, "signal(there + first + rank, epoch)"): THERE,
         (COPY_BLOCKS, "signal(there + first + step * COPIERS * WORLD + rank, epoch)"): THERE,
         **HERE,
     }
     worlds = ((2, 2), (3, 2))
+
+
+class BackwardSuite(RingSuite):
+    calls = range(len(FORWARD), len(CALLS))
+    late_calls = (4, 5)
+    modules = (signals, endpoint, block_exchange, ring_attention_dq, ring_attention_dkdv, ring_attention_backward)
+    needed = (ring_attention_dq,)
+    seeds = 10
+
+
+DQ, DKDV = ring_attention_dq.ring_attention_dq_kernel, ring_attention_dkdv.ring_attention_dkdv_kernel
+QUERIES_OF = ring_attention_dkdv._queries_of
+EPOCH = "tl.load(state_ptr)"
+
+
+class TestBackwardRing(BackwardSuite):
+    ring = True
+    worlds = ((2, 2), (3, 2))
+    faults = (
+        Fault("this rank's keys again", replace(ring_attention_dq._walk, "step == 0", by="step < WORLD")),
+        Fault(
+            "others' blocks are not awaited",
+            replace(DQ, "1 if COPIERS > 0 else steps", by="WORLD if COPIERS > 0 else steps"),
+        ),
+        Fault(  # the block is counted all the same
+            "keys alone are copied",
+            replace(DQ, "missing == WORLD", by="missing == 1"),
+            replace(DQ, "missing = 2 * WORLD", by="missing = WORLD"),
+        ),
+        Fault("second parts over the first parts", replace(DQ, "start", by="0", call="copy_blocks")),
+        Fault("one part's flags for both", replace(COPY_BLOCKS, "PART * STEPS * COPIERS + copier", by="copier")),
+        Fault("a stale half", replace(QUERIES_OF, EPOCH, by=f"{EPOCH} + 1", call="block_in_slot")),
+        Fault("this rank's queries again", replace(QUERIES_OF, "source", by="rank", call="block_in_slot")),
+        Fault("a rank left out", replace(DKDV, "range(steps)", by="range(steps - 1)")),
+        ONE_HALF,
+    )
+    late_faults = (Fault("an epoch of parts", replace(DQ, "missing == 0", by="missing < 4")),)
+
+
+class TestBackwardOwners(BackwardSuite):
+    ring = False
+    worlds = ((2, 1), (3, 1))

@@ -29,6 +29,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.comm.errors import PeerTimeout
 from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.explore import PCT, Report, RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.explore.fresh_modules import fresh
@@ -36,7 +37,7 @@ from tpfuse.testing.explore.mutants import Mutant, mutants_of, span_of, survivin
 from tpfuse.testing.explore.planting import Fault, replace
 from tpfuse.testing.tiers import exhaustive
 
-__all__ = ["Fault", "ProtocolSuite", "StreamMemory", "current", "replace", "without_wait"]
+__all__ = ["Fault", "ProtocolSuite", "StreamMemory", "current", "replace", "without_rank_0", "without_wait"]
 
 SCHEDULES = (Sequential(), RoundRobin(), PCT(0))
 _unchanged: dict[type, Report] = {}
@@ -84,6 +85,23 @@ def without_wait(program: Callable[[SimulatedMemory], None], left_out: str) -> C
         program(memory)
 
     return changed
+
+
+def without_rank_0(memory: SimulatedMemory, op: str, state: Tensor, run: Callable[[], object]) -> None:
+    """Call `run` twice on each rank while rank 0 stays away, then reset the memory, in a program for late ranks.
+
+    Both calls must end without ending the epoch, which is in `state`, and the guard of `op` must raise PeerTimeout.
+    """
+    epoch = int(state[0])
+    with pytest.raises(PeerTimeout), memory.guard(op):
+        if memory.rank == 0:
+            memory.barrier("elsewhere")
+        for _ in range(2):
+            run()
+            assert state[0] == epoch, "the epoch is not over"
+    memory.reset()
+    memory.barrier()
+    assert state.tolist() == [0, 0]
 
 
 class ProtocolSuite:
