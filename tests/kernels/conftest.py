@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.kernels import launch as launching
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.tiers import exhaustive
 
 SUMS = ("reduce_scatter", "one_shot", "two_shot")
 MOVES = ("all_gather", "all_to_all")
@@ -99,40 +101,44 @@ def collectives() -> dict[str, Collective]:
 
 
 @pytest.fixture
-def two_shot() -> Collective:
-    """Returns the collective that uses most of the protocol."""
-    return COLLECTIVES["two_shot"]
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Returns the list to which the grid and the arguments of every launch of a planned kernel are added."""
+    seen: list[dict[str, Any]] = []
+    start = launching.launch
+
+    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        seen.append({"grid": grid} | arguments)
+        start(kernel, grid, **arguments)
+
+    monkeypatch.setattr(launching, "launch", spy)
+    return seen
 
 
-def _connect(memory: SymmetricMemory, slot_bytes: int = 32768, flag_count: int = 64, programs: int = 3) -> Endpoint:
-    slots = memory.buffer("slots", (2, slot_bytes), torch.uint8)
-    flags, state = memory.signals("flags", flag_count), memory.signals("state", 2)
-    return Endpoint(
-        rank=memory.rank,
-        world=memory.world,
-        slots=slots.addresses,
-        slot_bytes=slot_bytes,
-        flags=flags.addresses,
-        flag_count=flag_count,
-        state=state.local,
-        abort=memory.abort,
-        programs=programs,
-    )
+def _layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
+    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
+    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
+    wide = torch.full((rows + 8, columns + 8), torch.nan)
+    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
+    return {
+        "transposed": integers(seed, columns, rows).t(),
+        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
+        "rows of a wider one": wide[4 : rows + 4, :columns],
+        "columns of a higher one": wide.t().contiguous().t()[4 : rows + 4, :columns],
+        "one row": integers(seed, 1, columns).expand(rows, columns),
+        "one column": integers(seed, rows, 1).expand(rows, columns),
+    }
 
 
-@pytest.fixture
-def connect() -> Callable[..., Endpoint]:
-    """Returns connect(memory, slot_bytes=, flag_count=, programs=), which gives this rank's end of a new channel."""
-    return _connect
+KINDS = tuple(_layouts(0, 1, 1))
 
 
-@pytest.fixture
-def small_tiles() -> Iterator[None]:
-    """Sets tiles of 16 elements: small tensors have several programs, and few of them as many as a channel allows."""
-    names = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
-    rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
-    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
-        yield
+@pytest.fixture(params=["strided", *exhaustive(*(kind for kind in KINDS if kind != "strided"))])
+def layout(request: pytest.FixtureRequest) -> Callable[[int, int, int], Tensor]:
+    """Returns layout(seed, rows, columns), a matrix of whole numbers with every kind of strides in turn.
+
+    The memory around its elements is NaN.
+    """
+    return lambda seed, rows, columns: _layouts(seed, rows, columns)[request.param]
 
 
 @pytest.fixture

@@ -8,35 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.kernels import launch as launching
 from tpfuse.kernels import reference
 from tpfuse.kernels.activations import ACTIVATIONS, GATED
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.configurations import TABLE, override, read_table
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.gemm import gemm_forward
-from tpfuse.kernels.launch import launch
 from tpfuse.ops.linear.engine_gather import EngineGather
+from tpfuse.testing.cases import refusals
+from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.compare import Expected
-from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(33, 40, 70), (1, 1, 1), (70, 64, 36), (0, 8, 5), (5, 8, 0), (3, 0, 4), (64, 33, 7), (2, 36, 130)]
-Connect = Callable[..., Endpoint]
 Product = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
-    explore(program, world, schedules=[RoundRobin()])
 
 
 class Channel:
     """A rank's endpoint and words, and the product with chunks that arrive in either way."""
 
-    def __init__(self, memory: SimulatedMemory, connect: Connect, words: int | None = None, **options: int) -> None:
+    def __init__(self, memory: SimulatedMemory, words: int | None = None, **options: int) -> None:
         self.memory, self.end = memory, connect(memory, **options)
         self.ready = memory.signals("ready", 8 * memory.world if words is None else words).local
         self.engines = EngineGather(memory, "engines", 32768)
@@ -66,9 +60,9 @@ def exact(xs: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tenso
 @pytest.mark.parametrize(
     ("way", "world"), [("gather", 3), ("copy", 2), *exhaustive(("gather", 1), ("gather", 4), ("copy", 3))]
 )
-def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None:
+def test_sizes_one_after_another(way: str, world: int) -> None:
     def program(memory: SimulatedMemory) -> None:
-        channel = Channel(memory, connect)
+        channel = Channel(memory)
         for epoch, (m, k, n) in enumerate(SHAPES):
             dtype = (F32, BF16, F16)[epoch % 3]
             xs = [integers(10 * epoch + rank, m, k, dtype=dtype) for rank in range(world)]
@@ -88,7 +82,7 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
         if way == "gather":
             assert channel.end.state.tolist() == [len(SHAPES), 0], "every launch is an epoch, also for no elements"
 
-    once(program, world)
+    explore_once(program, world)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +92,7 @@ def test_sizes_one_after_another(connect: Connect, way: str, world: int) -> None
         *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(ACTIVATIONS))),
     ],
 )
-def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) -> None:
+def test_epilogue(activation: str | None, dtype: torch.dtype) -> None:
     m, n, k = 17, 72, 40
     rows = slice(0, 2 * m)
     inputs = {"x": normal(1, 2 * m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
@@ -114,7 +108,7 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
 
         def program(memory: SimulatedMemory, bias: Tensor | None = bias, pre: Any = pre, full: Any = full) -> None:
             x = inputs["x"].chunk(2)[memory.rank]
-            channel = Channel(memory, connect)
+            channel = Channel(memory)
             out, preactivation = channel.gather(
                 x, inputs["weight"], bias, activation=activation, keep_preactivation=True
             )
@@ -123,54 +117,30 @@ def test_epilogue(connect: Connect, activation: str | None, dtype: torch.dtype) 
             again, nothing = channel.copy(x, inputs["weight"], bias, activation=activation)
             assert nothing is None and torch.equal(again, out)
 
-        once(program, 2)
+        explore_once(program, 2)
 
 
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
-def test_bitwise_equal_to_gemm_with_the_same_tiles_in_every_run(connect: Connect, dtype: torch.dtype) -> None:
+def test_bitwise_equal_to_gemm_with_the_same_tiles_in_every_run(dtype: torch.dtype) -> None:
     weight, bias = normal(3, 70, 60, dtype=dtype), normal(4, 70, dtype=dtype)
     xs = [normal(rank, 65, 60, dtype=dtype) for rank in range(2)]
     expected = torch.cat([gemm_forward(x, weight, bias, activation="gelu")[0] for x in xs])
 
     def program(memory: SimulatedMemory) -> None:
-        channel = Channel(memory, connect)
+        channel = Channel(memory)
         for way in (channel.gather, channel.copy):
             assert torch.equal(way(xs[memory.rank], weight, bias, activation="gelu")[0], expected)
 
-    once(program, 2)
-
-
-def views(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """Returns [rows, columns] of whole numbers with several kinds of strides; the memory around them is NaN."""
-    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
-    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
-    wide = torch.full((rows + 8, columns + 8), torch.nan)
-    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
-    return {
-        "transposed": integers(seed, columns, rows).t(),
-        "columns of a taller one": integers(seed, columns + 4, rows + 4)[2 : columns + 2, :rows].t(),
-        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
-        "rows of a wider one": wide[4 : rows + 4, :columns],
-        "one row": integers(seed, 1, columns).expand(rows, columns),
-        "one column": integers(seed, rows, 1).expand(rows, columns),
-    }
+    explore_once(program, 2)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # in silu, which is then 0
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "strided",
-        *exhaustive("transposed", "columns of a taller one", "rows of a wider one", "one row", "one column"),
-    ],
-)
-def test_strides(connect: Connect, kind: str) -> None:
+def test_strides(layout: Callable[[int, int, int], Tensor]) -> None:
     m, n, k = 20, 72, 68
-    xs, weight = [views(rank, m, k)[kind] for rank in range(2)], views(5, n, k)[kind]
-    bias = views(6, n, 3)[kind][:, 1]
+    xs, weight, bias = [layout(rank, m, k) for rank in range(2)], layout(5, n, k), layout(6, n, 3)[:, 1]
 
     def program(memory: SimulatedMemory) -> None:
-        channel = Channel(memory, connect)
+        channel = Channel(memory)
         for way in (channel.gather, channel.copy):
             assert torch.equal(way(xs[memory.rank], weight, bias)[0], exact(xs, weight, bias))
         gate, up = exact(xs, weight, bias).split(n // 2, dim=1)
@@ -178,25 +148,12 @@ def test_strides(connect: Connect, kind: str) -> None:
         assert torch.equal(preactivation, torch.cat([gate, up], dim=1))
         torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Returns the list to which the arguments of every launch of the product are added."""
-    seen: list[dict[str, Any]] = []
-
-    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-        seen.append({"grid": grid[0]} | arguments)
-        launch(kernel, grid, **arguments)
-
-    monkeypatch.setattr(launching, "launch", spy)
-    return seen
-
-
-def test_tma_reads_aligned_weights_of_either_layout(connect: Connect, launches: list[dict[str, Any]]) -> None:
+def test_tma_reads_aligned_weights_of_either_layout(launches: list[dict[str, Any]]) -> None:
     def program(memory: SimulatedMemory) -> None:
-        channel, x = Channel(memory, connect), integers(1, 3, 40)
+        channel, x = Channel(memory), integers(1, 3, 40)
         plain, odd = integers(2, 36, 40), integers(2, 35, 40)
         for weight, k_adjacent, tma in (
             (plain, True, True), (plain.t().contiguous().t(), False, True),
@@ -207,7 +164,7 @@ def test_tma_reads_aligned_weights_of_either_layout(connect: Connect, launches: 
             assert torch.equal(out, exact([x], weight))
             assert (launches[-1]["K_ADJACENT"], launches[-1]["TMA"]) == (k_adjacent, tma), weight.stride()
 
-    once(program, 1)
+    explore_once(program, 1)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +184,7 @@ def test_tma_reads_aligned_weights_of_either_layout(connect: Connect, launches: 
     ],
 )
 def test_how_many_copy_and_how_many_multiply(
-    connect: Connect, launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
+    launches: list[dict[str, Any]], way: str, m: int, options: Any, copiers: int, programs: int
 ) -> None:
     """Shares, flags, words and tiles limit the programs that copy and that multiply; beside copies one is spared."""
     rows = [row for row in read_table(TABLE) if (row.operator, row.family) == ("all_gather_gemm", "interpreted")]
@@ -235,87 +192,64 @@ def test_how_many_copy_and_how_many_multiply(
 
     def program(memory: SimulatedMemory) -> None:
         x, weight = integers(1, m, 20), integers(2, 10, 20)
-        channel = Channel(memory, connect, **{"programs": 9} | options)
+        channel = Channel(memory, **{"programs": 9} | options)
         assert torch.equal(getattr(channel, way)(x, weight)[0], exact([x], weight))
-        assert (launches[-1]["COPIERS"], launches[-1]["grid"]) == (copiers, programs)
+        assert (launches[-1]["COPIERS"], launches[-1]["grid"]) == (copiers, (programs,))
 
     with override(*many):
-        once(program, 1)
+        explore_once(program, 1)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_nan_and_inf_stay_in_their_row(connect: Connect) -> None:
+def test_nan_and_inf_stay_in_their_row() -> None:
     x, weight = normal(1, 40, 70), normal(2, 20, 70)
     x[3, 69], x[25, 0] = torch.nan, torch.inf
     expected = reference.linear(x.double(), weight.double(), activation_name="gelu")
 
     def program(memory: SimulatedMemory) -> None:
-        out, _ = Channel(memory, connect).gather(x.chunk(2)[memory.rank], weight, activation="gelu")
+        out, _ = Channel(memory).gather(x.chunk(2)[memory.rank], weight, activation="gelu")
         assert torch.equal(out.isnan(), expected.isnan())
         assert torch.equal(out.isinf(), expected.isinf())
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
-@pytest.fixture
-def alone() -> dict[str, Any]:
-    """Returns arguments of one rank of three on an unconnected channel, aborted so that launches do nothing."""
-    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    end = Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
-    ready = torch.zeros(3, dtype=torch.int32)
-    x, weight, gathered = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(3, 4, 3)
-    return {"x": x, "weight": weight, "bias": None, "gathered": gathered, "ready": ready, "endpoint": end}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.zeros(4)}, r"all_gather_gemm: x has shape \(4,\): expected \[m, K\]"),
-        ({"weight": torch.zeros(6, 4)}, r"weight has shape \(6, 4\): expected \(6, 3\)"),
-        ({"weight": torch.zeros(6)}, r"weight has shape \(6,\): expected \(6, 3\)"),
-        ({"bias": torch.zeros(5)}, r"bias has shape \(5,\): expected \(6,\)"),
-        ({"weight": torch.zeros(5, 3), "activation": "swiglu"}, r"weight has 5 rows: swiglu expects an even number"),
-        ({"activation": "tanh"}, r"all_gather_gemm: activation 'tanh' is not known"),
-        ({"bias": torch.zeros(6).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
-        ({"x": torch.zeros(4, 3).long()}, r"x is torch.int64: expected float32, float16 or bfloat16"),
-        ({"weight": torch.zeros(6, 3, device="meta")}, r"weight is on meta, x on cpu: expected one device"),
-        ({"gathered": torch.zeros(2, 4, 3)}, r"gathered has shape \(2, 4, 3\): expected \(3, 4, 3\)"),
-        ({"gathered": torch.zeros(3, 3, 4).mT}, r"gathered has strides \(12, 1, 4\): expected contiguous"),
-        ({"gathered": torch.zeros(3, 4, 3).half()}, r"gathered is torch.float16"),
-        ({"ready": torch.zeros(3)}, r"ready is torch.float32: expected int32"),
-        ({"ready": torch.zeros(2, dtype=torch.int32)}, r"ready has shape \(2,\) .*at least \(3,\)"),
-        ({"ready": torch.zeros(3, dtype=torch.int32, device="meta")}, "ready is on meta, the channel on cpu"),
-        ({"keep_own": True, "copied": True}, "keep_own is True: expected False with copied"),
-        (
-            {"x": torch.zeros(40, 3), "gathered": torch.zeros(3, 40, 3)},
-            "all_gather_gemm: 480 bytes to stage, a slot holds 256",
-        ),
-    ],
+ALONE: dict[str, Any] = {
+    "x": torch.zeros(4, 3), "weight": torch.zeros(6, 3), "bias": None, "gathered": torch.zeros(3, 4, 3),
+    "ready": torch.zeros(3, dtype=torch.int32), "endpoint": unconnected(),
+}  # fmt: skip
+test_bad_input_is_named = refusals(
+    all_gather_gemm_forward,
+    ALONE,
+    "all_gather_gemm: .*",
+    ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[m, K\]"),
+    ({"weight": torch.zeros(6, 4)}, r"weight has shape \(6, 4\): expected \(6, 3\)"),
+    ({"weight": torch.zeros(6)}, r"weight has shape \(6,\): expected \(6, 3\)"),
+    ({"bias": torch.zeros(5)}, r"bias has shape \(5,\): expected \(6,\)"),
+    ({"weight": torch.zeros(5, 3), "activation": "swiglu"}, r"weight has 5 rows: swiglu expects an even number"),
+    ({"activation": "tanh"}, r"activation 'tanh' is not known"),
+    ({"bias": torch.zeros(6).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
+    ({"x": torch.zeros(4, 3).long()}, r"x is torch.int64: expected float32, float16 or bfloat16"),
+    ({"weight": torch.zeros(6, 3, device="meta")}, r"weight is on meta, x on cpu: expected one device"),
+    ({"gathered": torch.zeros(2, 4, 3)}, r"gathered has shape \(2, 4, 3\): expected \(3, 4, 3\)"),
+    ({"gathered": torch.zeros(3, 3, 4).mT}, r"gathered has strides \(12, 1, 4\): expected contiguous"),
+    ({"gathered": torch.zeros(3, 4, 3).half()}, r"gathered is torch.float16"),
+    ({"ready": torch.zeros(3)}, r"ready is torch.float32: expected int32"),
+    ({"ready": torch.zeros(2, dtype=torch.int32)}, r"ready has shape \(2,\) .*at least \(3,\)"),
+    ({"ready": torch.zeros(3, dtype=torch.int32, device="meta")}, "ready is on meta, the channel on cpu"),
+    ({"keep_own": True, "copied": True}, "keep_own is True: expected False with copied"),
+    ({"x": torch.zeros(40, 3), "gathered": torch.zeros(3, 40, 3)}, "480 bytes to stage, a slot holds 256"),
+    ({"endpoint": unconnected(programs=1)}, "a channel of 1 program: expected at least 2"),
+    ({"endpoint": unconnected(flag_count=2)}, "too few flags: one program needs 3, the channel has 2"),
 )  # fmt: skip
-def test_bad_input_is_named(alone: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        all_gather_gemm_forward(**alone | changes)
-    all_gather_gemm_forward(**alone)
 
 
-def test_channels_that_are_too_small(alone: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="all_gather_gemm: a channel of 1 program: expected at least 2"):
-        all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], programs=1)})
-    with pytest.raises(ValueError, match="too few flags: one program needs 3, the channel has 2"):
-        all_gather_gemm_forward(**alone | {"endpoint": replace(alone["endpoint"], flag_count=2)})
-
-
-@pytest.mark.parametrize(
-    ("changes", "stamp", "message"),
-    [
-        ({}, torch.zeros(2, dtype=torch.int32), r"open_copies: stamp has shape \(2,\): expected \(1,\)"),
-        ({}, torch.zeros(1), "open_copies: stamp is torch.float32: expected int32"),
-        ({}, torch.zeros(1, dtype=torch.int32, device="meta"), "open_copies: stamp is on meta, the channel on cpu"),
-        ({"flag_count": 5}, torch.zeros(1, dtype=torch.int32), "too few flags: one program needs 6"),
-    ],
+test_bad_input_of_open_copies = refusals(
+    open_copies,
+    {"endpoint": unconnected(flag_count=6), "stamp": torch.zeros(1, dtype=torch.int32)},
+    "open_copies: .*",
+    ({"stamp": torch.zeros(2, dtype=torch.int32)}, r"stamp has shape \(2,\): expected \(1,\)"),
+    ({"stamp": torch.zeros(1)}, "stamp is torch.float32: expected int32"),
+    ({"stamp": torch.zeros(1, dtype=torch.int32, device="meta")}, "stamp is on meta, the channel on cpu"),
+    ({"endpoint": unconnected(flag_count=5)}, "too few flags: one program needs 6"),
 )
-def test_bad_input_of_open_copies(alone: dict[str, Any], changes: dict[str, Any], stamp: Tensor, message: str) -> None:
-    end = replace(alone["endpoint"], flag_count=6)
-    open_copies(end, torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(ValueError, match=message):
-        open_copies(replace(end, **changes), stamp)

@@ -8,27 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import all_gather_gemm, endpoint, engine_gather, signals
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.ops.linear import engine_gather as engines
+from tpfuse.testing.channels import connect
 from tpfuse.testing.explore import ExploreError, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_wait
+from tpfuse.testing.protocol import Fault, ProtocolSuite, StreamMemory, current, replace, without_rank_0, without_wait
 
 SIZES = ((3, 16, 20), (1, 8, 5), (2, 16, 0), (3, 12, 40))  # m, K, N: a chunk has one tile, several or none
 WITHOUT_PRODUCT = (1,)  # indices of SIZES that engines copy without a product: the epoch ends after the copies
 SLOT_BYTES = 512
-PRODUCT = {
-    "BLOCK_M": 16,
-    "BLOCK_N": 16,
-    "BLOCK_K": 16,
-    "GROUP_M": 1,
-    "EPILOGUE_PARTS": 1,
-    "COPIERS": 2,
-    "BLOCK_COPY": 16,
-}
-TILES = {"all_gather_gemm": PRODUCT}  # two programs copy and two multiply
+PRODUCT = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP_M": 1, "EPILOGUE_PARTS": 1}
+TILES = {"all_gather_gemm": PRODUCT | {"COPIERS": 2, "BLOCK_COPY": 16}}  # two programs copy and two multiply
 
 pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
@@ -47,9 +38,9 @@ def inputs(epoch: int, world: int) -> tuple[list[torch.Tensor], torch.Tensor]:
 class Copiers:
     """A rank whose products copy."""
 
-    def __init__(self, memory: SimulatedMemory, connect: Any) -> None:
+    def __init__(self, memory: SimulatedMemory) -> None:
         self.rank, self.world = memory.rank, memory.world
-        self.end: Endpoint = connect(memory, SLOT_BYTES, 4 * memory.world, 4)
+        self.end = connect(memory, SLOT_BYTES, 4 * memory.world, 4)
         self.ready = memory.signals("ready", 2 * self.world).local
         self.gathered = memory.buffer("gathered", (self.world * SLOT_BYTES // 4,), torch.float32).local
 
@@ -114,54 +105,50 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
             stream.end(epoch)
 
 
-def late(memory: SimulatedMemory, connect: Any) -> None:
-    """Rank 0 does not come: the others' launches end, and after a reset everything is as new. Both ways take turns.
-
-    The barriers before the guard are needed because copies after an abort may overwrite what a peer still reads.
-    """
-    copiers, copied = Copiers(memory, connect), Engines(memory, memory.world)
-    for way in (copiers, copied, copiers):
-        if way is copied:
-            copied.begin(0)
-            copied.send(0)
-        way.product(0)
-        memory.barrier()
-        end, ready = (copied.engines.endpoint, copied.engines.ready) if way is copied else (copiers.end, copiers.ready)
-        before = end.state[0].item()
-        with pytest.raises(PeerTimeout), memory.guard("all_gather_gemm"):
-            if memory.rank == 0:
-                memory.barrier("elsewhere")
-            for _ in range(2):
-                xs, weight = inputs(3, memory.world)
-                if way is copied:
-                    copied.engines.send(xs[memory.rank], told=True, keep=True)
-                chunks = copied.engines.chunks(xs[0])
-                multiply(xs[memory.rank], weight, None, chunks, ready, end, copied=way is copied)
-                assert end.state[0] == before, "the epoch is not over"
-                assert not (ready > before).any(), "nothing of it is ready"
-                told = [words[memory.rank].item() for words in copied.engines._words.peers]
-                assert not any(word > before for word in told), "no rank is told of it"
-        memory.reset()
-        memory.barrier()
-        assert end.state.tolist() == [0, 0]
-
-
 class GatherSuite(ProtocolSuite):
     """The program for late ranks and the suites' common settings."""
 
-    connect: Any
-    fixtures = ("connect",)
     modules = (signals, endpoint, engine_gather, all_gather_gemm, engines)
     seeds = 20
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        """Runs both ways in turn, on every rank."""
-        late(memory, self.connect)
+        """Runs both ways in turn, each without rank 0 in its second call.
+
+        The barriers before these calls are needed because copies after an abort may overwrite what a peer still reads.
+        """
+        copiers, copied = Copiers(memory), Engines(memory, memory.world)
+        engine, (xs, weight) = copied.engines, inputs(3, memory.world)
+        for way in (copiers, copied, copiers):
+            if way is copied:
+                copied.begin(0)
+                copied.send(0)
+            way.product(0)
+            memory.barrier()
+            end, ready = (engine.endpoint, engine.ready) if way is copied else (copiers.end, copiers.ready)
+            before = end.state[0].item()
+
+            def run(way: Any = way, end: Any = end, ready: Any = ready, before: Any = before) -> None:
+                if way is copied:
+                    engine.send(xs[memory.rank], told=True, keep=True)
+                multiply(xs[memory.rank], weight, None, engine.chunks(xs[0]), ready, end, copied=way is copied)
+                assert not (ready > before).any(), "nothing of it is ready"
+                told = [words[memory.rank].item() for words in engine._words.peers]
+                assert not any(word > before for word in told), "no rank is told of it"
+
+            without_rank_0(memory, "all_gather_gemm", end.state, run)
 
     def copiers_program(self, memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
-        rank = Copiers(memory, self.connect)
+        rank = Copiers(memory)
         for epoch in range(epochs):
             rank.product(epoch)
+
+
+GATHER, KERNEL = all_gather_gemm._gather_chunks, all_gather_gemm.all_gather_gemm_forward_kernel
+FLAGS = "peer_pointer(flags_ptr, rank, tl.int32) + {} * WORLD"
+IDLE = "tl.cdiv(max(tiles - first, 0), workers) * workers - tiles"
+OPEN, BARRIER = engine_gather.open_copies_kernel, "barrier(flags_ptr, abort_ptr, epoch, rank, WORLD)"
+STAMP = "tl.store(stamp_ptr, epoch)"
+STAMP_AFTER_BARRIER = f"if {BARRIER}:\n    {STAMP}"
 
 
 class TestGathering(GatherSuite):
@@ -174,63 +161,25 @@ class TestGathering(GatherSuite):
         Fault("an epoch too far", replace(signals.begin, "tl.load(state_ptr) + 1", by="tl.load(state_ptr) + 2")),
         Fault(
             "one word of ready for all copiers",
-            replace(
-                all_gather_gemm._gather_chunks,
-                "ready_ptr + source * COPIERS + copier",
-                by="ready_ptr + source * COPIERS",
-            ),
+            replace(GATHER, "ready_ptr + source * COPIERS + copier", by="ready_ptr + source * COPIERS"),
         ),
-        Fault(
-            "ready for the next launch",
-            replace(all_gather_gemm._gather_chunks, "epoch", by="epoch + 1", call="signal"),
-        ),
-        Fault("ready for another chunk", replace(all_gather_gemm._gather_chunks, "source", by="rank", call="signal")),
-        Fault(
-            "one share is a chunk",
-            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "shares < SHARES", by="shares < 1"),
-        ),
-        Fault(
-            "the first chunk is there",
-            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "step > 0", by="step > 1"),
-        ),
+        Fault("ready for the next launch", replace(GATHER, "epoch", by="epoch + 1", call="signal")),
+        Fault("ready for another chunk", replace(GATHER, "source", by="rank", call="signal")),
+        Fault("one share is a chunk", replace(KERNEL, "shares < SHARES", by="shares < 1")),
+        Fault("the first chunk is there", replace(KERNEL, "step > 0", by="step > 1")),
         Fault(
             "another copier's signal",
-            replace(
-                all_gather_gemm._gather_chunks,
-                "peer_pointer(flags_ptr, rank, tl.int32) + copier * WORLD",
-                by="peer_pointer(flags_ptr, rank, tl.int32) + (COPIERS - 1 - copier) * WORLD",
-            ),
+            replace(GATHER, FLAGS.format("copier"), by=FLAGS.format("(COPIERS - 1 - copier)")),
         ),
         Fault(
             "copied to another chunk's rows",
-            replace(
-                all_gather_gemm._gather_chunks,
-                "tl.cast(source, tl.int64)",
-                by="tl.cast(WORLD - 1 - source, tl.int64)",
-            ),
+            replace(GATHER, "tl.cast(source, tl.int64)", by="tl.cast(WORLD - 1 - source, tl.int64)"),
         ),
-        Fault(
-            "a tile left out",
-            replace(
-                all_gather_gemm.all_gather_gemm_forward_kernel,
-                "tl.cdiv(max(tiles - first, 0), workers) * workers - tiles",
-                by="tl.cdiv(max(tiles - first, 0), workers) * workers - tiles + 1",
-            ),
-        ),
+        Fault("a tile left out", replace(KERNEL, IDLE, by=f"{IDLE} + 1")),
     )
     late_faults = (
-        Fault(
-            "an epoch of parts",
-            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "chunks == WORLD", by="chunks > 0"),
-        ),
-        Fault(
-            "the new epoch after an abort",
-            replace(
-                engine_gather.open_copies_kernel,
-                "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
-                by="barrier(flags_ptr, abort_ptr, epoch, rank, WORLD)\ntl.store(stamp_ptr, epoch)",
-            ),
-        ),
+        Fault("an epoch of parts", replace(KERNEL, "chunks == WORLD", by="chunks > 0")),
+        Fault("the new epoch after an abort", replace(OPEN, STAMP_AFTER_BARRIER, by=f"{BARRIER}\n{STAMP}")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
@@ -242,6 +191,7 @@ class TestGathering(GatherSuite):
 
 SEND = engines.EngineGather.send
 COPY = "places[peer].copy_(x)"
+CLOSE = "if not told:\n    close_copies(self.endpoint)"
 TELL = "if told:\n    memory.signal(self._words, peer, rank, self._stamp)"
 
 
@@ -262,33 +212,15 @@ class TestTwoStreams(GatherSuite):
         Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
         Fault("this rank's chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
         Fault("copied before all have come", replace(SEND, "open_copies(self.endpoint, self._stamp)", by="pass")),
-        Fault(
-            "closed before all have copied", replace(SEND, "if not told:\n    close_copies(self.endpoint)", by="pass")
-        ),
-        Fault(
-            "one barrier for both ends",
-            replace(engine_gather.close_copies_kernel, "1", by="0", call="barrier"),
-        ),
-        Fault(
-            "closed twice",
-            replace(SEND, "if not told:\n    close_copies(self.endpoint)", by="close_copies(self.endpoint)"),
-        ),
+        Fault("closed before all have copied", replace(SEND, CLOSE, by="pass")),
+        Fault("one barrier for both ends", replace(engine_gather.close_copies_kernel, "1", by="0", call="barrier")),
+        Fault("closed twice", replace(SEND, CLOSE, by="close_copies(self.endpoint)")),
         Fault(
             "one source is not waited for",
             replace(signals.barrier, "ranks < WORLD", by="ranks < WORLD - 1", call="wait_signal"),
         ),
-        Fault(
-            "stamped before the wait",
-            replace(
-                engine_gather.open_copies_kernel,
-                "if barrier(flags_ptr, abort_ptr, epoch, rank, WORLD):\n    tl.store(stamp_ptr, epoch)",
-                by="tl.store(stamp_ptr, epoch)",
-            ),
-        ),
-        Fault(
-            "the product takes any epoch",
-            replace(all_gather_gemm.all_gather_gemm_forward_kernel, "epoch", by="epoch - 1", call="wait_signal"),
-        ),
+        Fault("stamped before the wait", replace(OPEN, STAMP_AFTER_BARRIER, by=STAMP)),
+        Fault("the product takes any epoch", replace(KERNEL, "epoch", by="epoch - 1", call="wait_signal")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:

@@ -12,21 +12,19 @@ from tpfuse.kernels.all_reduce import all_reduce_forward
 from tpfuse.kernels.all_to_all import all_to_all_forward
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+from tpfuse.testing.cases import refusals
+from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.explore import RoundRobin, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
 EPOCHS = [(torch.float32, n) for n in (63, 0, 1000, 1)]
 EPOCHS += [(dtype, 100) for dtype in (torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.int64)]
-Connect = Callable[..., Endpoint]
-
-
-def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
-    explore(program, world, schedules=[RoundRobin()])
+TILES = {name: {"BLOCK": 16} for name in ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")}
 
 
 @pytest.mark.parametrize("world", [3, *exhaustive(1, 4)])
-def test_every_size_and_dtype_one_after_another(collective: Any, connect: Connect, world: int) -> None:
+def test_every_size_and_dtype_one_after_another(collective: Any, world: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory)
         for epoch, (dtype, n) in enumerate(EPOCHS):
@@ -35,11 +33,11 @@ def test_every_size_and_dtype_one_after_another(collective: Any, connect: Connec
             assert torch.equal(out, collective.plain(xs, memory.rank)), (dtype, n)
         assert endpoint.state.tolist() == [len(EPOCHS) - 1, 0], "nothing is launched for no elements"
 
-    once(program, world)
+    explore_once(program, world)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *exhaustive(torch.float16)])
-def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, dtype: torch.dtype) -> None:
+def test_sums_in_rank_order_rounded_once(sum_collective: Any, dtype: torch.dtype) -> None:
     """The bits agree, which no other order and no other rounding gives; so one shot and two give the same too."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -49,11 +47,11 @@ def test_sums_in_rank_order_rounded_once(sum_collective: Any, connect: Connect, 
         if dtype == torch.float32:
             assert not torch.equal(sum_collective.plain(xs[::-1], memory.rank), expected), "another order is seen"
 
-    once(program, 4)
+    explore_once(program, 4)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")  # it should give infinity
-def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Connect) -> None:
+def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any) -> None:
     special = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan, 65504.0])
 
     def program(memory: SimulatedMemory) -> None:
@@ -65,13 +63,13 @@ def test_signs_of_zero_infinities_and_nan_stay(sum_collective: Any, connect: Con
             assert torch.equal(out.nan_to_num(), expected.nan_to_num())
             assert torch.equal(out[:4].signbit(), expected[:4].signbit())
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
 @pytest.mark.parametrize(
     ("dtype", "n"), [(torch.bool, 48), (torch.uint8, 7), (torch.complex64, 7), (torch.float8_e4m3fn, 48)]
 )
-def test_every_dtype_is_moved(connect: Connect, dtype: torch.dtype, n: int) -> None:
+def test_every_dtype_is_moved(dtype: torch.dtype, n: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory)
         raw = [integers(rank, 3, n * dtype.itemsize, low=0, high=1, dtype=torch.uint8) for rank in range(3)]
@@ -82,11 +80,11 @@ def test_every_dtype_is_moved(connect: Connect, dtype: torch.dtype, n: int) -> N
         all_to_all_forward(x, exchanged, endpoint)
         assert torch.equal(exchanged.view(torch.uint8), torch.stack([row[memory.rank] for row in raw]))
 
-    once(program, 3)
+    explore_once(program, 3)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_ranks_with_different_alignments(connect: Connect) -> None:
+@pytest.mark.usefixtures("tiny_tiles")
+def test_ranks_with_different_alignments() -> None:
     """A rank that moves narrower words than another has the same tiles."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -100,8 +98,8 @@ def test_ranks_with_different_alignments(connect: Connect) -> None:
     explore(program, 3)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_in_place(connect: Connect) -> None:
+@pytest.mark.usefixtures("tiny_tiles")
+def test_in_place() -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
         xs = [integers(r, 3, 50) for r in range(3)]
@@ -120,23 +118,16 @@ def test_in_place(connect: Connect) -> None:
     explore(program, 3, schedules=[Sequential(), RoundRobin()])
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("tiny_tiles")
 @pytest.mark.parametrize(("flag_count", "n"), [(6, 70), *exhaustive((17, 300))])
-def test_as_many_programs_as_there_are_flags(collective: Any, connect: Connect, flag_count: int, n: int) -> None:
+def test_as_many_programs_as_there_are_flags(collective: Any, flag_count: int, n: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory, flag_count=flag_count, programs=50)
         for seed in (0, 3):
             xs = [integers(seed + rank, 3, n) for rank in range(3)]
             assert torch.equal(collective.run(xs[memory.rank], endpoint), collective.plain(xs, memory.rank))
 
-    once(program, 3)
-
-
-@pytest.fixture
-def alone() -> Endpoint:
-    """Returns an endpoint of one rank of three on an unconnected channel, aborted so that launches do nothing."""
-    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    return Endpoint(1, 3, table, 256, table, 5, words, words[:1], programs=2)
+    explore_once(program, 3)
 
 
 ROW, ROWS = torch.zeros(8), torch.zeros(3, 8)
@@ -164,30 +155,27 @@ ROW, ROWS = torch.zeros(8), torch.zeros(3, 8)
         ),
     ],
 )
-def test_bad_input(alone: Endpoint, call: Callable[[Endpoint], None], message: str) -> None:
+def test_bad_input(call: Callable[[Endpoint], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(alone)
+        call(unconnected())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank": 3}, "rank 3 of 3: expected 0 <= rank < world"),
-        ({"slot_bytes": 24}, "slot_bytes 24: expected a multiple of 16"),
-        ({"slot_bytes": 2**31}, r"slot_bytes 2147483648: .* up to 2\^30"),
-        ({"programs": 0}, "programs 0: expected at least 1"),
-        ({"slots": torch.zeros(2, dtype=torch.int64)}, r"slots has shape \(2,\): expected \(3,\)"),
-        ({"flags": torch.zeros(3)}, "flags is torch.float32: expected int64"),
-        ({"state": torch.zeros(3, dtype=torch.int32)}, r"state has shape \(3,\): expected \(2,\)"),
-        ({"abort": torch.zeros(1, dtype=torch.int32, device="meta")}, "abort is on meta, slots on cpu"),
-    ],
+test_invalid_endpoints_are_refused = refusals(
+    Endpoint,
+    vars(unconnected()),
+    "endpoint: ",
+    ({"rank": 3}, "rank 3 of 3: expected 0 <= rank < world"),
+    ({"slot_bytes": 24}, "slot_bytes 24: expected a multiple of 16"),
+    ({"slot_bytes": 2**31}, r"slot_bytes 2147483648: .* up to 2\^30"),
+    ({"programs": 0}, "programs 0: expected at least 1"),
+    ({"slots": torch.zeros(2, dtype=torch.int64)}, r"slots has shape \(2,\): expected \(3,\)"),
+    ({"flags": torch.zeros(3)}, "flags is torch.float32: expected int64"),
+    ({"state": torch.zeros(3, dtype=torch.int32)}, r"state has shape \(3,\): expected \(2,\)"),
+    ({"abort": torch.zeros(1, dtype=torch.int32, device="meta")}, "abort is on meta, slots on cpu"),
 )
-def test_invalid_endpoints_are_refused(alone: Endpoint, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"endpoint: {message}"):
-        Endpoint(**vars(alone) | change)
 
 
-def test_a_wrong_program_fails(connect: Connect) -> None:
+def test_a_wrong_program_fails() -> None:
     """The checks of this file do run in the ranks."""
 
     def program(memory: SimulatedMemory) -> Tensor:
@@ -196,4 +184,4 @@ def test_a_wrong_program_fails(connect: Connect) -> None:
         raise AssertionError(int(out.sum()))
 
     with pytest.raises(Exception, match="AssertionError: 4"):
-        once(program, 2)
+        explore_once(program, 2)

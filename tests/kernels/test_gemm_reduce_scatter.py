@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.kernels import launch as launching
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies, gemm_reduce_scatter_forward
-from tpfuse.kernels.launch import launch, recording
+from tpfuse.kernels.launch import recording
+from tpfuse.testing.cases import refusals
+from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import RoundRobin, Schedule, Sequential, SimulatedMemory, explore
 from tpfuse.testing.inputs import integers, normal
@@ -24,15 +25,10 @@ from tpfuse.testing.tiers import exhaustive
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ((70, 36, 68), (1, 65, 33), (0, 5, 9), (7, 0, 9), (7, 3, 0), (150, 70, 16))  # M, N, K
 X, WEIGHT = torch.zeros(4, 3), torch.zeros(5, 3)
-Connect = Callable[..., Endpoint]
 Run = Callable[..., Tensor]
 
 
-def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
-    explore(program, world, schedules=[RoundRobin()])
-
-
-def channel(memory: SimulatedMemory, connect: Connect, **options: Any) -> Run:
+def channel(memory: SimulatedMemory, **options: Any) -> Run:
     """Returns run(x, weight, …) on a new channel, whose slots contain NaN before any rank writes there."""
     endpoint = connect(memory, slot_bytes=2**17, **options)
     memory.buffer("slots", (2, 2**17), torch.uint8).local.fill_(255)
@@ -68,9 +64,9 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F16), (3, BF16), (4, F16), (4, F32))]
 )
-def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch.dtype) -> None:
+def test_every_size_one_after_another(world: int, dtype: torch.dtype) -> None:
     def program(memory: SimulatedMemory) -> None:
-        run = channel(memory, connect)
+        run = channel(memory)
         for seed, (m, n, k) in enumerate(SIZES):
             xs = [integers(10 * seed + rank, m, k, dtype=dtype) for rank in range(world)]
             ws = [integers(10 * seed + rank + 5, n, k, dtype=dtype) for rank in range(world)]
@@ -82,13 +78,11 @@ def test_every_size_one_after_another(connect: Connect, world: int, dtype: torch
             assert torch.equal(out, summed(partials, bias, residual)), (m, n, k)
             assert out.is_contiguous()
 
-    once(program, world)
+    explore_once(program, world)
 
 
 @pytest.mark.parametrize(("dtype", "schedule"), [(F32, RoundRobin()), *exhaustive((BF16, Sequential()))], ids=str)
-def test_partial_sums_of_gemm_in_rank_order_rounded_once(
-    connect: Connect, dtype: torch.dtype, schedule: Schedule
-) -> None:
+def test_partial_sums_of_gemm_in_rank_order_rounded_once(dtype: torch.dtype, schedule: Schedule) -> None:
     """The bits agree, which no other order gives: each rank sends what `gemm` computes with the same tiles."""
     m, n, k, world = 70, 70, 60, 3
     xs = [normal(rank, m, k, dtype=dtype) for rank in range(world)]
@@ -97,7 +91,7 @@ def test_partial_sums_of_gemm_in_rank_order_rounded_once(
     bias, residual = normal(20, n, dtype=dtype), normal(21, m, n, dtype=dtype)
 
     def program(memory: SimulatedMemory) -> None:
-        run, rows = channel(memory, connect), rows_of(memory.rank, m, world)
+        run, rows = channel(memory), rows_of(memory.rank, m, world)
         expected = summed([partial[rows] for partial in partials], bias, residual[rows])
         out = run(xs[memory.rank], ws[memory.rank], bias=bias, residual=residual[rows])
         assert torch.equal(out, expected)
@@ -112,7 +106,7 @@ def test_partial_sums_of_gemm_in_rank_order_rounded_once(
     ("dtype", "with_bias", "with_residual"),
     exhaustive((BF16, True, True), (F32, True, True), (F16, False, False), (F32, False, False)),
 )
-def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with_residual: bool) -> None:
+def test_real_values(dtype: torch.dtype, with_bias: bool, with_residual: bool) -> None:
     m, n, k, world = 65, 70, 40, 3
     inputs = {f"x{rank}": normal(rank, m, k, dtype=dtype) for rank in range(world)}
     inputs |= {f"w{rank}": normal(10 + rank, n, k, dtype=dtype) for rank in range(world)}
@@ -132,69 +126,31 @@ def test_real_values(connect: Connect, dtype: torch.dtype, with_bias: bool, with
     def program(memory: SimulatedMemory) -> None:
         rank, rows = memory.rank, rows_of(memory.rank, m, world)
         added = terms | {name: x[rows] for name, x in terms.items() if name == "residual"}
-        out = channel(memory, connect)(inputs[f"x{rank}"], inputs[f"w{rank}"], **added)
+        out = channel(memory)(inputs[f"x{rank}"], inputs[f"w{rank}"], **added)
         expected.check("out", out, rows)
 
-    once(program, world)
+    explore_once(program, world)
 
 
-def layouts(seed: int, rows: int, columns: int) -> dict[str, Tensor]:
-    """Returns [rows, columns] of whole numbers with every kind of strides; the memory around them is NaN."""
-    around = torch.full((rows + 5, 3 * columns + 7), torch.nan)
-    around[2 : rows + 2, 1 : 3 * columns + 1 : 3] = integers(seed, rows, columns)
-    wide = torch.full((rows + 8, columns + 8), torch.nan)
-    wide[4 : rows + 4, :columns] = integers(seed, rows, columns)
-    return {
-        "transposed": integers(seed, columns, rows).t(),
-        "strided": around[2 : rows + 2, 1 : 3 * columns + 1 : 3],
-        "rows of a wider one": wide[4 : rows + 4, :columns],
-        "columns of a higher one": wide.t().contiguous().t()[4 : rows + 4, :columns],
-        "one row": integers(seed, 1, columns).expand(rows, columns),
-        "one column": integers(seed, rows, 1).expand(rows, columns),
-    }
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "strided",
-        *exhaustive("transposed", "rows of a wider one", "columns of a higher one", "one row", "one column"),
-    ],
-)
-def test_strides(connect: Connect, kind: str) -> None:
+def test_strides(layout: Callable[[int, int, int], Tensor]) -> None:
     """Every tensor has the layout: each alone among contiguous ones would be as many launches, and no other code."""
     m, n, k = 70, 36, 68
 
     def program(memory: SimulatedMemory) -> None:
-        run, rows = channel(memory, connect), rows_of(memory.rank, m, 2)
+        run, rows = channel(memory), rows_of(memory.rank, m, 2)
         shapes = {"x": (m, k), "weight": (n, k), "bias": (n, 3), "residual": (m // 2, n)}
-        inputs = {key: layouts(seed, *shape)[kind] for seed, (key, shape) in enumerate(shapes.items())}
+        inputs = {key: layout(seed, *shape) for seed, (key, shape) in enumerate(shapes.items())}
         inputs["bias"] = inputs["bias"][:, 1]
         expected = 2 * product(inputs["x"], inputs["weight"])[rows] + inputs["bias"] + inputs["residual"]
         assert torch.equal(run(**inputs), expected)
 
-    once(program, 2)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Returns the list to which the arguments of every launch are added."""
-    seen: list[dict[str, Any]] = []
-
-    def spy(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-        seen.append({"grid": grid} | arguments)
-        launch(kernel, grid, **arguments)
-
-    monkeypatch.setattr(launching, "launch", spy)
-    return seen
+    explore_once(program, 2)
 
 
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
-def test_tma_reads_weights_of_either_layout(
-    connect: Connect, dtype: torch.dtype, launches: list[dict[str, Any]]
-) -> None:
+def test_tma_reads_weights_of_either_layout(dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
     def program(memory: SimulatedMemory) -> None:
-        run = channel(memory, connect)
+        run = channel(memory)
         for n, k, by_rows, by_columns in ((40, 64, True, True), (63, 64, True, False), (40, 63, False, False)):
             x, weight = integers(1, 70, k, dtype=dtype), integers(2, n, k, dtype=dtype)
             assert torch.equal(run(x, weight), product(x, weight))
@@ -202,19 +158,19 @@ def test_tma_reads_weights_of_either_layout(
             assert torch.equal(run(x, weight.t().contiguous().t()), product(x, weight))
             assert (launches[-1]["TMA"], launches[-1]["K_ADJACENT"]) == (by_columns, False)
 
-    once(program, 1)
+    explore_once(program, 1)
 
 
-def test_grids(connect: Connect, launches: list[dict[str, Any]]) -> None:
+def test_grids(launches: list[dict[str, Any]]) -> None:
     """Every program has a tile; where there is none one program signals and waits; flags limit the programs."""
 
     def program(memory: SimulatedMemory) -> None:
-        run = channel(memory, connect, flag_count=4, programs=5)
+        run = channel(memory, flag_count=4, programs=5)
         for m, n in ((257, 100), (16, 80), (0, 16), (16, 0)):
             run(torch.zeros(m, 16), torch.zeros(n, 16))
         assert [seen["grid"] for seen in launches] == [(4,), (2,), (1,), (1,)]
 
-    once(program, 1)
+    explore_once(program, 1)
 
 
 @pytest.mark.parametrize("bits", [16, 32])
@@ -235,7 +191,7 @@ def test_ranks_have_the_same_tiles_however_their_tensors_are_aligned(bits: int) 
     assert plans[::2] == plans[1::2] and [seen.arguments["TMA"] for seen in recorded.launches] == [True, False] * 3
 
 
-def test_ranks_of_different_k(connect: Connect) -> None:
+def test_ranks_of_different_k() -> None:
     """The tensors of one rank are aligned."""
     xs, ws = (
         [integers(rank, 70, 63 + rank) for rank in range(2)],
@@ -244,18 +200,18 @@ def test_ranks_of_different_k(connect: Connect) -> None:
     expected = product(xs[0], ws[0]) + product(xs[1], ws[1])
 
     def program(memory: SimulatedMemory) -> None:
-        out = channel(memory, connect)(xs[memory.rank], ws[memory.rank])
+        out = channel(memory)(xs[memory.rank], ws[memory.rank])
         assert torch.equal(out, expected[rows_of(memory.rank, 70, 2)])
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN is expected
-def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
+def test_nan_and_infinity_stay_in_their_row() -> None:
     m, n, k = 70, 40, 30
 
     def program(memory: SimulatedMemory) -> None:
-        run = channel(memory, connect)
+        run = channel(memory)
         xs = [normal(rank, m, k) for rank in range(2)]
         weight = normal(5, n, k)
         clean = run(xs[memory.rank], weight)
@@ -268,47 +224,32 @@ def test_nan_and_infinity_stay_in_their_row(connect: Connect) -> None:
         assert finite.sum() == 34
         assert torch.equal(out[finite], clean[finite])
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
-@pytest.fixture
-def alone() -> Endpoint:
-    """Returns an endpoint of one rank of three on an unconnected channel, aborted so that launches do nothing."""
-    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    return Endpoint(1, 3, table, 256, table, 3, words, words[:1], programs=2)
+ALONE = unconnected(flag_count=3)
 
 
-def test_nothing_is_done_after_an_abort(alone: Endpoint) -> None:
-    gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), alone)
-    assert alone.state.tolist() == [1, 1], "as it was"
+def test_nothing_is_done_after_an_abort() -> None:
+    gemm_reduce_scatter_forward(X, WEIGHT, ALONE)
+    assert ALONE.state.tolist() == [1, 1], "as it was"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[M, K\]"),
-        ({"weight": torch.zeros(5, 4)}, r"weight has shape \(5, 4\): expected \(5, 3\)"),
-        ({"weight": torch.zeros(3)}, r"weight has shape \(3,\): expected \(3, 3\)"),
-        ({"bias": torch.zeros(4)}, r"bias has shape \(4,\): expected \(5,\)"),
-        ({"residual": torch.zeros(4, 5)}, r"residual has shape \(4, 5\): expected \(2, 5\)"),
-        ({"bias": torch.zeros(5).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
-        ({"x": torch.zeros(4, 3).double()}, r"x is torch.float64: expected float32, float16 or bfloat16"),
-        ({"x": torch.zeros(4, 3, device="meta")}, r"weight is on cpu, x on meta: expected one device"),
-        (
-            {"x": torch.zeros(13, 3)},
-            r"300 bytes to stage, a slot holds 256: pass it in pieces",
-        ),
-    ],
+test_bad_input_is_named = refusals(
+    gemm_reduce_scatter_forward,
+    {"x": X, "weight": WEIGHT, "endpoint": ALONE},
+    "gemm_reduce_scatter: ",
+    ({"x": torch.zeros(4)}, r"x has shape \(4,\): expected \[M, K\]"),
+    ({"weight": torch.zeros(5, 4)}, r"weight has shape \(5, 4\): expected \(5, 3\)"),
+    ({"weight": torch.zeros(3)}, r"weight has shape \(3,\): expected \(3, 3\)"),
+    ({"bias": torch.zeros(4)}, r"bias has shape \(4,\): expected \(5,\)"),
+    ({"residual": torch.zeros(4, 5)}, r"residual has shape \(4, 5\): expected \(2, 5\)"),
+    ({"bias": torch.zeros(5).half()}, r"bias is torch.float16, x is torch.float32: expected one dtype"),
+    ({"x": torch.zeros(4, 3).double()}, r"x is torch.float64: expected float32, float16 or bfloat16"),
+    ({"x": torch.zeros(4, 3, device="meta")}, r"weight is on cpu, x on meta: expected one device"),
+    ({"x": torch.zeros(13, 3)}, "300 bytes to stage, a slot holds 256: pass it in pieces"),
+    ({"endpoint": replace(ALONE, flag_count=2)}, "too few flags: one program needs 3, the channel has 2"),
 )
-def test_bad_input_is_named(alone: Endpoint, changes: dict[str, Any], message: str) -> None:
-    good = {"x": torch.zeros(4, 3), "weight": torch.zeros(5, 3)}
-    with pytest.raises(ValueError, match=f"gemm_reduce_scatter: {message}"):
-        gemm_reduce_scatter_forward(endpoint=alone, **good | changes)
-
-
-def test_too_few_flags(alone: Endpoint) -> None:
-    with pytest.raises(ValueError, match="too few flags: one program needs 3, the channel has 2"):
-        gemm_reduce_scatter_forward(torch.zeros(4, 3), torch.zeros(5, 3), replace(alone, flag_count=2))
 
 
 @pytest.mark.parametrize(
@@ -328,8 +269,6 @@ def test_too_few_flags(alone: Endpoint) -> None:
         (lambda end, words: sum_parts(X.t(), end, words[0], 4), "sum_parts: out has strides"),
     ],
 )
-def test_bad_input_beside_copy_engines_is_named(
-    alone: Endpoint, call: Callable[[Endpoint, Tensor], None], message: str
-) -> None:
+def test_bad_input_beside_copy_engines_is_named(call: Callable[[Endpoint, Tensor], None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call(alone, torch.zeros(alone.programs, 3, dtype=torch.int32))
+        call(ALONE, torch.zeros(ALONE.programs, 3, dtype=torch.int32))

@@ -1,21 +1,21 @@
 """gemm_reduce_scatter under many schedules: no false alarm, no unneeded line, no wait without an end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from tpfuse.comm.errors import PeerTimeout
 from tpfuse.kernels import endpoint, gemm_reduce_scatter, signals
 from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.reduce_scatter import reduce_scatter_forward
+from tpfuse.testing.channels import connect
 from tpfuse.testing.explore import SimulatedMemory, explore
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace
+from tpfuse.testing.protocol import Fault, ProtocolSuite, current, replace, without_rank_0
 
-Connect = Callable[..., Endpoint]
 SIZES = ((40, 20), (3, 5), (0, 7), (50, 18))  # M and N: grids of several programs and of one take turns
 K = 4
 
@@ -34,25 +34,18 @@ def summed(xs: Sequence[Tensor], weight: Tensor, rank: int) -> Tensor:
     return (torch.stack(list(xs)).sum(0) @ weight.t())[rank * chunk : (rank + 1) * chunk]
 
 
-class Launcher:
-    """The launcher, with a channel of its own."""
-
-    def __init__(self, memory: SimulatedMemory, connect: Connect) -> None:
-        self.endpoint = connect(memory, slot_bytes=4096)
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        forward = current(gemm_reduce_scatter).gemm_reduce_scatter_forward
-        out: Tensor = forward(x, weight, self.endpoint)
-        return out
+def multiply(x: Tensor, weight: Tensor, end: Endpoint) -> Tensor:
+    out: Tensor = current(gemm_reduce_scatter).gemm_reduce_scatter_forward(x, weight, end)
+    return out
 
 
-def products(memory: SimulatedMemory, connect: Connect, sizes: Sequence[tuple[int, int]]) -> None:
+def products(memory: SimulatedMemory, sizes: Sequence[tuple[int, int]]) -> None:
     """Runs an epoch for each size."""
-    run = Launcher(memory, connect)
+    end = connect(memory, slot_bytes=4096)
     for epoch, (m, n) in enumerate(sizes):
         xs = [integers(10 * epoch + rank, m, K) for rank in range(memory.world)]
         weight = integers(epoch, n, K)
-        out = run(xs[memory.rank], weight)
+        out = multiply(xs[memory.rank], weight, end)
         assert torch.equal(out, summed(xs, weight, memory.rank)), f"epoch {epoch + 1}"
 
 
@@ -61,14 +54,14 @@ OWN_SIGNAL = "_signal(flags_ptr, rank, epoch, rank, WORLD)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
 TELL = gemm_reduce_scatter._signal
 WORDS = "peer_pointer(flags_ptr, owner, tl.int32) + tl.program_id(0) * WORLD"
-
+PART = "part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N"
+HALF = "half_ptr = slot(slots_ptr, rank, {}, slot_bytes, dtype)"
+FIRST = "_first_tile({}, most)"
 
 COPIES = "it signals copies: test_engine_scatter_protocol.py has them"
 
 
 class TestGemmReduceScatter(ProtocolSuite):
-    connect: Connect
-    fixtures = ("connect",)
     modules = (signals, endpoint, gemm_reduce_scatter)
     needed = (gemm_reduce_scatter,)
     unneeded: ClassVar = {
@@ -91,12 +84,7 @@ class TestGemmReduceScatter(ProtocolSuite):
             "signalled before it is stored",
             replace(KERNEL, f"if step > 1:\n    {SIGNAL}", by="pass"),
             replace(KERNEL, OWN_SIGNAL, by="pass"),
-            replace(
-                KERNEL,
-                "part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N",
-                by="part_ptr = slot(slots_ptr, owner, epoch, slot_bytes, dtype) + rank * chunk * N\n"
-                "_signal(flags_ptr, owner, epoch, rank, WORLD)",
-            ),
+            replace(KERNEL, PART, by=f"{PART}\n_signal(flags_ptr, owner, epoch, rank, WORLD)"),
         ),
         Fault("signalled one owner too early", replace(KERNEL, "(rank + step - 1) % WORLD", by="owner")),
         Fault("the first owner is not signalled", replace(KERNEL, "step > 1", by="step > 2")),
@@ -104,56 +92,40 @@ class TestGemmReduceScatter(ProtocolSuite):
         Fault("an owner is left out", replace(KERNEL, "WORLD + 1", by="WORLD", call="range")),
         Fault("no signal without rows", replace(KERNEL, SIGNAL, by=f"if rows > 0:\n    {SIGNAL}")),
         Fault("one source too few", replace(KERNEL, "sources < WORLD", by="sources < WORLD - 1", call="wait_signal")),
-        Fault(
-            "the half of the next epoch",
-            replace(
-                KERNEL,
-                "half_ptr = slot(slots_ptr, rank, epoch, slot_bytes, dtype)",
-                by="half_ptr = slot(slots_ptr, rank, epoch + 1, slot_bytes, dtype)",
-            ),
-        ),
+        Fault("the half of the next epoch", replace(KERNEL, HALF.format("epoch"), by=HALF.format("epoch + 1"))),
         Fault(
             "tiles are dealt out in each rank's own order",
-            replace(
-                KERNEL, "_first_tile(owner, most)", by="_first_tile((owner + WORLD - rank) % WORLD, most)", call="range"
-            ),
+            replace(KERNEL, FIRST.format("owner"), by=FIRST.format("(owner + WORLD - rank) % WORLD"), call="range"),
         ),
         Fault("other tiles are summed", replace(KERNEL, "_first_tile(rank, most)", by="_first_tile(0, most)")),
     )
 
     def program(self, memory: SimulatedMemory) -> None:
-        products(memory, self.connect, SIZES)
+        products(memory, SIZES)
 
     def short_program(self, memory: SimulatedMemory) -> None:
-        products(memory, self.connect, ((20, 5), (3, 5), (2, 20)))
+        products(memory, ((20, 5), (3, 5), (2, 20)))
 
     def late_program(self, memory: SimulatedMemory) -> None:
-        run = Launcher(memory, self.connect)
         xs, weight = [integers(rank, 40, K) for rank in range(memory.world)], integers(9, 20, K)
+        end = connect(memory, slot_bytes=4096)
+        run = partial(multiply, xs[memory.rank], weight, end)
         for _ in range(2):
-            assert torch.equal(run(xs[memory.rank], weight), summed(xs, weight, memory.rank))
-            with pytest.raises(PeerTimeout), memory.guard("gemm_reduce_scatter"):
-                if memory.rank == 0:
-                    memory.barrier("elsewhere")
-                run(xs[memory.rank], weight)
-                assert run.endpoint.state[0] == 1, "the epoch is not over"
-                run(xs[memory.rank], weight)
-            memory.reset()
-            memory.barrier()
-            assert run.endpoint.state.tolist() == [0, 0]
+            assert torch.equal(run(), summed(xs, weight, memory.rank))
+            without_rank_0(memory, "gemm_reduce_scatter", end.state, run)
 
 
 @pytest.mark.exhaustive
-def test_a_channel_shared_with_collectives(connect: Connect) -> None:
+def test_a_channel_shared_with_collectives() -> None:
     """Epochs take turns: both kernels write halves and words of the same slots and flags."""
 
     def program(memory: SimulatedMemory) -> None:
-        run, world = Launcher(memory, connect), memory.world
+        end, world = connect(memory, slot_bytes=4096), memory.world
         for epoch in range(3):
             xs = [integers(10 * epoch + rank, 40, K) for rank in range(world)]
             weight, out = integers(epoch, 20, K), torch.empty(20 * K)
-            assert torch.equal(run(xs[memory.rank], weight), summed(xs, weight, memory.rank))
-            reduce_scatter_forward(xs[memory.rank].view(world, -1), out, run.endpoint)
+            assert torch.equal(multiply(xs[memory.rank], weight, end), summed(xs, weight, memory.rank))
+            reduce_scatter_forward(xs[memory.rank].view(world, -1), out, end)
             assert torch.equal(out, (xs[0] + xs[1]).view(world, -1)[memory.rank])
 
     explore(program, 2, resident=2)

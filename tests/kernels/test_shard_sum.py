@@ -1,39 +1,24 @@
 """Values of shard_sum, on ranks of a simulated symmetric memory."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.configurations import TABLE, override, read_table
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
-from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
+from tpfuse.testing.cases import refusals
+from tpfuse.testing.channels import connect, explore_once, unconnected
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-Connect = Callable[..., Endpoint]
+TILES = {"shard_sum": {"BLOCK": 16}}  # small shards have several programs
 
-
-@pytest.fixture(autouse=True)
-def small_tiles() -> Iterator[None]:
-    """Sets tiles of 16 elements: small shards have several programs."""
-    rows = [row for row in read_table(TABLE) if row.operator == "shard_sum" and row.family == "interpreted"]
-    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
-        yield
-
-
-def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
-    explore(program, world, schedules=[RoundRobin()])
+pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F16), (1, F32), (2, F32), (3, F16))])
-def test_sums_in_rank_order_in_float32(connect: Connect, world: int, dtype: torch.dtype) -> None:
+def test_sums_in_rank_order_in_float32(world: int, dtype: torch.dtype) -> None:
     """The bits agree for shards of one program and of several on one channel; the other elements do not change."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -51,10 +36,10 @@ def test_sums_in_rank_order_in_float32(connect: Connect, world: int, dtype: torc
             assert torch.equal(buffer.local, every[rank])
         assert endpoint.state.tolist() == [5, 0], "nothing is launched for no elements"
 
-    once(program, world)
+    explore_once(program, world)
 
 
-def test_in_place_and_the_same_in_every_run(connect: Connect) -> None:
+def test_in_place_and_the_same_in_every_run() -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank = connect(memory), memory.rank
         buffer, runs = memory.buffer("gradients", (3 * 50,), torch.float32), []
@@ -71,10 +56,10 @@ def test_in_place_and_the_same_in_every_run(connect: Connect) -> None:
             memory.barrier()
         assert all(torch.equal(squares, runs[0]) for squares in runs)
 
-    once(program, 3)
+    explore_once(program, 3)
 
 
-def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares(connect: Connect) -> None:
+def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares() -> None:
     def program(memory: SimulatedMemory) -> None:
         buffer, out, squares = memory.buffer("gradients", (80,), torch.bfloat16), torch.empty(40), torch.empty(3)
         buffer.local.fill_(1)
@@ -84,11 +69,11 @@ def test_values_that_are_not_finite_are_in_the_sum_and_in_the_squares(connect: C
         assert (out.isnan() == (torch.arange(40) == 3)).all() if memory.rank == 0 else out[33] == torch.inf
         assert squares.isnan().sum() == (memory.rank == 0) and squares.isinf().sum() == (memory.rank == 1)
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
 @pytest.mark.parametrize("flag_count", [8, *exhaustive(3, 64)])
-def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
+def test_as_many_programs_as_there_are_flags(flag_count: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint = connect(memory, flag_count=flag_count, programs=50)
         for m in (100, 300):
@@ -100,41 +85,33 @@ def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) 
             assert torch.equal(out, sum(every)[m * memory.rank :][:m])
             assert squares.sum() == out.square().sum()
 
-    once(program, 3)
+    explore_once(program, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"gradients": torch.zeros(3, 8)}, r"gradients has shape \(3, 8\): expected \(24,\)"),
-        (
-            {"gradients": torch.zeros(24).double()},
-            "gradients is torch.float64: expected float32 or float16 or bfloat16",
-        ),
-        ({"gradients": torch.zeros(48)[::2]}, r"gradients has strides \(2,\): expected contiguous"),
-        ({"gradients": torch.zeros(24, device="meta")}, "gradients is on meta, the channel on cpu"),
-        ({"addresses": torch.zeros(2).long()}, r"the addresses of gradients has shape \(2,\): expected \(3,\)"),
-        ({"addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
-        ({"out": torch.zeros(8).half()}, "out is torch.float16: expected float32"),
-        ({"out": torch.zeros(16)[::2]}, r"out has strides \(2,\): expected contiguous"),
-        ({"out": torch.zeros(2, 4)}, r"out has shape \(2, 4\): expected \(8,\)"),
-        ({"squares": torch.zeros(1)}, "squares has 1 elements: expected at least 2"),
-        ({"squares": torch.zeros(4).long()}, "squares is torch.int64: expected float32"),
-        ({"start": 17}, r"the shard \[17, 25\) is not inside gradients \[24\]"),
-        ({"start": -8}, r"the shard \[-8, 0\) is not inside gradients \[24\]"),
-        (
-            {"out": torch.zeros(1).expand(2**30 + 1)},
-            "a shard of 1073741825 elements: expected at most .*: pass it in pieces",
-        ),
-    ],
+test_bad_input = refusals(
+    shard_sum,
+    {"gradients": torch.zeros(24), "addresses": torch.zeros(3, dtype=torch.int64), "out": torch.zeros(8)}
+    | {"squares": torch.zeros(2), "start": 8, "endpoint": unconnected(16, flag_count=6)},
+    "shard_sum: ",
+    ({"gradients": torch.zeros(3, 8)}, r"gradients has shape \(3, 8\): expected \(24,\)"),
+    (
+        {"gradients": torch.zeros(24).double()},
+        "gradients is torch.float64: expected float32 or float16 or bfloat16",
+    ),
+    ({"gradients": torch.zeros(48)[::2]}, r"gradients has strides \(2,\): expected contiguous"),
+    ({"gradients": torch.zeros(24, device="meta")}, "gradients is on meta, the channel on cpu"),
+    ({"addresses": torch.zeros(2).long()}, r"the addresses of gradients has shape \(2,\): expected \(3,\)"),
+    ({"addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
+    ({"out": torch.zeros(8).half()}, "out is torch.float16: expected float32"),
+    ({"out": torch.zeros(16)[::2]}, r"out has strides \(2,\): expected contiguous"),
+    ({"out": torch.zeros(2, 4)}, r"out has shape \(2, 4\): expected \(8,\)"),
+    ({"squares": torch.zeros(1)}, "squares has 1 elements: expected at least 2"),
+    ({"squares": torch.zeros(4).long()}, "squares is torch.int64: expected float32"),
+    ({"start": 17}, r"the shard \[17, 25\) is not inside gradients \[24\]"),
+    ({"start": -8}, r"the shard \[-8, 0\) is not inside gradients \[24\]"),
+    (
+        {"out": torch.zeros(1).expand(2**30 + 1)},
+        "a shard of 1073741825 elements: expected at most .*: pass it in pieces",
+    ),
+    ({"endpoint": unconnected(16, flag_count=2)}, "too few flags: one program needs 3"),
 )
-def test_bad_input(change: dict[str, Any], message: str) -> None:
-    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    endpoint = Endpoint(1, 3, table, 16, table, 6, words, words[:1], programs=2)
-    arguments: dict[str, Any] = {"out": torch.zeros(8), "squares": torch.zeros(2), "start": 8}
-    gradients: dict[str, Tensor] = {"gradients": torch.zeros(24), "addresses": table}
-    with pytest.raises(ValueError, match=f"shard_sum: {message}"):
-        shard_sum(**gradients | arguments | change, endpoint=endpoint)
-    shard_sum(**gradients | arguments, endpoint=endpoint)  # aborted: nothing happens
-    with pytest.raises(ValueError, match="shard_sum: too few flags: one program needs 3"):
-        shard_sum(**gradients | arguments, endpoint=replace(endpoint, flag_count=2))

@@ -1,7 +1,7 @@
 """Values of sharded_adamw, on ranks of a simulated symmetric memory."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,39 +10,24 @@ from torch import Tensor
 
 from tpfuse.kernels import reference
 from tpfuse.kernels.adamw import adamw_
-from tpfuse.kernels.configurations import TABLE, override, read_table
-from tpfuse.kernels.endpoint import Endpoint
 from tpfuse.kernels.shard_sum import shard_sum
 from tpfuse.kernels.sharded_adamw import sharded_adamw_
+from tpfuse.testing.cases import refusals
+from tpfuse.testing.channels import connect, explore_once, unconnected
 from tpfuse.testing.compare import check_error
-from tpfuse.testing.explore import RoundRobin, SimulatedMemory, explore
+from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
 
 RATES = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CLIP = torch.tensor(0.3)
-CASES = (
-    (37, 20, None, False),
-    (37, 0, CLIP, True),
-    (64, 64, CLIP, False),
-    (1, 1, None, True),
-)  # m, decay_end, clip, summed
+# m, decay_end, clip, summed
+CASES = ((37, 20, None, False), (37, 0, CLIP, True), (64, 64, CLIP, False), (1, 1, None, True))
 TAIL = 5  # elements after the last shard, which no rank owns
-Connect = Callable[..., Endpoint]
+TILES = {"shard_sum": {"BLOCK": 16}, "sharded_adamw": {"BLOCK": 16}}  # small shards have several programs
 
-
-@pytest.fixture(autouse=True)
-def small_tiles() -> Iterator[None]:
-    """Sets tiles of 16 elements: small shards have several programs."""
-    names = ("shard_sum", "sharded_adamw")
-    rows = [row for row in read_table(TABLE) if row.operator in names and row.family == "interpreted"]
-    with override(*(replace(row, blocks={"BLOCK": 16}) for row in rows)):
-        yield
-
-
-def once(program: Callable[[SimulatedMemory], object], world: int) -> None:
-    explore(program, world, schedules=[RoundRobin()])
+pytestmark = pytest.mark.usefixtures("tiny_tiles")
 
 
 @dataclass
@@ -87,9 +72,7 @@ class Bucket:
         *exhaustive((1, F16, F32), (1, F32, F32), (2, F32, F32), (2, F16, F16), (3, BF16, BF16)),
     ],
 )
-def test_equal_to_the_sum_followed_by_the_update(
-    connect: Connect, world: int, dtype: torch.dtype, sent: torch.dtype
-) -> None:
+def test_equal_to_the_sum_followed_by_the_update(world: int, dtype: torch.dtype, sent: torch.dtype) -> None:
     """The bits agree on every rank, for shards of one program and of several; the other elements do not change."""
 
     def program(memory: SimulatedMemory) -> None:
@@ -117,11 +100,11 @@ def test_equal_to_the_sum_followed_by_the_update(
             whole = torch.cat([after[3] for after in expected])
             assert torch.equal(values.local, torch.cat([whole, bucket.values[-TAIL:]])), (m, decay_end, clip, summed)
 
-    once(program, world)
+    explore_once(program, world)
 
 
 @pytest.mark.parametrize("decay_end", [13, *exhaustive(0, 100)])
-def test_against_reference(connect: Connect, decay_end: int) -> None:
+def test_against_reference(decay_end: int) -> None:
     bucket, m = Bucket.draw(1, 2, 100, BF16, BF16), 100
     options: dict[str, Any] = {"lr": 1e-2, "step": 7, "decay_end": decay_end, "clip": 0.3} | RATES
 
@@ -148,11 +131,11 @@ def test_against_reference(connect: Connect, decay_end: int) -> None:
             check_error(name, actual, other, exact, 2 * (other.double() - exact).abs().max().item() + rounding)
         assert torch.equal(values.local[shard], state[0].bfloat16())
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
 @pytest.mark.parametrize("flag_count", [9, *exhaustive(4, 64)])
-def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) -> None:
+def test_as_many_programs_as_there_are_flags(flag_count: int) -> None:
     def program(memory: SimulatedMemory) -> None:
         endpoint, rank, m = connect(memory, flag_count=flag_count, programs=50), memory.rank, 100
         bucket, lr, step = Bucket.draw(1, 2, m, F32, F32), torch.tensor(0.1), torch.tensor([2])
@@ -166,39 +149,33 @@ def test_as_many_programs_as_there_are_flags(connect: Connect, flag_count: int) 
         after = [bucket.after(slice(r * m, (r + 1) * m), m, lr, step, None)[3] for r in range(2)]
         assert torch.equal(values.local[:-TAIL], torch.cat(after))
 
-    once(program, 2)
+    explore_once(program, 2)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"values": torch.zeros(3, 8)}, r"values has shape \(3, 8\): expected \(24,\)"),
-        ({"values": torch.zeros(24).double()}, "values is torch.float64: expected float32 or float16 or bfloat16"),
-        ({"values": torch.zeros(24).half()}, "values are torch.float16, master is None: expected a master of float32"),
-        ({"values": torch.zeros(24, device="meta")}, "values is on meta, the channel on cpu"),
-        ({"value_addresses": torch.zeros(2).long()}, r"the addresses of values has shape \(2,\): expected \(3,\)"),
-        ({"gradient_addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
-        ({"gradients": torch.zeros(16)}, r"the shard \[16, 24\) is not inside gradients \[16\]"),
-        ({"gradient_addresses": None}, r"gradient has shape \(24,\): expected \(8,\)"),
-        ({"master": torch.zeros(8).half()}, "master is torch.float16"),
-        ({"master": torch.zeros(9)}, r"gradient has shape \(8,\): expected \(9,\)"),
-        ({"exp_avg": torch.zeros(8).half()}, "exp_avg is torch.float16: expected float32"),
-        ({"exp_avg_sq": torch.zeros(16)[::2]}, r"exp_avg_sq has strides \(2,\): expected contiguous"),
-        ({"start": 17}, r"the shard \[17, 25\) is not inside values \[24\]"),
-        ({"step": torch.zeros(2)}, r"step has shape \(2,\): expected one element"),
-        ({"lr": torch.zeros(1).double()}, "lr is torch.float64: expected float32"),
-        ({"clip": torch.zeros(1, device="meta")}, "clip is on meta, master on cpu"),
-    ],
+TABLE = torch.zeros(3, dtype=torch.int64)
+ALONE = {"values": torch.zeros(24), "value_addresses": TABLE, "gradients": torch.zeros(24), "gradient_addresses": TABLE}
+ALONE |= {"master": None, "start": 16, "decay_end": 3, "exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)} | RATES
+ALONE |= {"lr": torch.ones(1), "step": torch.ones(1), "clip": torch.ones(1), "endpoint": unconnected(16, flag_count=12)}
+
+test_bad_input = refusals(
+    sharded_adamw_,
+    ALONE,
+    "sharded_adamw: ",
+    ({"values": torch.zeros(3, 8)}, r"values has shape \(3, 8\): expected \(24,\)"),
+    ({"values": torch.zeros(24).double()}, "values is torch.float64: expected float32 or float16 or bfloat16"),
+    ({"values": torch.zeros(24).half()}, "values are torch.float16, master is None: expected a master of float32"),
+    ({"values": torch.zeros(24, device="meta")}, "values is on meta, the channel on cpu"),
+    ({"value_addresses": torch.zeros(2).long()}, r"the addresses of values has shape \(2,\): expected \(3,\)"),
+    ({"gradient_addresses": torch.zeros(3)}, "the addresses of gradients is torch.float32: expected int64"),
+    ({"gradients": torch.zeros(16)}, r"the shard \[16, 24\) is not inside gradients \[16\]"),
+    ({"gradient_addresses": None}, r"gradient has shape \(24,\): expected \(8,\)"),
+    ({"master": torch.zeros(8).half()}, "master is torch.float16"),
+    ({"master": torch.zeros(9)}, r"gradient has shape \(8,\): expected \(9,\)"),
+    ({"exp_avg": torch.zeros(8).half()}, "exp_avg is torch.float16: expected float32"),
+    ({"exp_avg_sq": torch.zeros(16)[::2]}, r"exp_avg_sq has strides \(2,\): expected contiguous"),
+    ({"start": 17}, r"the shard \[17, 25\) is not inside values \[24\]"),
+    ({"step": torch.zeros(2)}, r"step has shape \(2,\): expected one element"),
+    ({"lr": torch.zeros(1).double()}, "lr is torch.float64: expected float32"),
+    ({"clip": torch.zeros(1, device="meta")}, "clip is on meta, master on cpu"),
+    ({"endpoint": unconnected(16, flag_count=5)}, "too few flags: one program needs 6"),
 )
-def test_bad_input(change: dict[str, Any], message: str) -> None:
-    table, words = torch.zeros(3, dtype=torch.int64), torch.ones(2, dtype=torch.int32)
-    endpoint = Endpoint(1, 3, table, 16, table, 12, words, words[:1], programs=2)
-    arguments: dict[str, Any] = {name: torch.zeros(24) for name in ("values", "gradients")}
-    arguments |= {"value_addresses": table, "gradient_addresses": table, "master": None, "start": 16, "decay_end": 3}
-    arguments |= {name: torch.zeros(8) for name in ("exp_avg", "exp_avg_sq")} | RATES
-    arguments |= {name: torch.ones(1) for name in ("lr", "step", "clip")}
-    with pytest.raises(ValueError, match=f"sharded_adamw: {message}"):
-        sharded_adamw_(**arguments | change, endpoint=endpoint)
-    sharded_adamw_(**arguments, endpoint=endpoint)  # aborted: nothing happens
-    with pytest.raises(ValueError, match="sharded_adamw: too few flags: one program needs 6"):
-        sharded_adamw_(**arguments, endpoint=replace(endpoint, flag_count=5))
