@@ -19,7 +19,7 @@ from tpfuse.comm.control_block import ControlBlock, Mapping
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.shared_memory import SharedMemory
 from tpfuse.testing.patience import wait_until
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 
@@ -48,15 +48,12 @@ def test_an_exchange_returns_the_texts_of_all_ranks(world: int) -> None:
             assert result == [text if len(text) >= 4000 else f"{text}{rank}" for rank in range(world)]
 
 
-def _many_exchanges() -> None:
+@on_ranks(3)
+def test_a_text_is_not_overwritten_before_it_is_read() -> None:
     control = _control_block()
     for turn in range(500):
         texts = control.exchange(f"{turn} {control.rank}" + "." * (turn * 37 % 300), "test")
         assert [text.rstrip(".") for text in texts] == [f"{turn} {rank}" for rank in range(control.world)]
-
-
-def test_a_text_is_not_overwritten_before_it_is_read() -> None:
-    pool(3).run(_many_exchanges)
 
 
 def _compare() -> list[str]:
@@ -88,7 +85,8 @@ def _compare() -> list[str]:
     return errors
 
 
-def _overtaken() -> None:
+@on_ranks(2)
+def test_an_operation_that_is_overwritten_is_not_compared() -> None:
     """Rank 0, which is far ahead, compares as a watchdog does while it begins one more operation."""
     control = _control_block()
     for _ in range(1 if control.rank else control_block.RECORDS):
@@ -100,10 +98,6 @@ def _overtaken() -> None:
         ) << 32  # as in the middle of `begin`, which has not published it yet
         control.compare()
     dist.barrier()
-
-
-def test_an_operation_that_is_overwritten_is_not_compared() -> None:
-    pool(2).run(_overtaken)
 
 
 def test_operations_that_differ_are_named_without_a_wait() -> None:
@@ -160,7 +154,8 @@ def test_every_rank_sees_both_sides_of_a_disagreement_and_can_go_on() -> None:
     assert errors[2] == "operation 2: rank 0 runs a, rank 2 runs b"
 
 
-def _record() -> None:
+@on_ranks(3)
+def test_the_flight_record_holds_the_last_operations() -> None:
     control = _control_block()
     assert control.local.operations() == [] and control.local.last_operation() == ""
     for number in range(1, control_block.RECORDS + 11):
@@ -186,10 +181,6 @@ def _record() -> None:
     assert control.slowest() == (None if control.rank == 1 else 1)
 
 
-def test_the_flight_record_holds_the_last_operations() -> None:
-    pool(3).run(_record)
-
-
 def _abort() -> tuple[str, int | None]:
     control = _control_block()
     control.step = 5
@@ -211,7 +202,8 @@ def test_an_abort_ends_the_waits_of_every_rank_until_the_reset() -> None:
     assert pool(3).run(_abort) == [("012", 2)] * 3
 
 
-def _reset_late() -> None:
+@on_ranks(2)
+def test_a_reset_to_which_no_other_rank_came_can_be_tried_again() -> None:
     control = _control_block()
     if control.rank == 0:
         control.timeout = 0.3
@@ -227,11 +219,8 @@ def _reset_late() -> None:
     assert len(cleared) == 3
 
 
-def test_a_reset_to_which_no_other_rank_came_can_be_tried_again() -> None:
-    pool(2).run(_reset_late)
-
-
-def _come_and_end() -> None:
+@on_ranks(2)
+def test_a_rank_may_end_after_it_has_come() -> None:
     """Rank 1 comes, and its process ends, after rank 0 has read its word and before rank 0 checks its process."""
     group = dist.group.WORLD
     assert group is not None
@@ -261,10 +250,6 @@ def _come_and_end() -> None:
         memory.signal(flags, 1, 0, 1)
         memory.wait_signal(looks, 1, 0, 2, op="the second look")
         memory.barrier()
-
-
-def test_a_rank_may_end_after_it_has_come() -> None:
-    pool(2).run(_come_and_end)
 
 
 def _is_through() -> list[int | None]:
@@ -345,16 +330,13 @@ def test_a_failure_on_one_rank_is_reported_on_all() -> None:
         assert all(clean for _, clean in found)
 
 
-def _come_and_go() -> None:
+@on_ranks(2)
+def test_control_blocks_leave_nothing_open() -> None:
     _control_block()
     before = _open()
     for _ in range(20):
         _control_block()
     assert _open() == before
-
-
-def test_control_blocks_leave_nothing_open() -> None:
-    pool(2).run(_come_and_go)
 
 
 def test_the_error_of_a_mapping_that_is_too_large_has_the_reason() -> None:

@@ -23,7 +23,7 @@ from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, wrapped
 from tpfuse.testing.cuda_stand_in import StandIn
 from tpfuse.testing.patience import patient, wait_until
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 
@@ -42,7 +42,9 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _buffers() -> None:
+@pytest.mark.parametrize("world", [3, *exhaustive(2)])
+@on_ranks("world")
+def test_buffers_begin_at_their_offset() -> None:
     memory, _ = _memory()
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex128)
     for dtype in dtypes:
@@ -68,11 +70,6 @@ def _buffers() -> None:
         memory.signal(memory.signals("flags", 2), 0, 2, 1)
     with pytest.raises(ValueError, match="signal 0 of rank 9"):
         memory.wait_signal(memory.signals("flags", 2), 9, 0, 1, op="test")
-
-
-@pytest.mark.parametrize("world", [3, *exhaustive(2)])
-def test_buffers_begin_at_their_offset(world: int) -> None:
-    pool(world).run(_buffers)
 
 
 def _ring(rounds: int, first: int) -> None:
@@ -161,7 +158,8 @@ def test_a_wait_on_a_stream_ends_and_is_raised_later(guarded: bool, tmp_path: Pa
     assert re.match(rf"{op}, step 3: rank 0 waited \d+\.\d s for rank 1; ", message), message
 
 
-def _told() -> None:
+@on_ranks(2)
+def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
     """Rank 0 gives up. Rank 1's kernel, which has begun before and would wait for long, ends as well."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
@@ -180,11 +178,8 @@ def _told() -> None:
     memory.barrier()
 
 
-def test_one_rank_that_gives_up_ends_the_waits_of_all() -> None:
-    pool(2).run(_told)
-
-
-def _behind_long_work() -> None:
+@on_ranks(2)
+def test_a_deadline_begins_when_its_operation_begins() -> None:
     """The stream's work before an operation does not count. Both ranks' streams begin the operation together."""
     memory, calls = _memory()
     flags, ready = memory.signals("flags", 1), memory.buffer("ready", (1,), torch.int32)
@@ -205,11 +200,8 @@ def _behind_long_work() -> None:
     memory.barrier()
 
 
-def test_a_deadline_begins_when_its_operation_begins() -> None:
-    pool(2).run(_behind_long_work)
-
-
-def _gone() -> None:
+@on_ranks(2)
+def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     dist.barrier()  # Otherwise rank 0 may give up while rank 1 is still in `signals`.
@@ -224,11 +216,8 @@ def _gone() -> None:
     memory.reset()
 
 
-def test_a_rank_that_has_left_ends_waits_on_streams_at_once() -> None:
-    pool(2).run(_gone)
-
-
-def _raises() -> None:
+@on_ranks(2)
+def test_an_operation_that_raises_is_still_watched() -> None:
     """Another error in an operation is not hidden, and the operation's work on the stream is still watched."""
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
@@ -246,11 +235,8 @@ def _raises() -> None:
     memory.reset()
 
 
-def test_an_operation_that_raises_is_still_watched() -> None:
-    pool(2).run(_raises)
-
-
-def _two_streams() -> None:
+@on_ranks(2)
+def test_the_second_of_two_streams_waits_for_the_first() -> None:
     memory, calls = _memory()
     done: list[str] = []
 
@@ -271,11 +257,14 @@ def _two_streams() -> None:
     memory.barrier()
 
 
-def test_the_second_of_two_streams_waits_for_the_first() -> None:
-    pool(2).run(_two_streams)
+def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
+    with memory.guard("operation"):
+        memory.signal(flags, 1 - memory.rank, 0, epoch)
+        memory.wait_signal(flags, memory.rank, 0, epoch, op="operation")
 
 
-def _capture() -> None:
+@on_ranks(2)
+def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
     memory, calls = _memory()
     flags = memory.signals("flags", 1)
     _signal_each_other(memory, flags, 1)
@@ -307,16 +296,6 @@ def _capture() -> None:
     assert calls.waits == 1  # It waits for the last operation that ran.
     calls.synchronize()
     memory.barrier()
-
-
-def _signal_each_other(memory: CudaMemory, flags: SymmetricBuffer, epoch: int) -> None:
-    with memory.guard("operation"):
-        memory.signal(flags, 1 - memory.rank, 0, epoch)
-        memory.wait_signal(flags, memory.rank, 0, epoch, op="operation")
-
-
-def test_nothing_is_recorded_while_a_graph_is_captured() -> None:
-    pool(2).run(_capture)
 
 
 def _refused(kind: str) -> str:

@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from tpfuse.comm.layout import copy_whole_, from_local, is_sharded, local_slices, local_tensor
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.testing.tiers import exhaustive
 
 
-def _agrees_with_dtensor() -> None:
+@pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])
+@on_ranks("world")
+def test_local_slices_are_those_of_dtensor() -> None:
     dp = 2 if dist.get_world_size() == 4 else 1
     for mesh in (tensor_mesh(), mesh_of(dp, dist.get_world_size() // dp)):
         whole = integers(3, 5, 7, 2)
@@ -27,12 +29,9 @@ def _agrees_with_dtensor() -> None:
             assert torch.equal(x.full_tensor(), whole)
 
 
-@pytest.mark.parametrize("world", [3, 4, *exhaustive(1, 2)])
-def test_local_slices_are_those_of_dtensor(world: int) -> None:
-    pool(world).run(_agrees_with_dtensor)
-
-
-def _from_local() -> None:
+@pytest.mark.parametrize("world", [3, *exhaustive(1, 2)])
+@on_ranks("world")
+def test_from_local_gives_the_global_shape_and_placement() -> None:
     whole = integers(4, 5, 3)
     rank, world = dist.get_rank(), dist.get_world_size()
     chunk = -(-5 // world)
@@ -42,11 +41,6 @@ def _from_local() -> None:
     partial = DTensor.from_local(whole, tensor_mesh(), [Partial()])
     with pytest.raises(ValueError, match="expected Shard or Replicate"):
         local_slices(partial)
-
-
-@pytest.mark.parametrize("world", [3, *exhaustive(1, 2)])
-def test_from_local_gives_the_global_shape_and_placement(world: int) -> None:
-    pool(world).run(_from_local)
 
 
 def test_a_plain_tensor_is_its_own_local_part() -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tpfuse.comm.mesh import build_mesh, context_mesh, flat_group, group_of, rank_and_size, shard_range
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 63, 100, 1000])
@@ -58,7 +58,8 @@ def test_a_mesh_of_data_context_and_tensor_parallel_ranks() -> None:
     assert pool(8).run(_cube)[5] == ([4, 5], [5, 7], [1, 3, 5, 7], [4, 5, 6, 7])
 
 
-def _refusals() -> None:
+@on_ranks(2)
+def test_wrong_meshes_are_refused() -> None:
     with pytest.raises(ValueError, match="dp 1 x cp 3 x tp 2 needs 6 ranks, but 2 are running"):
         build_mesh("cpu", dp=1, cp=3, tp=2)
     with pytest.raises(ValueError, match="ulysses 3 does not divide cp 2"):
@@ -67,10 +68,6 @@ def _refusals() -> None:
         build_mesh("cpu", dp=2, tp=3)
     with pytest.raises(ValueError, match=r'slice it, as in mesh\["tp"\]'):
         group_of(mesh_of(1, 2))
-
-
-def test_wrong_meshes_are_refused() -> None:
-    pool(2).run(_refusals)
 
 
 def _single() -> None:

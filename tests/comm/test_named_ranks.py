@@ -13,7 +13,7 @@ from tpfuse.comm import collectives
 from tpfuse.comm.errors import Disagreement, PeerTimeout, named
 from tpfuse.comm.mesh import build_mesh
 from tpfuse.comm.settings import set_settings, settings
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 
@@ -52,7 +52,8 @@ def test_a_rank_of_a_subgroup_is_named_by_its_number_in_the_world(
         assert [each["rank"] for each in record["ranks"]] == [2, 3]
 
 
-def _others() -> None:
+@on_ranks(4)
+def test_a_disagreement_names_both_ranks_by_their_numbers_in_the_world() -> None:
     group = build_mesh("cpu", dp=2, tp=2)["tp"].get_group()
     with pytest.raises(Disagreement) as caught:
         collectives.all_reduce(torch.ones(2 + dist.get_rank() % 2), group)
@@ -60,7 +61,3 @@ def _others() -> None:
     mine = dist.get_rank()
     for rank in (mine, mine ^ 1):
         assert f"{named(rank)} runs" in str(caught.value) and "dp" in named(rank)
-
-
-def test_a_disagreement_names_both_ranks_by_their_numbers_in_the_world() -> None:
-    pool(4).run(_others)

@@ -19,7 +19,7 @@ from tpfuse.comm.errors import Disagreement, Unavailable
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
 from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import RankPool, pool
+from tpfuse.testing.ranks import RankPool, on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (
@@ -38,7 +38,9 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _every_dtype() -> None:
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
+@on_ranks("world")
+def test_every_rank_reads_and_writes_every_ranks_part() -> None:
     memory = _memory()
     for number, dtype in enumerate(DTYPES):
         buffer = memory.buffer(f"x{number}", (3, 7), dtype)
@@ -59,12 +61,8 @@ def _every_dtype() -> None:
         assert bool((_bits(buffer.local) == 100 + (memory.rank + 1) % memory.world).all())
 
 
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
-def test_every_rank_reads_and_writes_every_ranks_part(world: int) -> None:
-    pool(world).run(_every_dtype)
-
-
-def _shapes_and_keys() -> None:
+@on_ranks(2)
+def test_a_key_has_one_shape_and_dtype() -> None:
     memory = _memory()
     empty = memory.buffer("empty", (0, 5), torch.float32)
     assert empty.local.shape == (0, 5) and len(empty.peers) == memory.world
@@ -85,11 +83,8 @@ def _shapes_and_keys() -> None:
     assert floats.local.tolist() == [3.0, 3.0]  # A reset sets only signals to 0.
 
 
-def test_a_key_has_one_shape_and_dtype() -> None:
-    pool(2).run(_shapes_and_keys)
-
-
-def _freed() -> None:
+@on_ranks(2)
+def test_a_freed_buffer_is_named_and_can_be_made_again() -> None:
     memory = _memory()
     flags = memory.signals("flags", 2)
     buffer = memory.buffer("x", (4,), torch.float32)
@@ -118,16 +113,13 @@ def _freed() -> None:
     assert renewed.local.tolist() == [0, 1]
 
 
-def test_a_freed_buffer_is_named_and_can_be_made_again() -> None:
-    pool(2).run(_freed)
-
-
 def _open() -> tuple[int, int]:
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir())), Path("/proc/self/maps").read_text().count("memfd:tpfuse")
 
 
-def _many() -> None:
+@on_ranks(2)
+def test_a_hundred_buffers_leave_nothing_open() -> None:
     memory = _memory()
     before = _open()
     for number in range(100):
@@ -144,11 +136,9 @@ def _many() -> None:
     assert _open() == before
 
 
-def test_a_hundred_buffers_leave_nothing_open() -> None:
-    pool(2).run(_many)
-
-
-def _signals() -> None:
+@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
+@on_ranks("world")
+def test_signals_set_and_order_words() -> None:
     memory = _memory()
     flags = memory.signals("flags", 3)
     assert flags.local.tolist() == [0, 0, 0] and flags.dtype == torch.int32
@@ -167,11 +157,6 @@ def _signals() -> None:
     memory.barrier()
     memory.reset()
     assert flags.local.tolist() == [0, 0, 0] and memory.generation == 1
-
-
-@pytest.mark.parametrize("world", [1, 3, *exhaustive(2)])
-def test_signals_set_and_order_words(world: int) -> None:
-    pool(world).run(_signals)
 
 
 def _ring(rounds: int, first: int) -> None:
@@ -244,7 +229,8 @@ def test_all_ranks_get_both_sides_of_a_disagreement() -> None:
             assert message.endswith(tuple(told)), message
 
 
-def _two_threads() -> None:
+@on_ranks(2)
+def test_two_threads_in_one_group_are_refused() -> None:
     memory = _memory()
     inside, leave = threading.Event(), threading.Event()
 
@@ -268,14 +254,11 @@ def _two_threads() -> None:
         pass
 
 
-def test_two_threads_in_one_group_are_refused() -> None:
-    pool(2).run(_two_threads)
-
-
 _groups: list[Any] = []
 
 
-def _overlapping() -> None:
+@on_ranks(4)
+def test_overlapping_groups_do_not_share_signals() -> None:
     """Both groups have operations under way at once: a rank waits for one group's signals after the other's round."""
     if not _groups:
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -298,10 +281,6 @@ def _overlapping() -> None:
         assert pair_x.peers[1 - pair.rank].tolist() == [epoch * 10 + 1 - pair.rank] * 3
         everyone.barrier()
         pair.barrier()
-
-
-def test_overlapping_groups_do_not_share_signals() -> None:
-    pool(4).run(_overlapping)
 
 
 def _nothing_in_dev_shm() -> list[str]:

@@ -14,7 +14,7 @@ from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.testing.tiers import exhaustive
 
 
@@ -60,7 +60,9 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _sharded() -> None:
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_tensor_parallel_models_are_one_graph() -> None:
     """A single graph serves every implementation, which is chosen at run time. Other sizes compile a new graph."""
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), device_mesh=tensor_mesh())
     initialize(model, 1)
@@ -83,11 +85,9 @@ def _sharded() -> None:
 
 
 @pytest.mark.exhaustive
-def test_tensor_parallel_models_are_one_graph() -> None:
-    pool(2).run(_sharded)
-
-
-def _context_parallel(ulysses: int) -> None:
+@pytest.mark.parametrize(("world", "ulysses"), [(2, 1), (4, 2)])
+@on_ranks("world")
+def test_context_parallel_models_are_one_graph(ulysses: int) -> None:
     """Context-parallel ranks have one graph too, in which attention with its exchange is one node."""
     mesh = context_mesh(mesh_of(1, 1, dist.get_world_size(), ulysses))
     model = GPT(GPTConfig(61, 8, 32, 1, 4, dropout=0.2), context_mesh=mesh)
@@ -105,13 +105,9 @@ def _context_parallel(ulysses: int) -> None:
         assert torch.equal(compiled(ids), model(ids))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("world", "ulysses"), [(2, 1), (4, 2)])
-def test_context_parallel_models_are_one_graph(world: int, ulysses: int) -> None:
-    pool(world).run(_context_parallel, ulysses)
-
-
-def _layers(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     mesh = tensor_mesh()
     mlp = nn.Sequential(
         ColumnParallelLinear(
@@ -132,12 +128,8 @@ def _layers(sequence_parallel: bool) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_layers_are_one_graph(sequence_parallel: bool) -> None:
-    pool(2).run(_layers, sequence_parallel)
-
-
-def _several_weights() -> None:
+@on_ranks(2)
+def test_several_products_of_one_gather_are_one_graph() -> None:
     group, world = group_of(tensor_mesh()), 2
 
     def three(x: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
@@ -157,7 +149,3 @@ def _several_weights() -> None:
         assert leaves[3].grad is None
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
-
-
-def test_several_products_of_one_gather_are_one_graph() -> None:
-    pool(2).run(_several_weights)

@@ -23,7 +23,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
@@ -113,14 +113,11 @@ def _gpt(dp: int, tp: int, cp: int) -> tuple[GPT, Loss]:
     return model, lambda each: each(ids, ids.roll(-1, 1), loss_weight=0.1)
 
 
-def _every_gpt() -> None:
+@on_ranks(2)
+def test_the_gpt_can_be_copied() -> None:
     for tp, cp in ((2, 1), (1, 2)):
         with naming((tp, cp)):
             _check(*_gpt(1, tp, cp))
-
-
-def test_the_gpt_can_be_copied() -> None:
-    pool(2).run(_every_gpt)
 
 
 def _taken(stage: int, tp: int) -> None:

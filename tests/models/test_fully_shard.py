@@ -11,7 +11,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=4, dropout=0.2)
 
@@ -42,7 +42,8 @@ def _steps(tp: int, dp: int) -> None:
         torch.testing.assert_close(parameter.full_tensor(), wanted, rtol=1e-9, atol=1e-9)
 
 
-def _slices() -> None:
+@on_ranks(4)
+def test_local_slices_are_those_of_fully_shard() -> None:
     """Checks that a rank has the elements that `local_slices` names, for every combination of sharded dimensions."""
     mesh = mesh_of(2, 2)
     for data in (mesh["dp"], mesh["dp"]._unflatten(0, (2, 1), ("replicate", "shard"))):
@@ -57,10 +58,6 @@ def _slices() -> None:
     placements = [_StridedShard(0, split_factor=3), Shard(0)]
     with pytest.raises(ValueError, match="expected Shard or Replicate"):
         local_slices(DTensor.from_local(torch.zeros(2, 2), mesh, placements, run_check=False))
-
-
-def test_local_slices_are_those_of_fully_shard() -> None:
-    pool(4).run(_slices)
 
 
 @pytest.mark.exhaustive

@@ -21,7 +21,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import Expected
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 CONFIG = GPTConfig(vocab_size=101, n_positions=16, n_embd=48, n_layer=2, n_head=12, dropout=0.2)
@@ -158,7 +158,10 @@ def test_context_parallel_ranks_give_the_losses_and_gradients_of_one_rank(
     pool(tp * cp).run(_spread, tp, cp, schedule, balance, length, ulysses)
 
 
-def _spread_generation(cp: int) -> None:
+@pytest.mark.parametrize("cp", [3, *exhaustive(4)])
+@on_ranks("cp")
+def test_context_parallel_ranks_generate_the_text_of_one_rank(cp: int) -> None:
+    """The prompt has fewer tokens than there are ranks, and the window is full before the end and then moves."""
     model = _model(context_mesh=context_mesh(mesh_of(1, 1, cp)))
     ids, _ = _batch(2, 2, 101)
     with pytest.raises(ValueError, match=f"a sequence of 2 tokens cannot be sharded over {cp} ranks"):
@@ -168,13 +171,8 @@ def _spread_generation(cp: int) -> None:
         assert torch.equal(generate(model, ids, 18, temperature=0.7, seed=3, use_cache=use_cache), expected)
 
 
-@pytest.mark.parametrize("cp", [3, *exhaustive(4)])
-def test_context_parallel_ranks_generate_the_text_of_one_rank(cp: int) -> None:
-    """The prompt has fewer tokens than there are ranks, and the window is full before the end and then moves."""
-    pool(cp).run(_spread_generation, cp)
-
-
-def _does_not_spread() -> None:
+@on_ranks(4)
+def test_impossible_context_parallel_layouts_are_refused() -> None:
     context = context_mesh(mesh_of(1, 1, 4))
     with pytest.raises(ValueError, match="ulysses: 4 ranks cannot divide 6 heads; ring and all_gather can be used"):
         GPT(GPTConfig(101, 16, 48, 2, 6), context_mesh=context, context_schedule="ulysses")
@@ -184,11 +182,12 @@ def _does_not_spread() -> None:
         GPT(CONFIG, context_mesh=context, context_schedule="ulysses_ring")
 
 
-def test_impossible_context_parallel_layouts_are_refused() -> None:
-    pool(4).run(_does_not_spread)
-
-
-def _training_dtypes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [(2, torch.bfloat16), *exhaustive((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))],
+)
+@on_ranks("world")
+def test_errors_are_those_of_one_rank_in_the_same_dtype(dtype: torch.dtype) -> None:
     config = GPTConfig(101, 16, 48, 2, 12)
     plain, model = _model(config, dtype), _model(config, dtype, sharded=True)
     ids, targets = _batch(3, 13, 101)
@@ -205,14 +204,6 @@ def _training_dtypes(dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         part = tuple(slice(*bounds) for bounds in local_slices(parameter))
         expected.check(name, local_tensor(parameter.grad), part)
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype"),
-    [(2, torch.bfloat16), *exhaustive((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))],
-)
-def test_errors_are_those_of_one_rank_in_the_same_dtype(world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_training_dtypes, dtype)
 
 
 def test_dropout_depends_on_the_sequence_and_not_on_its_row() -> None:
@@ -241,7 +232,9 @@ def test_every_dropout_site_has_its_own_mask(monkeypatch: pytest.MonkeyPatch) ->
     assert set(seen) <= {dropout_key(3, 4, site) for site in range(4 * CONFIG.n_layer)}
 
 
-def _incremental() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
+@on_ranks("world")
+def test_logits_with_a_cache_are_those_without() -> None:
     model = _model(sharded=True)
     ids, _ = _batch(2, 16, 101)
     with torch.no_grad():
@@ -256,11 +249,6 @@ def _incremental() -> None:
         model(ids[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
-def test_logits_with_a_cache_are_those_without(world: int) -> None:
-    pool(world).run(_incremental)
-
-
 def test_the_future_is_not_seen() -> None:
     model = _model()
     ids, _ = _batch(2, 13, 101)
@@ -269,7 +257,9 @@ def test_the_future_is_not_seen() -> None:
     torch.testing.assert_close(model(ids)[:, :7], before[:, :7], rtol=1e-13, atol=1e-13)
 
 
-def _clip() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
+@on_ranks("world")
+def test_torch_clips_by_the_norm_of_one_rank() -> None:
     plain, model = _model(), _model(sharded=True)
     ids, targets = _batch(3, 13, 101)
     for m in (plain, model):
@@ -281,11 +271,6 @@ def _clip() -> None:
         assert parameter.grad is not None and wanted.grad is not None
         part = tuple(slice(*bounds) for bounds in local_slices(parameter))
         torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-9, atol=1e-14)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_torch_clips_by_the_norm_of_one_rank(world: int) -> None:
-    pool(world).run(_clip)
 
 
 def test_flops_per_token_are_counted() -> None:

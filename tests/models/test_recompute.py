@@ -33,7 +33,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute, recomputed
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
@@ -132,7 +132,11 @@ def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() 
     pool(2).run(_kept_by_context_ranks, 2)
 
 
-def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
+@pytest.mark.parametrize(
+    ("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 1, "auto"), (1, 2, "ulysses"))]
+)
+@on_ranks("tp", "cp")
+def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
     """Checks which inputs of second layers exist after the forward pass, by weak references: hooks hide them from
     counting."""
     mesh = mesh_of(1, tp, cp) if tp * cp > 1 else None
@@ -149,13 +153,6 @@ def _let_go(tp: int, cp: int, schedule: Schedule) -> None:
             loss = model(ids, ids, loss_weight=0.1)
             assert [x.expired() for x in inputs] == [recompute == "selective"] * 4
             loss.backward()
-
-
-@pytest.mark.parametrize(
-    ("tp", "cp", "schedule"), [(2, 1, "auto"), (1, 2, "ring"), *exhaustive((1, 1, "auto"), (1, 2, "ulysses"))]
-)
-def test_inputs_of_second_layers_are_freed(tp: int, cp: int, schedule: Schedule) -> None:
-    pool(tp * cp).run(_let_go, tp, cp, schedule)
 
 
 def _same_on_ranks(tp: int, cp: int, schedule: Schedule, impl: Implementation, length: int, dropout: float) -> None:
@@ -190,7 +187,8 @@ def test_ranks_communicate_again_in_the_same_order(tp: int, cp: int, schedule: S
         pool(tp * cp).run(_same_on_ranks, tp, cp, schedule, impl, length, dropout)
 
 
-def _with_buckets() -> None:
+@on_ranks(2)
+def test_gradients_are_the_same_under_gradient_buckets() -> None:
     """Trains with buckets, whose hooks take gradients when they are ready, and which add leaves beside parameters."""
     found = []
     for name in RECOMPUTE:
@@ -207,11 +205,8 @@ def _with_buckets() -> None:
         assert all(map(torch.equal, gradients, found[0]))
 
 
-def test_gradients_are_the_same_under_gradient_buckets() -> None:
-    pool(2).run(_with_buckets)
-
-
-def _fully_sharded() -> None:
+@on_ranks(2)
+def test_gradients_are_the_same_under_fully_shard() -> None:
     found = []
     for name in RECOMPUTE:
         model, mesh = _built(CONFIG, name), mesh_of(2, 1)
@@ -223,10 +218,6 @@ def _fully_sharded() -> None:
         found.append([local_tensor(parameter.grad).clone() for parameter in model.parameters()])
     for gradients in found[1:]:
         assert all(map(torch.equal, gradients, found[0]))
-
-
-def test_gradients_are_the_same_under_fully_shard() -> None:
-    pool(2).run(_fully_sharded)
 
 
 @pytest.mark.exhaustive

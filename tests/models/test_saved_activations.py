@@ -17,7 +17,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.recompute import RECOMPUTE, Recompute
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.testing.tiers import exhaustive, pairwise
 
 SIZES = [GPTConfig(61, 12, 32, 1, 2), GPTConfig(100, 7, 48, 3, 12, bias=False), GPTConfig(5, 16, 64, 2, 4)]
@@ -51,21 +51,6 @@ def _counted(
     counted = saved.total
     loss.backward()
     return counted
-
-
-def _all_modes(tp: int, cp: int, schedule: Schedule) -> None:
-    cases = [(config, 1, "none") for config in SIZES] + [
-        (config, 3, name) for config in SIZES[:2] for name in RECOMPUTE
-    ]
-    for config, sequences, recompute in cases:
-        counted = _counted(config, sequences, torch.float32, recompute, tp=tp, cp=cp, schedule=schedule)
-        tokens = SequenceLayout(config.n_positions, cp).local_length if cp > 1 else config.n_positions
-        batch = MicroBatch(config, sequences, tokens, torch.float32, tp, schedule == "ulysses", triton=False)
-        first = tp == 1 or mesh_of(1, tp, cp)["tp"].get_local_rank() == 0
-        if first:  # other ranks may have fewer rows of the vocabulary
-            assert counted == saved_bytes(batch, recompute), (config, sequences, recompute)
-        else:
-            assert counted <= saved_bytes(batch, recompute)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +95,20 @@ def test_saved_bytes_of_a_loss_in_several_chunks() -> None:
     ("tp", "cp", "schedule"),
     [(2, 1, "auto"), (1, 2, "ulysses"), *exhaustive((1, 2, "ring"), (1, 2, "all_gather"), (2, 2, "ring"))],
 )
+@on_ranks("tp", "cp")
 def test_saved_bytes_on_several_ranks(tp: int, cp: int, schedule: Schedule) -> None:
-    pool(tp * cp).run(_all_modes, tp, cp, schedule)
+    cases = [(config, 1, "none") for config in SIZES] + [
+        (config, 3, name) for config in SIZES[:2] for name in RECOMPUTE
+    ]
+    for config, sequences, recompute in cases:
+        counted = _counted(config, sequences, torch.float32, recompute, tp=tp, cp=cp, schedule=schedule)
+        tokens = SequenceLayout(config.n_positions, cp).local_length if cp > 1 else config.n_positions
+        batch = MicroBatch(config, sequences, tokens, torch.float32, tp, schedule == "ulysses", triton=False)
+        first = tp == 1 or mesh_of(1, tp, cp)["tp"].get_local_rank() == 0
+        if first:  # other ranks may have fewer rows of the vocabulary
+            assert counted == saved_bytes(batch, recompute), (config, sequences, recompute)
+        else:
+            assert counted <= saved_bytes(batch, recompute)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.testing.ranks import RankError, RankPool, pool, run_apart
+from tpfuse.testing.ranks import RankError, RankPool, on_ranks, pool, run_apart
 
 
 def _sum(value: int) -> tuple[int, int, int]:
@@ -127,3 +127,21 @@ def test_run_apart_runs_a_function_in_a_new_process(monkeypatch: pytest.MonkeyPa
             run_apart(_apart, what)
     with pytest.raises(RankError, match="no answer in time"):
         run_apart(_apart, "hang", timeout=0.3)
+
+
+@pytest.mark.parametrize("value", [10])
+@pytest.mark.parametrize("half", [1])
+@on_ranks(2, "half")
+def test_a_test_on_ranks_runs_its_body_on_each_of_them(value: int) -> None:
+    rank, world, total = _sum(value)
+    assert (rank in range(2), world, total) == (True, 2, 21)
+
+
+@on_ranks(2)
+def _fails_on_rank_1() -> None:
+    assert dist.get_rank() == 0, "a message of its own"
+
+
+def test_a_test_on_ranks_fails_if_its_body_fails_on_one_of_them() -> None:
+    with pytest.raises(RankError, match=r"rank 1: Traceback[^$]*a message of its own"):
+        _fails_on_rank_1()

@@ -11,7 +11,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -64,15 +64,12 @@ def _trained(stage: int, tp: int, compiled: bool) -> tuple[list[float], list[Ten
     return losses, weights
 
 
-def _compare(stage: int, tp: int) -> None:
+@pytest.mark.parametrize(("stage", "world", "tp"), [(2, 2, 1), *exhaustive((0, 2, 1), (1, 2, 1), (2, 2, 2), (3, 4, 2))])
+@on_ranks("world")
+def test_compiled_models_train_alike(stage: int, tp: int) -> None:
     (losses, weights), (compiled_losses, compiled_weights) = (_trained(stage, tp, on) for on in (False, True))
     assert losses == compiled_losses
     for weight, compiled in zip(weights, compiled_weights, strict=True):
         assert torch.equal(weight, compiled)
     initial = next(local_tensor(parameter) for parameter in _model(tp).parameters())
     assert stage == 3 or not torch.equal(weights[0], initial)
-
-
-@pytest.mark.parametrize(("stage", "world", "tp"), [(2, 2, 1), *exhaustive((0, 2, 1), (1, 2, 1), (2, 2, 2), (3, 4, 2))])
-def test_compiled_models_train_alike(stage: int, world: int, tp: int) -> None:
-    pool(world).run(_compare, stage, tp)

@@ -11,7 +11,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -35,7 +35,12 @@ def _engine(model: nn.Module, stage: int, dp: int, tp: int, cp: int) -> FullySha
     )
 
 
-def _started(stage: int, dp: int, tp: int, cp: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dp", "tp", "cp"),
+    [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((0, 1, 1, 2), (1, 2, 2, 1), (3, 2, 2, 1), (1, 2, 1, 2), (3, 2, 1, 2))],
+)
+@on_ranks("dp", "tp", "cp")
+def test_all_ranks_begin_with_the_first_ranks_weights(stage: int, dp: int, tp: int, cp: int) -> None:
     """Check that ranks that began with other weights have the first rank's, each its own shard of them."""
     expected = GPT(CONFIG)
     initialize(expected, 0)
@@ -44,14 +49,6 @@ def _started(stage: int, dp: int, tp: int, cp: int) -> None:
     for (name, parameter), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
         part = whole[tuple(slice(*each) for each in local_slices(parameter))]
         assert torch.equal(local_tensor(parameter), part), name
-
-
-@pytest.mark.parametrize(
-    ("stage", "dp", "tp", "cp"),
-    [(2, 2, 1, 1), (3, 1, 1, 2), *exhaustive((0, 1, 1, 2), (1, 2, 2, 1), (3, 2, 2, 1), (1, 2, 1, 2), (3, 2, 1, 2))],
-)
-def test_all_ranks_begin_with_the_first_ranks_weights(stage: int, dp: int, tp: int, cp: int) -> None:
-    pool(dp * tp * cp).run(_started, stage, dp, tp, cp)
 
 
 class _Mixed(nn.Module):
@@ -81,7 +78,8 @@ def test_frozen_parameters_and_buffers_are_broadcast_too() -> None:
     pool(2).run(_mixed)
 
 
-def _unequal() -> None:
+@on_ranks(2)
+def test_different_models_on_the_ranks_are_refused() -> None:
     rank = dist.get_rank()
     models = [
         (nn.Linear(3, 2 + rank), r"weight float32 \[3, 3\] where rank 0 has weight float32 \[2, 3\]"),
@@ -95,7 +93,3 @@ def _unequal() -> None:
                 _engine(model, stage, 2, 1, 1)
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     _mixed()
-
-
-def test_different_models_on_the_ranks_are_refused() -> None:
-    pool(2).run(_unequal)

@@ -27,7 +27,7 @@ from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.train import checkpoint
 from tpfuse.train.checkpoint import Shard
@@ -240,17 +240,14 @@ def test_training_equals_that_of_one_rank(name: str, layout: Layout, accumulatio
         assert found_norms == pytest.approx(norms, rel=1e-12)
 
 
-def run_recomputing() -> None:
+@pytest.mark.exhaustive
+@on_ranks(2)
+def test_recomputation_changes_no_bit() -> None:
     expected, norms = run("gpt", Layout(dp=2), 1)
     for recompute in ("selective", "full"):
         found, found_norms = run("gpt", Layout(dp=2), 1, recompute=recompute)
         assert found_norms == norms and found.keys() == expected.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-@pytest.mark.exhaustive
-def test_recomputation_changes_no_bit() -> None:
-    pool(2).run(run_recomputing)
 
 
 def gradients(name: str, layout: Layout) -> None:
@@ -452,7 +449,8 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
             assert when - killed < LIMIT / 2, "the ranks notice the death before the deadline"
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_parameters_that_cannot_be_sharded_are_named() -> None:
     mesh = mesh_of(2, 1)
 
     def message(change: Callable[[Toy], None], **options: Any) -> str:
@@ -502,7 +500,3 @@ def refusals() -> None:
     engine.members[3].sharded.requires_grad_(False)
     with pytest.raises(ValueError, match=rf"{engine.members[3].name}.requires_grad is False now"):
         engine.start(last=True)
-
-
-def test_parameters_that_cannot_be_sharded_are_named() -> None:
-    pool(2).run(refusals)

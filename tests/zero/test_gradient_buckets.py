@@ -12,7 +12,7 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
@@ -44,7 +44,27 @@ def _reference(step: int) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "accumulation", "bucket_bytes"),
+    [
+        (2, 1, 3, 10_000),
+        (3, 1, 1, 10_000),
+        (1, 2, 2, 2**30),  # one bucket of a kind
+        (1, 3, 3, 10_000),
+        *exhaustive(
+            (1, 1, 2, 10_000),
+            (1, 2, 3, 10_000),
+            (2, 1, 1, 10_000),
+            (2, 2, 1, 2**30),
+            (2, 2, 3, 10_000),
+            (4, 1, 2, 10_000),
+            (1, 4, 1, 10_000),
+            (1, 3, 2, 10_000),
+        ),
+    ],
+)
+@on_ranks("tp", "dp")
+def test_gradients_equal_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
     mesh = mesh_of(dp, tp)
     model = GPT(CONFIG, device_mesh=mesh["tp"], dtype=torch.float64)
     initialize(model, 1)
@@ -65,29 +85,6 @@ def _steps(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
             torch.testing.assert_close(gradient, expected[name][part], rtol=1e-9, atol=1e-13)
         norm = collectives.all_reduce(buckets.squared_norm(), world).sqrt()
         torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(list(expected.values())))
-
-
-@pytest.mark.parametrize(
-    ("tp", "dp", "accumulation", "bucket_bytes"),
-    [
-        (2, 1, 3, 10_000),
-        (3, 1, 1, 10_000),
-        (1, 2, 2, 2**30),  # one bucket of a kind
-        (1, 3, 3, 10_000),
-        *exhaustive(
-            (1, 1, 2, 10_000),
-            (1, 2, 3, 10_000),
-            (2, 1, 1, 10_000),
-            (2, 2, 1, 2**30),
-            (2, 2, 3, 10_000),
-            (4, 1, 2, 10_000),
-            (1, 4, 1, 10_000),
-            (1, 3, 2, 10_000),
-        ),
-    ],
-)
-def test_gradients_equal_those_of_one_rank(tp: int, dp: int, accumulation: int, bucket_bytes: int) -> None:
-    pool(tp * dp).run(_steps, tp, dp, accumulation, bucket_bytes)
 
 
 class _Toy(nn.Module):
@@ -328,7 +325,9 @@ def test_each_update_requires_new_gradients(stage: int) -> None:
     assert optimizer.updates == 1 and torch.equal(model.weight, before)
 
 
-def _many_at_once() -> None:
+@pytest.mark.parametrize("world", [2, *exhaustive(3)])
+@on_ranks("world")
+def test_many_reductions_at_once() -> None:
     model = _Toy()
     group = group_of(tensor_mesh())
     buckets = GradientBuckets(model, data_group=group, bucket_bytes=1)
@@ -339,8 +338,3 @@ def _many_at_once() -> None:
     for name, gradient in _gradients(buckets).items():
         if "unused" not in name:
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_many_reductions_at_once(world: int) -> None:
-    pool(world).run(_many_at_once)

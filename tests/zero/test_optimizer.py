@@ -16,7 +16,7 @@ from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.nodes import pretended_nodes
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.compression import PowerSGDCompression
@@ -191,7 +191,9 @@ def test_a_saved_state_resumes_to_the_bit(stage: int, dtype: torch.dtype, optimi
     assert all(torch.equal(x, before["state"][name]) for name, x in alone.state_dict()["state"].items())
 
 
-def compressed() -> None:
+@pytest.mark.exhaustive
+@on_ranks(4)
+def test_remainders_of_compression_are_in_the_state() -> None:
     """Check on two pretended nodes that the state has PowerSGD's remainders."""
 
     def steps(model: nn.Module, optimizer: ZeroOptimizer) -> None:
@@ -220,12 +222,9 @@ def compressed() -> None:
         assert not all(torch.equal(a, b) for a, b in zip(straight, without, strict=True))
 
 
-@pytest.mark.exhaustive
-def test_remainders_of_compression_are_in_the_state() -> None:
-    pool(4).run(compressed)
-
-
-def skipping(stage: int) -> None:
+@pytest.mark.parametrize("stage", [2, *exhaustive(0, 1, 3)])
+@on_ranks(2)
+def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int) -> None:
     """Check that discarded gradients leave no trace, whether other ranks have received them or not."""
     results = []
     for skip in (False, True):
@@ -251,11 +250,6 @@ def skipping(stage: int) -> None:
             optimizer.zero_grad()
         results.append([gather_whole(parameter).clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("stage", [2, *exhaustive(0, 1, 3)])
-def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int) -> None:
-    pool(2).run(skipping, stage)
 
 
 def sharded_norms() -> tuple[float, str]:

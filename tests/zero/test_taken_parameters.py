@@ -13,7 +13,7 @@ from tpfuse.comm.mesh import group_of
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.meshes import mesh_of, tensor_mesh
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -66,7 +66,8 @@ def test_a_parameter_stays_the_object_that_others_hold(stage: int) -> None:
     assert not torch.equal(model.listed[0], held) and model.listed[0] is model.scale
 
 
-def _hooks_of_dtensors() -> None:
+@on_ranks(2)
+def test_hooks_of_sharded_parameters_are_called() -> None:
     layer = ColumnParallelLinear(3, 4, device_mesh=tensor_mesh())
     seen: list[tuple[str, torch.Size]] = []
     layer.weight.register_hook(lambda gradient: seen.append((type(gradient).__name__, gradient.shape)))
@@ -90,10 +91,6 @@ def _hooks_of_dtensors() -> None:
     layer.to(torch.bfloat16)
     with pytest.raises(ValueError, match="weight was converted or moved"):
         buckets.start(last=True)
-
-
-def test_hooks_of_sharded_parameters_are_called() -> None:
-    pool(2).run(_hooks_of_dtensors)
 
 
 def _assign(model: nn.Module) -> None:
@@ -210,7 +207,8 @@ def test_a_backward_pass_of_parameters_updated_since_is_an_error() -> None:
         loss.backward()
 
 
-def _stage_3() -> None:
+@on_ranks(2)
+def test_stage_3_notices_changes_of_its_parameters() -> None:
     mesh, x = mesh_of(2, 1), normal(0, 2, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     old = torch.optim.AdamW(model.parameters())
@@ -230,10 +228,6 @@ def _stage_3() -> None:
     _assign(model)
     with pytest.raises(ValueError, match=r"0\.weight was replaced by another tensor.*shard a new model"):
         engine.start(last=True)
-
-
-def test_stage_3_notices_changes_of_its_parameters() -> None:
-    pool(2).run(_stage_3)
 
 
 def test_gradients_that_buckets_cannot_hold_are_named() -> None:

@@ -2,14 +2,18 @@
 
 `pool(4).run(function, *args)` runs `function(*args)` on four CPU ranks at once, in a Gloo group that is their
 default group, and returns the result of each. A rank finds the function by its file and name, so the function must be
-at the top level of a module; arguments and results are pickled. If a rank raises, dies or is late, `run` raises
+at the top level of a module; arguments and results are pickled. `on_ranks` makes a test whose whole body runs on every
+rank. If a rank raises, dies or is late, `run` raises
 RankError with every rank's traceback, and the next use starts the pool again. The ranks take over this process's
 settings of deterministic algorithms: whether they are required, and whether torch only warns of others.
 """
 
 import atexit
 import contextlib
+import functools
 import importlib.util
+import inspect
+import math
 import multiprocessing
 import os
 import shutil
@@ -19,7 +23,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from math import inf
 from multiprocessing.connection import Connection, wait
 from types import FunctionType
 from typing import Any
@@ -53,7 +56,7 @@ def _find(file: str, name: str) -> Callable[..., Any]:
             assert spec is not None and spec.loader is not None
             module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        _functions[file, name] = getattr(module, name)
+        _functions[file, name] = inspect.unwrap(getattr(module, name))
     return _functions[file, name]
 
 
@@ -257,7 +260,7 @@ class GpuRankPool(RankPool):
     """
 
     def __init__(self, world: int, timeout: float = 400.0, *, overlapping: bool = True) -> None:
-        super().__init__(world, timeout, grace=20.0, most_groups=inf)
+        super().__init__(world, timeout, grace=20.0, most_groups=math.inf)
         self._overlapping = overlapping
 
     def _start(self) -> None:
@@ -277,3 +280,31 @@ def pool(world: int) -> RankPool:
         _pools[world] = RankPool(world)
         atexit.register(_pools[world].close)
     return _pools[world]
+
+
+def on_ranks(*sizes: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that runs on every rank of a pool.
+
+        @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (2, 2)])
+        @on_ranks("tp", "dp")
+        def test_something(tp: int, dp: int) -> None: ...
+
+    The number of ranks is the product of `sizes`, which are numbers or names of the test's parameters. A name that is
+    no parameter of the function becomes a parameter of the test alone.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(function)
+        own, more = list(signature.parameters), [size for size in sizes if isinstance(size, str)]
+        more = [name for name in more if name not in own]
+
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            world = math.prod(arguments[size] if isinstance(size, str) else size for size in sizes)
+            pool(world).run(function, *(arguments[name] for name in own))
+
+        added = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in more]
+        test.__signature__ = signature.replace(parameters=[*added, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return test
+
+    return decorate

@@ -21,16 +21,11 @@ from tpfuse.comm.settings import set_settings
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.patience import patient
-from tpfuse.testing.ranks import pool
+from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "fused", "collective")
-
-
-def _collect(name: Implementation, dtypes: tuple[torch.dtype, ...]) -> None:
-    for dtype in dtypes:
-        _collect_one(name, dtype)
 
 
 def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
@@ -57,8 +52,10 @@ def _collect_one(name: Implementation, dtype: torch.dtype) -> None:
     [(2, DTYPES[:1]), (3, DTYPES[1:3]), *exhaustive((1, DTYPES), (2, DTYPES), (3, DTYPES), (4, DTYPES))],
 )
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_every_collective_is_exact(world: int, dtypes: tuple[torch.dtype, ...], name: Implementation) -> None:
-    pool(world).run(_collect, name, dtypes)
+@on_ranks("world")
+def test_every_collective_is_exact(name: Implementation, dtypes: tuple[torch.dtype, ...]) -> None:
+    for dtype in dtypes:
+        _collect_one(name, dtype)
 
 
 def _taken(name: Implementation, triton: bool) -> str:
@@ -119,7 +116,8 @@ def _sizes(name: Implementation, sizes: tuple[int, ...], dtype: torch.dtype) -> 
             assert torch.equal(collectives.all_reduce_max(mine, group), whole.amax(0))
 
 
-def _pieces() -> None:
+@on_ranks(2)
+def test_tensors_above_a_slot_go_through_it_in_pieces() -> None:
     """Runs kernels with slots that hold less than a row."""
     group, rank, world = dist.new_group(), dist.get_rank(), dist.get_world_size()
     launched = FusedCollectives(connect(group, torch.device("cpu")), slot_bytes=128)
@@ -133,10 +131,6 @@ def _pieces() -> None:
     ):
         operation(x, out).wait()
         assert torch.equal(out, expected)
-
-
-def test_tensors_above_a_slot_go_through_it_in_pieces() -> None:
-    pool(2).run(_pieces)
 
 
 F32, BF16, I32, I64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
@@ -177,7 +171,9 @@ def test_many_iterations_of_ranks_that_are_late(world: int, iterations: int) -> 
     assert len(pool(world).run(_delayed, iterations)[0]) == iterations
 
 
-def _under_way() -> None:
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks("world")
+def test_several_collectives_under_way() -> None:
     group, rank, world = group_of(tensor_mesh()), dist.get_rank(), dist.get_world_size()
     whole = integers(2, world, 4 * world)
     large = integers(3, world, 300_000 * world)
@@ -192,12 +188,8 @@ def _under_way() -> None:
     assert torch.equal(third, large.flatten())
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_several_collectives_under_way(world: int) -> None:
-    pool(world).run(_under_way)
-
-
-def _overlapping() -> None:
+@on_ranks(4)
+def test_collectives_of_overlapping_groups_do_not_interfere() -> None:
     """Pairs of ranks and all ranks sum in turn, and one group's collective begins inside of the other's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
@@ -209,10 +201,6 @@ def _overlapping() -> None:
         assert torch.equal(collectives.all_gather(whole[rank], pair), whole[first : first + 2].flatten())
         handle.wait()
         assert torch.equal(out, whole.sum(0))
-
-
-def test_collectives_of_overlapping_groups_do_not_interfere() -> None:
-    pool(4).run(_overlapping)
 
 
 def _halves() -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,7 +275,8 @@ def test_the_first_collective_names_the_missing_rank() -> None:
         assert re.match(expected, texts[rank]), texts
 
 
-def _outside_of_autograd() -> None:
+@on_ranks(2)
+def test_collectives_are_outside_autograd() -> None:
     x = torch.ones(3, requires_grad=True)
     for out in (collectives.all_gather(x, dist.group.WORLD), collectives.all_reduce(x, dist.group.WORLD)):
         assert not out.requires_grad
@@ -295,17 +284,10 @@ def _outside_of_autograd() -> None:
     assert not any(memory.buffer(key, b.shape, b.dtype).local.requires_grad for key, b in memory._buffers.items())
 
 
-def test_collectives_are_outside_autograd() -> None:
-    pool(2).run(_outside_of_autograd)
-
-
-def _uneven() -> None:
+@on_ranks(2)
+def test_rows_that_cannot_be_scattered_are_refused() -> None:
     group = group_of(tensor_mesh())
     with pytest.raises(ValueError, match="7 rows cannot be split among 2 ranks"):
         collectives.reduce_scatter(torch.zeros(7, 2), group)
     with pytest.raises(ValueError, match="all_to_all: 7 rows: expected one for each of 2 ranks"):
         collectives.all_to_all(torch.zeros(7, 2), group)
-
-
-def test_rows_that_cannot_be_scattered_are_refused() -> None:
-    pool(2).run(_uneven)
