@@ -1,12 +1,17 @@
-"""Fixtures: a small text, and the flags of a run that takes a moment."""
+"""Fixtures: a small text, the commands in this process, and a finished run."""
 
+import contextlib
+import io
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tpfuse.cli import run
+from tpfuse.testing.command import Commands
 from tpfuse.train import hardware
 from tpfuse.train.launch import STOP_SIGNALS
 
@@ -36,11 +41,36 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def flags(text: Path) -> list[str]:
-    """Returns the flags of a tiny run on that text. The test adds `--out`."""
+def _flags(text: Path) -> list[str]:
     return (
         f"--data.path {text} --model.n-layer 2 --model.n-embd 32 --model.n-head 4 --model.n-positions 16"
         " --train.steps 12 --train.batch 8 --train.eval-every 6 --train.eval-batches 2 --train.log-every 3"
         " --train.save-every 5"
     ).split()
+
+
+@pytest.fixture
+def flags(text: Path) -> list[str]:
+    """Returns the flags of a tiny run on that text. The test adds `--out`."""
+    return _flags(text)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """Makes a finished run, whose folder the tests must not change. The file "said" beside it has what it printed."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert run(["train", *_flags(text), "--data.tokenizer", "chars", "--out", str(out)]) == 0
+    (out.parent / "said").write_text(said.getvalue())
+    return out
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """Returns a copy of the finished run, which the test may change."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture
+def commands(flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(run, flags, tmp_path / "run", capfd)

@@ -1,7 +1,7 @@
 """The commands in this process: their output, files and status. test_launch.py runs them with several ranks."""
 
 import ast
-import contextlib
+import errno
 import fcntl
 import io
 import itertools
@@ -27,8 +27,9 @@ import tpfuse
 from tpfuse import backend, cli
 from tpfuse.__main__ import main
 from tpfuse.cli import COMMANDS, run
+from tpfuse.testing.command import Commands
 from tpfuse.testing.patience import patient
-from tpfuse.train import hardware, loop, metrics, options
+from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import parse_train
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
@@ -40,20 +41,17 @@ from tpfuse.train.tokenizer import ByteTokenizer
 from tpfuse.train.trainer import Trainer
 from tpfuse.zero import offload
 
+NO_SPACE = "No space left on device"
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """Makes a finished run, whose folder the tests must not change."""
-    out = tmp_path_factory.mktemp("trained") / "run"
-    flags = (
-        f"--data.path {text} --data.tokenizer chars --model.n-layer 2 --model.n-embd 32 --model.n-head 4"
-        " --model.n-positions 16 --train.steps 12 --train.batch 8 --train.eval-every 6 --train.eval-batches 2"
-        f" --train.log-every 3 --train.save-every 5 --out {out}"
-    ).split()
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert run(["train", *flags]) == 0
-    (out.parent / "said").write_text(said.getvalue())
-    return out
+
+def steps(run: Path) -> list[int]:
+    """Returns the steps of the run's checkpoints."""
+    return sorted(int(path.name.removeprefix("step-")) for path in run.glob("step-*"))
+
+
+def times(folder: Path) -> dict[Path, int]:
+    """Returns when each file in the folder was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_a_run_writes_its_files(trained: Path) -> None:
@@ -64,7 +62,7 @@ def test_a_run_writes_its_files(trained: Path) -> None:
     assert all(row["sent_bytes"] == row["received_bytes"] == 0 for row in rows[1:]), "one rank"
     assert [row["step"] for row in rows if row["val_loss"] is not None] == [0, 6, 12]
     assert all(0 < row["mfu"] <= 1 and row["tokens_per_second"] > 0 and row["memory_bytes"] > 2**26 for row in rows[1:])
-    assert sorted(path.name for path in trained.glob("step-*")) == ["step-10", "step-12"], "keeps two"
+    assert steps(trained) == [10, 12], "keeps two"
     assert (trained / "loss.png").read_bytes().startswith(b"\x89PNG")
     board = EventAccumulator(str(trained / "tensorboard"))
     board.Reload()
@@ -86,192 +84,69 @@ def test_a_run_prints_its_first_and_last_lines(trained: Path, text: Path) -> Non
     assert re.search(measured, out, re.M)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(trained: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    shutil.rmtree(copy / "step-12")
-    rows = read_metrics(copy / "metrics.jsonl")
-    assert run(["train", "--resume", "--out", str(copy)]) == 0
-    again = read_metrics(copy / "metrics.jsonl")
+def test_a_resumed_run_ends_with_the_same_bits(trained: Path, copied: Path, commands: Commands) -> None:
+    shutil.rmtree(copied / "step-12")
+    rows = read_metrics(copied / "metrics.jsonl")
+    commands.resume()
+    again = read_metrics(copied / "metrics.jsonl")
     assert [row["step"] for row in again] == [row["step"] for row in rows], "no row is written twice"
     assert [row["loss"] for row in again] == [row["loss"] for row in rows]
-    first, second = (newest_good(folder, warn=pytest.fail) for folder in (trained, copy))
+    first, second = (newest_good(folder, warn=pytest.fail) for folder in (trained, copied))
     assert first is not None
     assert second is not None
     assert first.manifest["files"] == second.manifest["files"], "to the last byte"
 
 
-@pytest.mark.exhaustive
-def test_a_finished_run_resumes_with_more_steps(trained: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 0
-    assert (copy / "step-15").is_dir()
-
-
-def test_sample_prints_the_prompt_and_its_continuation(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for flags in (["--temperature", "0"], ["--temperature", "0"], ["--seed", "1"], ["--seed", "2"], ["--top-k", "1"]):
-        assert run(["sample", str(trained), "--prompt", "the c", "--tokens", "40", *flags]) == 0
-        texts.append(capsys.readouterr().out)
+def test_sample_prints_the_prompt_and_its_continuation(trained: Path, commands: Commands) -> None:
+    ways = ("--temperature 0", "--temperature 0", "--seed 1", "--seed 2", "--top-k 1")
+    texts = [commands.do("sample", trained, "--prompt", "the c", "--tokens", "40", *way.split()) for way in ways]
     assert all(text.startswith("the c") and len(text) == 5 + 40 + 1 for text in texts)
     assert texts[0] == texts[1] == texts[4]
     assert texts[2] != texts[3]
 
 
-def test_several_samples_continue_a_prompt_from_a_file(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_samples_continue_a_prompt_from_a_file(trained: Path, tmp_path: Path, commands: Commands) -> None:
     (tmp_path / "prompt.txt").write_text("the c")
-    several = ["--samples", "2", "--top-p", "0.9", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "40"]
-    assert run(["sample", str(trained), *several, "--seed", "1"]) == 0
-    texts = capsys.readouterr().out.removesuffix("\n").split(BETWEEN)
+    several = ["--samples", "2", "--top-p", "0.9", "--prompt-file", tmp_path / "prompt.txt", "--tokens", "40"]
+    texts = commands.do("sample", trained, *several, "--seed", "1").removesuffix("\n").split(BETWEEN)
     assert len(texts) == 2 and texts[0] != texts[1] and all(len(text) == 45 for text in texts)
-    assert run(["sample", str(trained), "--prompt", "the c", "--top-p", "0.9", "--tokens", "40", "--seed", "2"]) == 0
-    assert capsys.readouterr().out == texts[1] + "\n", "the second sample is the first one of the next seed"
-    assert run(["sample", str(trained), "--prompt", "the c", "--tokens", "40", "--seed", "2"]) == 0
-    assert capsys.readouterr().out != texts[1] + "\n", "without top-p other tokens are drawn"
+    second = ("sample", trained, "--prompt", "the c", "--tokens", "40", "--seed", "2")
+    assert commands.do(*second, "--top-p", "0.9") == texts[1] + "\n", "the first sample of the next seed"
+    assert commands.do(*second) != texts[1] + "\n", "without top-p other tokens are drawn"
 
 
-def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, flags: list[str]) -> None:
-    arguments = ["prepare", "--out", str(tmp_path / "data"), "--data.path", str(text), "--data.tokenizer", "chars"]
-    assert run(arguments) == 0
-    assert run(arguments) == 2, "never over an existing file"
+def test_prepare_and_train_on_its_file(tmp_path: Path, text: Path, commands: Commands) -> None:
+    prepare = ("prepare", "--out", tmp_path / "data", "--data.path", text, "--data.tokenizer", "chars")
+    commands.do(*prepare)
+    commands.fail(*prepare)  # never over an existing file
     description = json.loads((tmp_path / "data" / "tokens.json").read_text())
     assert description["tokens"] == len(text.read_text())
-    file = tmp_path / "data" / "tokens.bin"
-    assert run(["train", *flags, "--data.path", str(file), "--out", str(tmp_path / "run")]) == 0
-    assert not (tmp_path / "run" / "data").exists(), "a prepared file is read where it is"
-    assert 'tokenizer = "chars"' in (tmp_path / "run" / "config.toml").read_text(), "the one that was used"
-    assert run(["sample", str(tmp_path / "run"), "--prompt", "the", "--tokens", "5"]) == 0
+    commands.train("--data.path", tmp_path / "data" / "tokens.bin")
+    assert not (commands.out / "data").exists(), "a prepared file is read where it is"
+    assert 'tokenizer = "chars"' in (commands.out / "config.toml").read_text(), "the one that was used"
+    commands.do("sample", commands.out, "--prompt", "the", "--tokens", "5")
 
 
-BAD = [
-    (["--train.stepz", "3"], "did you mean --train.steps"),
-    (["--parallel.tp", "3"], "tp 3 does not divide n_head 4"),
-    (["--model.n-embd", "30"], "n_embd 30 is not a multiple of n_head 4"),
-    (["--model.n-positions", "100000"], "a context of 100000 needs 100001"),
-    (["--data.val-fraction", "0.001"], "tokens for validation"),
-    (["--data.val-fraction", "1.5"], "--data.val-fraction 1.5"),
-    (["--data.path", "/nowhere/at/all.txt"], "/nowhere/at/all.txt does not exist"),
-    (["--data.path", "/nowhere/at/all.bin"], "cannot read /nowhere/at/all.bin"),
-    (["--data.tokenizer", "klingon"], "tokenizer 'klingon' is not known"),
-    (["--train.batch", "9", "--parallel.dp", "2"], "--train.batch 9 cannot be divided among 2"),
-    (["--train.micro-batch", "3"], "--train.micro-batch 3 does not divide the 8 sequences"),
-    (["--train.steps", "0"], "--train.steps 0: expected at least 1"),
-    (["--train.autocast", "bfloat16", "--train.dtype", "float16"], "bfloat16 is for --train.dtype float32, not for"),
-    (["--init-from", "/nowhere"], "--init-from /nowhere: expected the folder of a `tpfuse train` run, or of a Hugging"),
-    (["--optim.beta2", "1.0"], "--optim.beta2 1.0"),
-    (["--optim.lr", "nan"], "--optim.lr nan"),
-    (["--optim.lr", "inf"], "--optim.lr inf: expected at least 0, and finite"),
-    (["--comm.timeout", "1e7"], "--comm.timeout 10000000.0: expected at most 1e+06 seconds"),
-    (["--out", "r\udcff"], "the name is not UTF-8: rename it"),
-    (["--model.dropout", "1.0"], "dropout 1.0"),
-    (
-        ["--data.path", "a.txt", "b.txt"],
-        "--data.path takes one file, folder or pattern in quotes: found a.txt and b.txt",
-    ),
-    (
-        ["--data.val-path", "a", "b", "c"],
-        "--data.val-path takes one file, folder or pattern in quotes: found a and 2 more",
-    ),
-    (["--data.path", "/nowhere/*.bin"], "no file matches /nowhere/*.bin"),
-    (["--data.val-path", "/nowhere/v.txt"], "/nowhere/v.txt does not exist"),
-    (["--data.val-path", "v.txt", "--data.val-fraction", "0.2"], "--data.val-fraction and --data.val-path were both"),
-    (["--train.batch", "1000000000000"], "--train.batch 1000000000000: the token ids of one step take"),
-    (["--optim.warmup", "soon"], "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens"),
-    (["--optim.warmup", "-1"], "--optim.warmup -1: expected at least 0"),
-    (["--optim.decay", "5"], "--optim.decay 5 is for --optim.schedule wsd, not cosine"),
-    (["--optim.schedule", "constant", "--optim.decay-steps", "9"], "--optim.decay-steps 9 is not for"),
-    (["--optim.schedule", "step"], "--optim.schedule"),
-    (["--parallel.tp", "0"], "--parallel.tp 0"),
-    (["--parallel.cp", "0"], "--parallel.tp 1 --parallel.cp 0"),
-    (["--zero.stage", "4"], "--zero.stage 4: expected 0, 1, 2 or 3"),
-    (["--parallel.replicas", "2"], "--parallel.replicas 2: expected 1 below stage 3"),
-    (
-        ["--parallel.replicas", "3", "--parallel.dp", "4", "--zero.stage", "3"],
-        "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks",
-    ),
-    (["--zero.stage", "3", "--zero.offload", "optimizer"], "--zero.offload optimizer is for --zero.stage 0, 1 and 2"),
-    (["--zero.stage", "3", "--zero.compression", "bf16"], "--zero.compression bf16 is for --zero.stage 0, 1 and 2"),
-    (["--zero.offload", "nvme"], "--zero.offload nvme and --zero.offload-path FOLDER need each other"),
-    (["--zero.offload-path", "."], "--zero.offload nvme and --zero.offload-path FOLDER need each other"),
-    (
-        ["--zero.offload", "nvme", "--zero.offload-path", "/nowhere/at/all"],
-        "--zero.offload path /nowhere/at/all is not a folder",
-    ),
-    (["--zero.powersgd-rank", "0"], "--zero.powersgd-rank 0: expected at least 1"),
-    (["--parallel.cp", "17"], "cp 17 is more than the 16 tokens of a sequence"),
-    (
-        ["--parallel.cp", "3", "--parallel.cp-schedule", "ulysses"],
-        "3 ranks cannot divide 4 heads; ring and all_gather",
-    ),
-    (
-        ["--parallel.cp", "4", "--parallel.tp", "2", "--parallel.cp-schedule", "ulysses"],
-        "4 ranks cannot divide 2 heads; ring and all_gather can be used, and so can ulysses_ring with one of [2]",
-    ),
-    (
-        ["--parallel.cp", "2", "--parallel.cp-schedule", "ulysses_ring"],
-        "cp 2 has no divisor between 1 and itself that divides 4 heads",
-    ),
-    (
-        ["--parallel.cp", "8", "--parallel.cp-schedule", "ulysses_ring", "--parallel.cp-ulysses", "8"],
-        "schedule ulysses_ring: 8 of cp 8 exchange heads: expected a divisor between",
-    ),
-    (["--parallel.cp", "2", "--parallel.cp-ulysses", "2"], "--parallel.cp-ulysses 2 is for --parallel.cp-schedule"),
-    (["--parallel.cp", "2", "--parallel.cp-balance", "even"], "--parallel.cp-balance"),
-    (["--parallel.cp-shedule", "ring"], "did you mean --parallel.cp-schedule"),
-]
-
-
-@pytest.mark.parametrize(("extra", "message"), BAD, ids=[" ".join(extra) for extra, _ in BAD])
-def test_bad_input_is_one_line_and_writes_nothing(
-    extra: list[str], message: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["train", *flags, "--out", str(tmp_path / "run"), *extra]) == 2
-    captured = capfd.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.err.startswith("tpfuse train: error: ")
-    assert captured.out == "" or re.fullmatch(r"reading  \S+\n", captured.out)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_disk_without_space_for_the_optimizer(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_space_for_the_optimizer(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before anything is written, and says how much space is needed and how much there is."""
     full = os.statvfs_result((4096, 4096, 1000, 2, 2, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     monkeypatch.setattr(offload, "_IN_MEMORY", ())
-    zero = ["--zero.offload", "nvme", "--zero.offload-path", str(Path.cwd())]
-    assert run(["train", *flags, "--out", str(tmp_path / "run"), *zero]) == 2
-    error = one_error(capfd)
+    error = commands.fail_to_train("--zero.offload", "nvme", "--zero.offload-path", Path.cwd())
     assert "has too little space: optimizer state needs" in error and "0.01 MiB are free" in error
-    assert not list(tmp_path.iterdir())
+    assert not commands.out.exists()
 
 
-def test_triton_on_a_cpu_needs_the_interpreter(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_triton_on_a_cpu_needs_the_interpreter(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--kernels", "triton"]) == 2
-    assert "--kernels triton on a CPU are interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
-    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--parallel.impl", "fused"]) == 2
-    assert "--parallel.impl fused on a CPU is interpreted: set TRITON_INTERPRET=1" in one_error(capfd)
-    assert not list(tmp_path.iterdir())
-
-
-def one_error(capfd: pytest.CaptureFixture[str]) -> str:
-    err = capfd.readouterr().err
-    errors = [line for line in err.splitlines() if "error:" in line]
-    assert len(errors) == 1, err
-    assert "Traceback" not in err
-    return errors[0]
+    for option, verb in (("--kernels triton", "are"), ("--parallel.impl fused", "is")):
+        expected = f"{option} on a CPU {verb} interpreted: set TRITON_INTERPRET=1"
+        assert expected in commands.fail_to_train(*option.split())
+    assert not commands.out.exists()
 
 
 def test_the_gpt2_tokenizer_without_a_network_is_an_error(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_network(*_: object) -> None:
         raise OSError(-2, "Name or service not known")
@@ -279,214 +154,142 @@ def test_the_gpt2_tokenizer_without_a_network_is_an_error(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("socket.getaddrinfo", no_network)
-    assert run(["train", *flags, "--out", str(tmp_path / "run"), "--data.tokenizer", "gpt2"]) == 2
-    assert "pass --data.tokenizer tokenizer.json" in one_error(capfd)
-    assert not (tmp_path / "run").exists()
+    assert "pass --data.tokenizer tokenizer.json" in commands.fail_to_train("--data.tokenizer", "gpt2")
+    assert not commands.out.exists()
 
 
-def test_an_existing_run_needs_resume(trained: Path, flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    assert run(["train", *flags, "--out", str(trained)]) == 2
-    assert "add --resume" in one_error(capfd)
-    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+def test_options_that_do_not_fit_a_run_change_nothing(copied: Path, text: Path, commands: Commands) -> None:
+    other, data = copied.parent / "other.txt", copied.parent / "data"
+    other.write_text(text.read_text()[::-1])
+    commands.do("prepare", "--out", data, "--data.path", other, "--data.tokenizer", "chars")
+    before = times(copied)
+    assert "add --resume" in commands.fail_to_train()
+    for other_options, message in (
+        (("--model.n-layer", "3"), "different model: n_layer is 2 in the checkpoint and 3 in the options"),
+        (("--train.dtype", "float64"), "trained in float32"),
+        (("--data.path", data / "tokens.bin"), "different data"),
+        (("--data.path", other), f"was trained on {text}, not on {other}"),
+    ):
+        assert message in commands.fail_to_resume(*other_options)
+    assert times(copied) == before
 
 
-def test_resuming_with_another_model_is_refused(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    assert run(["train", "--resume", "--out", str(trained), "--model.n-layer", "3"]) == 2
-    assert "different model: n_layer is 2 in the checkpoint and 3 in the options" in one_error(capfd)
-    assert run(["train", "--resume", "--out", str(trained), "--train.dtype", "float64"]) == 2
-    assert "trained in float32" in one_error(capfd)
-    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+SHORT = "--train.steps 4 --train.eval-every 4 --train.save-every 0".split()
 
 
-def test_resuming_with_other_data_is_refused(
-    trained: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "other.txt").write_text(text.read_text()[::-1])
-    flags = ["--data.path", str(tmp_path / "other.txt"), "--data.tokenizer", "chars"]
-    assert run(["prepare", "--out", str(tmp_path / "data"), *flags]) == 0
-    flags = ["--data.path", str(tmp_path / "data" / "tokens.bin")]
-    assert run(["train", "--resume", "--out", str(trained), *flags]) == 2
-    assert "different data" in one_error(capfd)
-
-    assert run(["train", "--resume", "--out", str(trained), "--data.path", str(tmp_path / "other.txt")]) == 2
-    assert f"was trained on {text}, not on {tmp_path / 'other.txt'}" in one_error(capfd)
-    assert "other" not in (trained / "config.toml").read_text()
-
-
-SHORT = ["--train.steps", "4", "--train.eval-every", "4", "--train.save-every", "0"]
-
-
-def test_validation_may_have_its_own_text(
-    text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    out, val = tmp_path / "run", tmp_path / "val.txt"
+def test_validation_may_have_its_own_text(text: Path, tmp_path: Path, commands: Commands) -> None:
+    out, val = commands.out, tmp_path / "val.txt"
     val.write_text("#" * (31 * 16 + 1))  # each window of 16 tokens has the same loss
-    assert run(["train", *flags, *SHORT, "--data.val-path", str(val), "--out", str(out)]) == 0
-    said = capfd.readouterr().out
-    tokens = len(text.read_text())
-    assert f"text     {text}: {tokens:,} tokens, each read 0.07 times in 4 steps" in said
+    said = commands.train(*SHORT, "--data.val-path", val)
+    assert f"text     {text}: {len(text.read_text()):,} tokens, each read 0.07 times in 4 steps" in said
     assert f"; validation on 497 tokens of {val}, vocabulary 256" in said
     assert f'val_path = "{val}"' in (out / "config.toml").read_text()
-
     val.write_text("changed since")
     again = prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1))
     assert again.checkpoint is not None and again.data.val is not None
     assert set(again.data.val.open()[:].tolist()) == {ord("#")}, "the run has kept the tokens"
-    assert run(["evaluate", str(out)]) == 0
-    evaluated = capfd.readouterr().out
-    loss = read_metrics(out / "metrics.jsonl")[-1]["val_loss"]
+    evaluated, loss = commands.do("evaluate", out), read_metrics(out / "metrics.jsonl")[-1]["val_loss"]
     assert f": loss {loss:.4f} nats per token" in evaluated and f"(496 tokens of {val})" in evaluated
-    assert run(["train", "--resume", "--out", str(out), "--data.val-path", str(text)]) == 2
-    assert f"was validated on {val}, not on {text}" in one_error(capfd)
-    data = out / "data" / "tokens.bin"
-    assert run(["train", "--resume", "--out", str(out), "--data.val-path", str(data)]) == 2
-    assert "was validated on tokens with SHA-256" in one_error(capfd)
+    assert f"was validated on {val}, not on {text}" in commands.fail_to_resume("--data.val-path", text)
+    error = commands.fail_to_resume("--data.val-path", out / "data" / "tokens.bin")
+    assert "was validated on tokens with SHA-256" in error
 
 
 def test_a_run_on_several_token_files_resumes_with_the_same_ones(
-    text: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, commands: Commands
 ) -> None:
     tokens = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.uint16)
     for index, part in enumerate(np.split(tokens, [1000])):
         write_token_file(tmp_path / "shards", part, ByteTokenizer(), "test", f"web_train_{index:06}")
-    out, pattern = tmp_path / "run", tmp_path / "shards" / "web_train_*.bin"
-    assert run(["train", *flags, *SHORT, "--data.path", str(pattern), "--out", str(out)]) == 0
-    assert "text     2 files, " in capfd.readouterr().out
-    assert prepare_run(with_layout(parse_train(["--resume", "--out", str(out)]), 1)).checkpoint is not None
+    said = commands.train(*SHORT, "--data.path", tmp_path / "shards" / "web_train_*.bin")
+    assert "text     2 files, " in said
+    resume = parse_train(["--resume", "--out", str(commands.out)])
+    assert prepare_run(with_layout(resume, 1)).checkpoint is not None
     write_token_file(tmp_path / "shards", tokens[:500], ByteTokenizer(), "test", "web_train_000002")
-    assert run(["train", "--resume", "--out", str(out)]) == 2
-    assert f"--resume with different data: {out} was trained on tokens with SHA-256" in one_error(capfd)
+    expected = f"--resume with different data: {commands.out} was trained on tokens with SHA-256"
+    assert expected in commands.fail_to_resume()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda path: os.truncate(path, 2000), "tokens.bin has become shorter: expected"),
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:1024] + b"\xff" * (path.stat().st_size - 1024)),
-            "vocabulary",
-        ),
-    ],
-    ids=["shorter", "overwritten"],
-)
-def test_token_files_that_change_during_the_run_are_found(
-    change: Callable[[Path], object],
-    message: str,
-    flags: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = Trainer.evaluate
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Returns at_step(step, action), which lets the action happen before the evaluation of that step."""
 
-    def evaluate(self: Trainer, *arguments: Any) -> float:
-        if self.step == 5:
-            change(tmp_path / "run" / "data" / "tokens.bin")
-        return real(self, *arguments)
+    def arrange(step: int, action: Callable[[], object]) -> None:
+        real = Trainer.evaluate
 
-    monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
-    error = one_error(capfd)
-    assert "step 5: rank 0: " in error and message in error
+        def evaluate(self: Trainer, *arguments: Any) -> float:
+            if self.step == step:
+                action()
+            return real(self, *arguments)
+
+        monkeypatch.setattr(Trainer, "evaluate", evaluate)
+
+    return arrange
 
 
-def test_too_little_memory_is_one_line(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_file_that_changes_during_the_run_is_found(commands: Commands, at_step: Callable[..., None]) -> None:
+    at_step(5, lambda: os.truncate(commands.out / "data" / "tokens.bin", 2000))
+    error = commands.fail_to_train(status=1)
+    assert "step 5: rank 0: " in error and "tokens.bin has become shorter: expected" in error
+
+
+def test_a_removed_run_folder_ends_the_run_with_an_error(commands: Commands, at_step: Callable[..., None]) -> None:
+    at_step(6, lambda: shutil.rmtree(commands.out))
+    error = commands.fail_to_train("--train.eval-every", "6", status=1)
+    assert f"step 10 was not saved: the run's folder {commands.out} has been removed" in error
+
+
+def test_too_little_memory_is_one_line(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trainer, "train_step", lambda *arguments: torch.empty(2**50))
-    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
-    error = one_error(capfd)
+    error = commands.fail_to_train(status=1)
     assert "step 0: rank 0 has too little memory (" in error and "a smaller --train.micro-batch" in error
 
 
-def test_options_that_a_full_disk_has_emptied(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_options_that_a_full_disk_has_emptied(copied: Path, commands: Commands) -> None:
     """An empty file must not mean default options, and resuming does not empty the file."""
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    (copy / "config.toml").write_text("")
-    assert run(["train", "--resume", "--out", str(copy)]) == 2
-    assert "config.toml is empty: write the run's options into it" in one_error(capfd)
+    (copied / "config.toml").write_text("")
+    assert "config.toml is empty: write the run's options into it" in commands.fail_to_resume()
 
 
 def test_a_disk_that_is_full_leaves_the_options_as_they_were(
-    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copied: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpfuse.train import durable
-
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    before = (copy / "config.toml").read_text()
-
     def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, NO_SPACE)
 
+    before = (copied / "config.toml").read_text()
     monkeypatch.setattr(durable.os, "write", full)
-    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 2
-    assert "No space left on device" in one_error(capfd)
-    assert (copy / "config.toml").read_text() == before
+    assert NO_SPACE in commands.fail_to_resume("--train.steps", "15")
+    assert (copied / "config.toml").read_text() == before
 
 
-def test_a_folder_has_one_run_at_a_time(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    holder = os.open(copy, os.O_RDONLY)
+def test_a_folder_has_one_run_at_a_time(copied: Path, commands: Commands) -> None:
+    """A finished run resumes with more steps, but not while another process has its folder."""
+    holder = os.open(copied, os.O_RDONLY)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 2
-    assert f"{copy} is in use by another run" in one_error(capfd)
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
+    before = times(copied)
+    assert f"{copied} is in use by another run" in commands.fail_to_resume("--train.steps", "15")
+    assert times(copied) == before
     os.close(holder)
-    assert run(["train", "--resume", "--out", str(copy), "--train.steps", "15"]) == 0
+    commands.resume("--train.steps", "15")
+    assert 15 in steps(copied)
 
 
-def test_a_ruined_model_does_not_replace_a_good_checkpoint(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_ruined_model_does_not_replace_a_good_checkpoint(commands: Commands) -> None:
     """The update of step 4 overflows, although its loss was still finite."""
-    out = tmp_path / "run"
-    assert (
-        run(["train", *flags, "--train.save-every", "1", "--train.keep", "1", "--train.steps", "3", "--out", str(out)])
-        == 0
-    )
-    explosion = ["--optim.lr", "1e38", "--optim.clip", "0", "--train.steps", "6", "--optim.weight-decay", "10"]
-    assert run(["train", "--resume", "--out", str(out), *explosion]) == 1
-    assert "step 4: after the update the loss is nan; not saved" in one_error(capfd)
-    assert [path.name for path in out.glob("step-*")] == ["step-3"]
-
-
-def test_a_removed_run_folder_ends_the_run_with_an_error(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "run"
-    real = Trainer.evaluate
-
-    def evaluate(self: Trainer, *arguments: Any) -> float:
-        if self.step == 6:
-            shutil.rmtree(out)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(Trainer, "evaluate", evaluate)
-    assert run(["train", *flags, "--train.eval-every", "6", "--out", str(out)]) == 1
-    assert f"step 10 was not saved: the run's folder {out} has been removed" in one_error(capfd)
+    commands.train(*"--train.save-every 1 --train.keep 1 --train.steps 3".split())
+    explosion = "--optim.lr 1e38 --optim.clip 0 --train.steps 6 --optim.weight-decay 10".split()
+    assert "step 4: after the update the loss is nan; not saved" in commands.fail_to_resume(*explosion, status=1)
+    assert steps(commands.out) == [3]
 
 
 def test_training_continues_without_a_reader_of_its_output(flags: list[str], tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tpfuse",
-        "train",
-        *flags,
-        "--train.log-every",
-        "1",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    command = [*"-m tpfuse train --train.log-every 1 --out".split(), str(tmp_path / "run"), *flags]
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=patient(120.0))
+    process = subprocess.run(
+        [sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=patient(120.0)
+    )
     os.close(writing)
     assert process.returncode == 0 and (tmp_path / "run" / "step-12").is_dir()
     (line,) = process.stderr.splitlines()
@@ -499,58 +302,48 @@ def damage(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_resume_skips_damaged_checkpoints_and_fails_if_all_are_damaged(
-    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(trained, copy)
-    damage(copy / "step-12" / "rank-00000.safetensors")
-    assert run(["sample", str(copy), "--prompt", "the"]) == 0
-    warning = capfd.readouterr().err
+def test_resume_skips_damaged_checkpoints_and_fails_if_all_are_damaged(copied: Path, commands: Commands) -> None:
+    damage(copied / "step-12" / "rank-00000.safetensors")
+    assert run(["sample", str(copied), "--prompt", "the"]) == 0
+    warning = commands.printed.readouterr().err
     assert "step-12/rank-00000.safetensors" in warning
     assert "SHA-256" in warning
-    damage(copy / "step-10" / "rank-00000.safetensors")
-    for command in (["sample", str(copy)], ["train", "--resume", "--out", str(copy)]):
-        assert run(command) == 3
-        assert "only damaged ones" in one_error(capfd)
+    damage(copied / "step-10" / "rank-00000.safetensors")
+    for command in (("sample", copied), ("train", "--resume", "--out", copied)):
+        assert "only damaged ones" in commands.fail(*command, status=3)
 
 
-def test_a_failed_save_warns_and_is_tried_again(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpfuse.train import durable
-
-    failures = iter([True] * 3)
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Returns full_disk(times), which lets the next `times` attempts to make a file of a checkpoint durable fail."""
     real = durable.os.fsync
 
-    def full(descriptor: int) -> None:
-        if "step-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and next(failures, False):
-            raise OSError(28, "No space left on device")
-        real(descriptor)
+    def arrange(times: int) -> None:
+        failures = iter(range(times))
 
-    monkeypatch.setattr(durable.os, "fsync", full)
-    assert run(["train", *flags, "--train.log-every", "1", "--out", str(tmp_path / "run")]) == 0
-    err = capfd.readouterr().err
-    assert err.count("No space left on device") == 3
+        def fsync(descriptor: int) -> None:
+            if "step-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()) and next(failures, None) is not None:
+                raise OSError(errno.ENOSPC, NO_SPACE)
+            real(descriptor)
+
+        monkeypatch.setattr(durable.os, "fsync", fsync)
+
+    return arrange
+
+
+def test_a_failed_save_warns_and_is_tried_again(commands: Commands, full_disk: Callable[[int], None]) -> None:
+    full_disk(3)
+    assert run(["train", *commands.flags, "--train.log-every", "1", "--out", str(commands.out)]) == 0
+    err = commands.printed.readouterr().err
+    assert err.count(NO_SPACE) == 3
     assert "Traceback" not in err
-    assert sorted(path.name for path in (tmp_path / "run").glob("step-*")) == ["step-10", "step-12"]
+    assert steps(commands.out) == [10, 12]
 
 
-def test_a_full_disk_at_the_end_is_an_error(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tpfuse.train import durable
-
-    real = durable.os.fsync
-
-    def full(descriptor: int) -> None:
-        if "step-" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
-            raise OSError(28, "No space left on device")
-        real(descriptor)
-
-    monkeypatch.setattr(durable.os, "fsync", full)
-    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 1
-    captured = capfd.readouterr()
+def test_a_full_disk_at_the_end_is_an_error(commands: Commands, full_disk: Callable[[int], None]) -> None:
+    full_disk(10**9)
+    assert run(["train", *commands.flags, "--out", str(commands.out)]) == 1
+    captured = commands.printed.readouterr()
     assert "no checkpoint" in captured.out
     assert "the checkpoint of step 12 could not be written; there is none" in captured.err
     assert "Traceback" not in captured.err
@@ -626,20 +419,13 @@ def test_a_terminal_keeps_the_evaluations_above_the_bar(tmp_path: Path, monkeypa
         reporter.add(Row(step, 3.4, val, 1e-3, 1.0, 1000.0, 0.03, 2**29, 1.0), 4000.0 - step)
     reporter.close()
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).replace("\r", "\n").splitlines()
-    assert (
-        sum(
-            line.rstrip() == "step 10/900  loss 3.4000  lr 1.0e-03  val loss 3.5000  1.0k tokens/s  MFU 3%"
-            for line in lines
-        )
-        == 1
-    )
+    evaluated = "step 10/900  loss 3.4000  lr 1.0e-03  val loss 3.5000  1.0k tokens/s  MFU 3%"
+    assert [line.rstrip() for line in lines].count(evaluated) == 1
     assert lines[-1].split(maxsplit=1)[1].rstrip() == "1:06:10 left  step 30/900  loss 3.4000  1.0k tokens/s", lines
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_time_left_and_mfu_are_those_of_the_recent_steps(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_left_and_mfu_are_those_of_the_recent_steps(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes 60 s on this clock and an evaluation an hour, and another process has slowed down the probe."""
     monkeypatch.setattr(loop, "peak_flops", lambda *_: (1.0, "measured"))
     now = [0.0]
@@ -654,11 +440,10 @@ def test_time_left_and_mfu_are_those_of_the_recent_steps(
 
     monkeypatch.setattr(Trainer, "train_step", taking(60.0, Trainer.train_step))
     monkeypatch.setattr(Trainer, "evaluate", taking(3600.0, Trainer.evaluate))
-    assert run(["train", *flags, "--out", str(tmp_path / "run")]) == 0
-    out = capsys.readouterr().out
-    left = [line.split()[-2] for line in out.splitlines() if line.startswith("step ") and line.endswith("left")]
+    lines = commands.train().splitlines()
+    left = [line.split()[-2] for line in lines if line.startswith("step ") and line.endswith("left")]
     assert left == ["9:00", "6:00", "3:00", "0:00"]
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
+    rows = read_metrics(commands.out / "metrics.jsonl")[1:]
     assert [row["mfu"] for row in rows] == [1.0] * 4, "the steps themselves are the best rate there was"
     assert rows[0]["tokens_per_second"] == 8 * 16 / 60
 
@@ -680,13 +465,14 @@ def test_the_probe_of_the_peak_rate_takes_its_full_time(monkeypatch: pytest.Monk
     assert rate > 0 and source == "measured, 512x512 products"
 
 
-def test_deterministic_algorithms_on_demand(flags: list[str], tmp_path: Path) -> None:
-    short = ["train", *flags, "--train.steps", "1", "--train.eval-every", "0"]
+def test_deterministic_algorithms_on_demand(commands: Commands) -> None:
+    short = "--train.steps 1 --train.eval-every 0".split()
     torch.use_deterministic_algorithms(False)
     try:
-        assert run([*short, "--out", str(tmp_path / "a")]) == 0
+        commands.train(*short)
         assert not torch.are_deterministic_algorithms_enabled()
-        assert run([*short, "--out", str(tmp_path / "b"), "--train.deterministic"]) == 0
+        commands.out = commands.out.with_name("again")
+        commands.train(*short, "--train.deterministic")
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(True)
@@ -705,12 +491,8 @@ def test_a_second_signal_ends_a_single_rank_at_once() -> None:
     assert patient()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    explosion = ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0"]
-    assert run(["train", *flags, *explosion, "--out", str(tmp_path / "run")]) == 1
-    error = one_error(capfd)
+def test_a_loss_that_is_not_finite_stops_the_run(commands: Commands) -> None:
+    error = commands.fail_to_train(*"--optim.lr 1e30 --optim.clip 0 --optim.warmup 0".split(), status=1)
     assert "step 1: loss nan" in error
     assert "transformer.h.0." in error or "transformer.wte" in error
 
@@ -788,7 +570,7 @@ def test_the_completion_script_completes_commands_and_options(
     assert completed("tpfuse", "train", "--train.ste") == ["--train.steps"]
     assert completed("tpfuse", "memory", "gpt2-124m", "--stage", "") == ["all", "0", "1", "2", "3"]
     assert run(["--completion", "csh"]) == 2
-    assert "'csh' is not a shell: expected one of bash, zsh, fish" in one_error(capfd)
+    assert "'csh' is not a shell: expected one of bash, zsh, fish" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -818,31 +600,3 @@ def test_help_texts_are_sentences() -> None:
                 assert words.endswith(".") and not re.match(r"(Of|In|On|By|As|What|Which|Whether|Where) ", words), place
                 seen += 1
     assert seen > 60
-
-
-def test_bad_input_of_sample_is_one_line(trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    cases = {
-        "expected the folder of a run": [],
-        "holds no checkpoint": [str(tmp_path)],
-        "did you mean --temperature": [str(trained), "--temprature", "1"],
-        "--tokens 0": [str(trained), "--tokens", "0"],
-        "--temperature -1.0": [str(trained), "--temperature", "-1"],
-        "--top-k -1": [str(trained), "--top-k", "-1"],
-        "the prompt is empty": [str(trained), "--prompt", ""],
-        "--samples 0": [str(trained), "--samples", "0"],
-        "--top-p 0.0: expected more than 0": [str(trained), "--top-p", "0"],
-        "cannot read --prompt-file /nowhere: No such file": [str(trained), "--prompt-file", "/nowhere"],
-        "expected UTF-8": [str(trained), "--prompt-file", str(trained / "loss.png")],
-        "were both given": [str(trained), "--prompt", "a", "--prompt-file", str(trained / "config.toml")],
-        "is not among": [str(trained), "--prompt", "☃"],
-    }
-    for message, arguments in cases.items():
-        assert run(["sample", *arguments]) == 2
-        assert message in one_error(capfd)
-
-
-def test_metrics_survive_a_cut_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [row["step"] for row in read_metrics(path)] == [1, 2]
-    assert read_metrics(tmp_path / "absent.jsonl") == []

@@ -165,30 +165,6 @@ def test_the_size_of_buckets_is_that_of_training() -> None:
     assert inspect.signature(GradientBuckets).parameters["bucket_bytes"].default == BUCKET_BYTES
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["gpt9"], "gpt9 is neither a preset (tiny, "),
-        ([], "expected a preset or a TOML file"),
-        (["--ranks", "4"], "expected a preset or a TOML file"),
-        (["tiny", "--ranks", "3", "--tp", "2"], "tp 2 x dp 1 needs 2 ranks, and there are 3"),
-        (["tiny", "--ranks", "-1"], "--ranks -1: expected at least 0"),
-        (["tiny", "--rankz", "3"], "did you mean --ranks"),
-        (["tiny", "--tp", "3"], "tp 3 does not divide n_head 4"),
-        (["tiny", "--ranks", "3"], "train.batch 16 cannot be divided among 3 data-parallel ranks"),
-        (["tiny", "--ranks", "32"], "train.batch 16 cannot be divided among 32"),
-        (["tiny", "--micro-batch", "5"], "micro-batches of 5 do not divide the 16 sequences"),
-        (["tiny", "--stage", "4"], "--stage"),
-        (["tiny", "--cp", "200"], "cp 200 is more than the 128 tokens"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["memory", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("\n") == 1 and printed.err.startswith("tpfuse memory: error: ")
-    assert not printed.out
-
-
 def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tpfuse import cli
+from tpfuse.testing.command import Commands
 from tpfuse.train.checkpoint import open_checkpoint
 from tpfuse.train.config import read_toml
 from tpfuse.train.errors import UserError
@@ -21,10 +21,6 @@ from tpfuse.train.saved_state import saved_state
 from tpfuse.train.token_file import open_token_files
 from tpfuse.train.untrusted import EACH, Unreadable, check, read_bytes, read_json, read_text
 
-FLAGS = [
-    *("--model.n-layer", "1", "--model.n-embd", "32", "--model.n-head", "4", "--model.n-positions", "16"),
-    *("--train.steps", "2", "--train.batch", "4", "--train.eval-every", "0", "--data.tokenizer", "chars"),
-]
 Make = Callable[[Path], object]
 
 
@@ -99,29 +95,6 @@ def test_values_that_have_the_schema_are_accepted(tmp_path: Path) -> None:
     assert read_text(tmp_path / "a.txt") == "ä"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text("a small text for a small model\n" * 40)
-    assert cli.run(["train", *FLAGS, "--data.path", str(folder / "text.txt"), "--out", str(folder / "r")]) == 0
-    return folder / "r"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    shutil.copytree(trained, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def _rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest of the last step and gives it the right SHA-256."""
-    path = run / "step-2" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest.pop("sha256")
-    change(manifest)
-    path.write_bytes(encode(manifest))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -134,19 +107,23 @@ def _rewrite(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ],
 )
 def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(
-    run: Path, change: Callable[[dict[str, Any]], object], message: str, capsys: pytest.CaptureFixture[str]
+    copied: Path, change: Callable[[dict[str, Any]], object], message: str, commands: Commands
 ) -> None:
-    _rewrite(run, change)
+    """The manifest has the right SHA-256."""
+    shutil.rmtree(copied / "step-10")
+    path = copied / "step-12" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("sha256")
+    change(manifest)
+    path.write_bytes(encode(manifest))
     with pytest.raises(CheckpointError, match=message) as caught:
-        saved_state(open_checkpoint(run / "step-2"))
+        saved_state(open_checkpoint(path.parent))
     assert len(str(caught.value)) < 700
-    capsys.readouterr()
-    assert cli.run(["sample", str(run)]) == 3
-    assert capsys.readouterr().err.count("\n") <= 2
+    commands.fail("sample", copied, status=3)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("document", "message"),
     [
         ('{"kind": "chars"}', "the tokenizer has no 'characters'"),
         ("[]", r"the document is \[\]: expected dict"),
@@ -157,18 +134,16 @@ def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(
     ],
 )
 def test_a_tokenizer_with_wrong_values_is_one_line(
-    run: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+    copied: Path, document: str, message: str, commands: Commands
 ) -> None:
-    (run / "tokenizer.json").write_text(text)
-    assert cli.run(["sample", str(run)]) == 2
-    error = capsys.readouterr().err
-    assert "tokenizer.json" in error and error.count("\n") == 1
-    assert re.search(message, error)
-    beside = run / "data" / "tokens.json"
-    beside.write_text(json.dumps({"sha256": "", "tokenizer": json.loads(text)}))
+    (copied / "tokenizer.json").write_text(document)
+    error = commands.fail("sample", copied)
+    assert "tokenizer.json" in error and re.search(message, error)
+    beside = copied / "data" / "tokens.json"
+    beside.write_text(json.dumps({"sha256": "", "tokenizer": json.loads(document)}))
     if "vocabulary" not in message:
         with pytest.raises(UserError, match=r"tokens\.json"):
-            open_token_files((run / "data" / "tokens.bin",), pytest.fail)
+            open_token_files((copied / "data" / "tokens.bin",), pytest.fail)
 
 
 def test_metrics_with_wrong_values_are_left_out(tmp_path: Path) -> None:
@@ -181,19 +156,11 @@ def test_metrics_with_wrong_values_are_left_out(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_a_file_that_changed_after_it_was_verified_is_not_loaded(run: Path) -> None:
-    checkpoint = open_checkpoint(run / "step-2")
-    checkpoint.verify()
-    file = run / "step-2" / "rank-00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        open_checkpoint(run / "step-2").load(_shards(run))
-
-
-def _shards(run: Path) -> Any:
-    entry = json.loads((run / "step-2" / "manifest.json").read_text())["tensors"]
-    name, described = next((name, e) for name, e in entry.items() if e["dtype"] == "F32")
+def test_a_file_that_was_not_verified_is_checked_while_it_is_loaded(copied: Path) -> None:
+    checkpoint = open_checkpoint(copied / "step-12")
+    name, described = next((name, e) for name, e in checkpoint.manifest["tensors"].items() if e["dtype"] == "F32")
     shape = tuple(described["shape"])
-    return {name: [Shard(shape, tuple((0, n) for n in shape), torch.empty(shape), False)]}
+    file = checkpoint.folder / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        checkpoint.load({name: [Shard(shape, tuple((0, n) for n in shape), torch.empty(shape), False)]})

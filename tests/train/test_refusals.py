@@ -1,0 +1,144 @@
+"""Bad input of every command is an error of one line, and the command writes nothing."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpfuse.cli import run
+from tpfuse.train.token_file import write_token_file
+from tpfuse.train.tokenizer import CharTokenizer
+
+# The command line and what its error says. {run} is a finished run, {given} the folder of the fixture below. The
+# options of `train` come after those of a tiny run in a new folder.
+REFUSED = {
+    "train --train.stepz 3": "did you mean --train.steps",
+    "train --nonsense-beyond-recognition": "unknown option --nonsense-beyond-recognition",
+    "train --model.no-biass": "did you mean --model.no-bias",
+    "train --train.steps three": "--train.steps: invalid literal for int() with base 10: 'three'",
+    "train --train.steps": "Missing value for argument '--train.steps'",
+    "train --train.dtype int8": "invalid choice 'int8' for argument '--train.dtype'. Expected one of ('float32'",
+    "train --model.preset gpt9": "invalid choice 'gpt9' for argument '--model.preset'. Expected one of ('tiny'",
+    "train stray": "Unrecognized options: stray",
+    "train --config absent.toml": "cannot read absent.toml",
+    "train --resume": "no run to resume in",
+    "train --kernels cuda": "invalid choice 'cuda' for argument '--kernels'",
+    "train --parallel.tp 3": "tp 3 does not divide n_head 4",
+    "train --model.n-embd 30": "n_embd 30 is not a multiple of n_head 4",
+    "train --model.n-positions 100000": "a context of 100000 needs 100001",
+    "train --data.val-fraction 0.001": "tokens for validation",
+    "train --data.val-fraction 1.5": "--data.val-fraction 1.5",
+    "train --data.path /nowhere/at/all.txt": "/nowhere/at/all.txt does not exist",
+    "train --data.path /nowhere/at/all.bin": "cannot read /nowhere/at/all.bin",
+    "train --data.tokenizer klingon": "tokenizer 'klingon' is not known",
+    "train --train.batch 9 --parallel.dp 2": "--train.batch 9 cannot be divided among 2",
+    "train --train.micro-batch 3": "--train.micro-batch 3 does not divide the 8 sequences",
+    "train --train.steps 0": "--train.steps 0: expected at least 1",
+    "train --train.autocast bfloat16 --train.dtype float16": "bfloat16 is for --train.dtype float32, not for",
+    "train --init-from /nowhere": "--init-from /nowhere: expected the folder of a `tpfuse train` run, or of a Hugging",
+    "train --optim.beta2 1.0": "--optim.beta2 1.0",
+    "train --optim.lr nan": "--optim.lr nan",
+    "train --optim.lr inf": "--optim.lr inf: expected at least 0, and finite",
+    "train --comm.timeout 1e7": "--comm.timeout 10000000.0: expected at most 1e+06 seconds",
+    "train --out r\udcff": "the name is not UTF-8: rename it",
+    "train --model.dropout 1.0": "dropout 1.0",
+    "train --data.path a.txt b.txt": "--data.path takes one file, folder or pattern in quotes: found a.txt and b.txt",
+    "train --data.val-path a b c": "--data.val-path takes one file, folder or pattern in quotes: found a and 2 more",
+    "train --data.path '/nowhere/*.bin'": "no file matches /nowhere/*.bin",
+    "train --data.val-path /nowhere/v.txt": "/nowhere/v.txt does not exist",
+    "train --data.val-path v.txt --data.val-fraction 0.2": "--data.val-fraction and --data.val-path were both",
+    "train --train.batch 1000000000000": "--train.batch 1000000000000: the token ids of one step take",
+    "train --optim.warmup soon": "--optim.warmup 'soon': expected a number of steps, or of tokens such as 375e6tokens",
+    "train --optim.warmup -1": "--optim.warmup -1: expected at least 0",
+    "train --optim.decay 5": "--optim.decay 5 is for --optim.schedule wsd, not cosine",
+    "train --optim.schedule constant --optim.decay-steps 9": "--optim.decay-steps 9 is not for",
+    "train --optim.schedule step": "invalid choice 'step' for argument '--optim.schedule'",
+    "train --parallel.tp 0": "--parallel.tp 0",
+    "train --parallel.cp 0": "--parallel.tp 1 --parallel.cp 0",
+    "train --zero.stage 4": "--zero.stage 4: expected 0, 1, 2 or 3",
+    "train --parallel.replicas 2": "--parallel.replicas 2: expected 1 below stage 3",
+    "train --parallel.replicas 3 --parallel.dp 4 --zero.stage 3": (
+        "--parallel.replicas 3: expected a number that divides the 4 data-parallel ranks"
+    ),
+    "train --zero.stage 3 --zero.offload optimizer": "--zero.offload optimizer is for --zero.stage 0, 1 and 2",
+    "train --zero.stage 3 --zero.compression bf16": "--zero.compression bf16 is for --zero.stage 0, 1 and 2",
+    "train --zero.offload nvme": "--zero.offload nvme and --zero.offload-path FOLDER need each other",
+    "train --zero.offload-path .": "--zero.offload nvme and --zero.offload-path FOLDER need each other",
+    "train --zero.offload nvme --zero.offload-path /nowhere": "--zero.offload path /nowhere is not a folder",
+    "train --zero.powersgd-rank 0": "--zero.powersgd-rank 0: expected at least 1",
+    "train --parallel.cp 17": "cp 17 is more than the 16 tokens of a sequence",
+    "train --parallel.cp 3 --parallel.cp-schedule ulysses": "3 ranks cannot divide 4 heads; ring and all_gather",
+    "train --parallel.cp 4 --parallel.tp 2 --parallel.cp-schedule ulysses": (
+        "4 ranks cannot divide 2 heads; ring and all_gather can be used, and so can ulysses_ring with one of [2]"
+    ),
+    "train --parallel.cp 2 --parallel.cp-schedule ulysses_ring": (
+        "cp 2 has no divisor between 1 and itself that divides 4 heads"
+    ),
+    "train --parallel.cp 8 --parallel.cp-schedule ulysses_ring --parallel.cp-ulysses 8": (
+        "schedule ulysses_ring: 8 of cp 8 exchange heads: expected a divisor between"
+    ),
+    "train --parallel.cp 2 --parallel.cp-ulysses 2": "--parallel.cp-ulysses 2 is for --parallel.cp-schedule",
+    "train --parallel.cp 2 --parallel.cp-balance even": "invalid choice 'even' for argument '--parallel.cp-balance'",
+    "train --parallel.cp-shedule ring": "did you mean --parallel.cp-schedule",
+    "sample": "expected the folder of a run",
+    "sample {given}": "holds no checkpoint",
+    "sample {run} --temprature 1": "did you mean --temperature",
+    "sample {run} --tokens 0": "--tokens 0",
+    "sample {run} --temperature -1": "--temperature -1.0",
+    "sample {run} --top-k -1": "--top-k -1",
+    "sample {run} --prompt ''": "the prompt is empty",
+    "sample {run} --samples 0": "--samples 0",
+    "sample {run} --top-p 0": "--top-p 0.0: expected more than 0",
+    "sample {run} --prompt-file /nowhere": "cannot read --prompt-file /nowhere: No such file",
+    "sample {run} --prompt-file {run}/loss.png": "expected UTF-8",
+    "sample {run} --prompt a --prompt-file {run}/config.toml": "were both given",
+    "sample {run} --prompt ☃": "is not among",
+    "evaluate": "expected the folder of a run: tpfuse evaluate RUN",
+    "evaluate {given}": "holds no checkpoint",
+    "evaluate {run} --data.paht x": "did you mean --data.path",
+    "evaluate {run} --data.path /nowhere/x.txt": "/nowhere/x.txt does not exist",
+    "evaluate {run} --data.path {given}/short.txt": "found 1 tokens, expected at least 2",
+    "evaluate {run} --data.path {given}/data": "another tokenizer",
+    "memory gpt9": "gpt9 is neither a preset (tiny, ",
+    "memory": "expected a preset or a TOML file",
+    "memory --ranks 4": "expected a preset or a TOML file",
+    "memory tiny --ranks 3 --tp 2": "tp 2 x dp 1 needs 2 ranks, and there are 3",
+    "memory tiny --ranks -1": "--ranks -1: expected at least 0",
+    "memory tiny --rankz 3": "did you mean --ranks",
+    "memory tiny --tp 3": "tp 3 does not divide n_head 4",
+    "memory tiny --ranks 3": "train.batch 16 cannot be divided among 3 data-parallel ranks",
+    "memory tiny --ranks 32": "train.batch 16 cannot be divided among 32",
+    "memory tiny --micro-batch 5": "micro-batches of 5 do not divide the 16 sequences",
+    "memory tiny --stage 4": "invalid choice '4' for argument '--stage'",
+    "memory tiny --cp 200": "cp 200 is more than the 128 tokens",
+    "export": "Missing from tpfuse export: RUN",
+    "export {run}": "Missing from tpfuse export: FOLDER",
+    "export {run} {given}/new y": "Unrecognized options: y",
+    "export {given} {given}/new": "holds no checkpoint: expected the folder of a `tpfuse train` run",
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Makes a folder with a text of one character, and tokens of another tokenizer than the run's."""
+    folder = tmp_path_factory.mktemp("given")
+    (folder / "short.txt").write_text("a")
+    write_token_file(folder / "data", np.zeros(9, np.uint16), CharTokenizer("ab"), "test")
+    return folder
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_one_line_and_writes_nothing(
+    line: str, trained: Path, given: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command, *options = shlex.split(line.format(run=trained, given=given))
+    tiny = [*flags, "--out", str(tmp_path / "run")] if command == "train" else []
+    capfd.readouterr()
+    assert run([command, *tiny, *options]) == 2
+    captured = capfd.readouterr()
+    assert REFUSED[line] in captured.err and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"tpfuse {command}: error: ")
+    assert captured.out == "" or (command == "train" and re.fullmatch(r"reading  \S+\n", captured.out))
+    assert not list(tmp_path.iterdir()) and not (given / "new").exists()
