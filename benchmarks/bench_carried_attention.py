@@ -42,23 +42,23 @@ class _Rank:
         self.k, self.v = self.blocks.permute(1, 2, 3, 0, 4, 5).reshape(2, 1, shape.Hk, world * n, shape.D).unbind()
         runs = SequenceLayout(world * n, world, "contiguous").runs
         self.call = RingCall(runs, world - 1, shape.causal, None, shape.D**-0.5)
-        self.seen, _ = self.call.visible_ranges(world - 1, bench.device)
+        self.visible_keys, _ = self.call.visible_ranges(world - 1, bench.device)
         self.sources = tuple(range(world))
-        self.seen_by = [self.call.visible_ranges(source, bench.device)[1] for source in self.sources]
+        self.visible_queries = [self.call.visible_ranges(source, bench.device)[1] for source in self.sources]
         self.options = {"causal": shape.causal, "q_offset": (world - 1) * n}
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Return the output and its log-sum-exp by the kernel of ring attention."""
-        call = self.call
-        return ring_attention_forward(self.q, self.blocks, call.runs, call.rank, self.seen, sources=self.sources)
+        runs, rank = self.call.runs, self.call.rank
+        return ring_attention_forward(self.q, self.blocks, runs, rank, self.visible_keys, sources=self.sources)
 
     def backward(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) by the kernels of ring attention's backward pass."""
         runs, rank = self.call.runs, self.call.rank
         sums = ring_attention_delta(self.grad, out, lse)
-        dq = ring_attention_dq(self.q, self.grad, *sums, self.blocks, runs, rank, self.seen, self.sources)
+        dq = ring_attention_dq(self.q, self.grad, *sums, self.blocks, runs, rank, self.visible_keys, self.sources)
         parts = [
-            ring_attention_dkdv(block, self.q, self.grad, *sums, runs, rank, source, self.seen_by[source])
+            ring_attention_dkdv(block, self.q, self.grad, *sums, runs, rank, source, self.visible_queries[source])
             for source, block in enumerate(self.blocks)
         ]
         dk, dv = torch.cat(parts, 3).unbind()

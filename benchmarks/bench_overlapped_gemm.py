@@ -161,14 +161,14 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
     side = torch.cuda.Stream(bench.device) if on_gpu else None
     order = [(_RANK + step) % shape.world for step in range(1, shape.world)]
 
-    def start_copies(signal: bool) -> None:
+    def start_copies(multiplied: bool) -> None:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(bench.device))
         with torch.cuda.stream(side) if side is not None else contextlib.nullcontext():
             stamp = group.next_epoch()
             for i in order:
                 gathered[i].copy_(chunks[i], non_blocking=True)
-                if signal:  # without a product to read the signal, the next product would find it already set
+                if multiplied:  # without a product to read the signal, the next product would find it already set
                     group.ready[i : i + 1].copy_(stamp)
 
     def end_copies() -> None:
@@ -179,7 +179,7 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
         return gemm_forward(gathered.flatten(0, 1), weight)[0]
 
     def copies(_: object) -> None:
-        start_copies(signal=False)
+        start_copies(multiplied=False)
         end_copies()
 
     def sequential(_: object) -> Tensor:
@@ -187,7 +187,7 @@ def _over_link(shape: AllGatherGemm, bench: Bench) -> Built:
         return plain(None)
 
     def fused(_: object = None) -> Tensor:
-        start_copies(signal=True)
+        start_copies(multiplied=True)
         out, _ = all_gather_gemm_forward(x, weight, None, gathered, group.ready, group.endpoint, copied=True)
         end_copies()
         return out

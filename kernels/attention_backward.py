@@ -170,8 +170,8 @@ def attention_backward_dkdv_kernel(
             scores = dot(k, tl.trans(q), tl.zeros((BLOCK_N, BLOCK_M), tl.float32))
         if (first_m < full_start) | (first_m >= full_stop):
             q_pos = q_offset + offs_m
-            seen = visible(q_pos[None, :], k_pos[:, None], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
-            scores = tl.where(seen, scores, float("-inf"))
+            mask = visible(q_pos[None, :], k_pos[:, None], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+            scores = tl.where(mask, scores, float("-inf"))
         row = query_row(batch, head, heads, sequence, first_q, tq, documents, VARLEN)
         p = tl.exp2(scores * (scale * LOG2_E) - tl.load(log2_sum_ptr + row + offs_m)[None, :])
         if DROPOUT:
@@ -298,8 +298,8 @@ def attention_backward_dq_kernel(
             v = load_tile(values, 0, HEAD_SIZE, BLOCK_D)
             dp = dot(grad_out, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if (first_n < full_start) | (first_n >= full_stop):
-            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
-            scores = tl.where(seen, scores, float("-inf"))
+            mask = visible(q_pos[:, None], k_pos[None, :], k_offset + length_k, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+            scores = tl.where(mask, scores, float("-inf"))
         p = tl.exp2(scores * (scale * LOG2_E) - log2_sum[:, None])
         if DROPOUT:
             dp = tl.where(kept(hashed[:, None], k_pos[None, :], dropout_threshold), dp * dropout_scale, 0.0)

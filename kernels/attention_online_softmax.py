@@ -105,13 +105,13 @@ def attend_blocks(
             k = load_rows(k_rows, first, offs_n, tk, stride_kt, HEAD_SIZE, q.shape[1], MASKED, TMA)
             scores = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if WARP_SPECIALIZE:
-            seen = offs_n[None, :] <= last_seen - first
+            mask = offs_n[None, :] <= last_seen - first
             if HAS_BEHIND:
-                seen &= offs_n[None, :] >= first_seen - first
-            scores = tl.where(seen, scores, float("-inf"))
+                mask &= offs_n[None, :] >= first_seen - first
+            scores = tl.where(mask, scores, float("-inf"))
         elif MASKED:
-            seen = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
-            scores = tl.where(seen, scores, float("-inf"))
+            mask = visible(q_pos[:, None], k_pos[None, :], k_offset + tk, ahead, behind, HAS_AHEAD, HAS_BEHIND)
+            scores = tl.where(mask, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         subtracted = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
         p = tl.exp2(scores * scale_log2 - subtracted[:, None])
@@ -134,7 +134,7 @@ def attend_range(
     visible_range,
     dropout,
     scale,
-    seen,
+    indices,
     HEAD_SIZE: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_BEHIND: tl.constexpr,
@@ -147,11 +147,11 @@ def attend_range(
 
     source: where q was loaded from, (q_ptr, first row, number of rows, stride_qt); keys: (`rows_of` k and v, their
     number, stride_kt, stride_vt); visible_range: (q_pos, k_offset, ahead, behind), the last one a number, or one for
-    each query [BLOCK_M, 1]; dropout: (the result of `dropout_rows`, threshold, columns from one key to the next); seen:
-    the indices of the keys that the queries see, (start, full_start, full_stop, stop) as from
+    each query [BLOCK_M, 1]; dropout: (the result of `dropout_rows`, threshold, columns from one key to the next);
+    indices: (start, full_start, full_stop, stop) of the keys that the queries see, as from
     `attention_scores.key_range`.
     """
-    start, full_start, full_stop, stop = seen
+    start, full_start, full_stop, stop = indices
     # fmt: off
     if WARP_SPECIALIZE:
         return attend_blocks(state, q, source, keys, visible_range, dropout, scale, start, stop, True,
@@ -192,9 +192,9 @@ def attend(
     """
     _, k_offset, ahead, behind = visible_range
     dropout_row, dropout_threshold = dropout
-    seen = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
+    indices = key_range(q_first, q_last, k_offset, keys[2], ahead, behind, HAS_AHEAD, HAS_BEHIND, BLOCK_N)
     # fmt: off
-    return attend_range(state, q, source, keys, visible_range, (dropout_row, dropout_threshold, 1), scale, seen,
+    return attend_range(state, q, source, keys, visible_range, (dropout_row, dropout_threshold, 1), scale, indices,
                         HEAD_SIZE, HAS_AHEAD, HAS_BEHIND, DROPOUT, BLOCK_N, TMA, WARP_SPECIALIZE)
     # fmt: on
 

@@ -26,10 +26,10 @@ def visible(q_pos, k_pos, k_stop, ahead, behind, HAS_AHEAD: tl.constexpr, HAS_BE
     last = k_stop - 1
     if HAS_AHEAD:
         last = tl.minimum(last, q_pos + ahead)
-    seen = k_pos <= last
+    mask = k_pos <= last
     if HAS_BEHIND:
-        seen &= k_pos >= q_pos - behind
-    return seen
+        mask &= k_pos >= q_pos - behind
+    return mask
 
 
 @triton.jit

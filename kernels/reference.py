@@ -206,8 +206,8 @@ def attention(
     or 1 / (1 - p). Documents of different lengths need one call each.
     """
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
-    seen = {"causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset}
-    scores, hidden = attention_scores(q, k, scale=scale, **seen)  # type: ignore[arg-type]
+    bounds = {"causal": causal, "window": window, "q_offset": q_offset, "k_offset": k_offset}
+    scores, hidden = attention_scores(q, k, scale=scale, **bounds)  # type: ignore[arg-type]
     probabilities = scores.softmax(dim=3).masked_fill(hidden.all(dim=1, keepdim=True), 0)
     if dropout_mask is not None:
         probabilities = probabilities * dropout_mask.to(probabilities.dtype)

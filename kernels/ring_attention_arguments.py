@@ -21,7 +21,7 @@ def ring_arguments(
     blocks: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: tuple[Tensor, Tensor],
+    visible_range: tuple[Tensor, Tensor],
     exchange: BlockExchange | None,
     sources: Sequence[int] | None,
     scale: float | None,
@@ -42,10 +42,10 @@ def ring_arguments(
     for name, length in (("q", tokens), ("blocks", block.shape[3])):
         if length != runs.local_length:
             raise ValueError(f"{operator}: {name} has {length} tokens: expected {runs.local_length}, as runs")
-    for name, x in zip(("seen[0]", "seen[1]"), seen, strict=True):
+    for name, x in zip(("visible_range[0]", "visible_range[1]"), visible_range, strict=True):
         _check_integers(operator, name, x, q, torch.int32, (tokens,))
     _check_dropout(operator, q, dropout_p, counters, dropout_key)
-    first, last = seen
+    first, last = visible_range
     return {
         "q_ptr": q,
         "blocks_ptr": blocks,

@@ -39,8 +39,8 @@ def ring_attention_backward(
     lse: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: VisibleRange,
-    seen_by: VisibleRange,
+    visible_keys: VisibleRange,
+    visible_queries: VisibleRange,
     *,
     exchange: BlockExchange,
     scale: float | None = None,
@@ -51,9 +51,10 @@ def ring_attention_backward(
     """Returns the gradients of `ring_attention_forward`'s q, keys and values, from queries and keys of all ranks.
 
     grad_out, q, out: [B, H, n, D], k, v: [B, Hk, n, D], any strides; lse: [B, H, n] float32; out and lse as forward
-    returned them, for the keys of all ranks. seen: as there; seen_by: (first, last), int32 [n] each: the positions of
-    the queries that see a key, in the same form. counters_of_all: int64 [WORLD, B, H, n], every rank's counters. All
-    ranks of the channel call this, with the same shapes, dtype, runs, dropout_p and number of words of ready.
+    returned them, for the keys of all ranks. visible_keys: as there; visible_queries: (first, last), int32 [n] each:
+    the positions of the queries that see a key, in the same form. counters_of_all: int64 [WORLD, B, H, n], every rank's
+    counters. All ranks of the channel call this, with the same shapes, dtype, runs, dropout_p and number of words of
+    ready.
 
     Returns dq, dk, dv in the shapes and the dtype of q, k, v, as views of [B, n, H, D]; the same bits in every run, and
     by either route of the blocks. A query that sees no key adds nothing. Where a wait was cut short the results must
@@ -73,7 +74,7 @@ def ring_attention_backward(
     words, *queries = _packed(operator, q, grad_out, log2_sum, delta)
     block = torch.stack([k, v])
     shared = (runs, rank, scale, dropout_p, counters, dropout_key)
-    dq = _launch_dq(operator, queries, block, seen, None, exchange, words, q.dtype, *shared)
+    dq = _launch_dq(operator, queries, block, visible_keys, None, exchange, words, q.dtype, *shared)
     gradients = block.new_empty((2, k.shape[0], k.shape[2], k.shape[1], k.shape[3])).transpose(2, 3)
     everywhere: dict[str, Any] = {}
     if runs.world > 1:
@@ -82,7 +83,7 @@ def ring_attention_backward(
         everywhere = {name: end[name] for name in ("slots_ptr", "state_ptr", "slot_bytes", "block_words")}
         everywhere |= {"queries_start": part_starts(parts)[1], "EXCHANGE": True, "counters_ptr": counters_of_all}
         everywhere |= {"source_first": 0, "source_step": 1, "steps": runs.world}
-    _launch_dkdv(operator, queries, block, seen_by, rank, gradients, everywhere, *shared)
+    _launch_dkdv(operator, queries, block, visible_queries, rank, gradients, everywhere, *shared)
     return dq, gradients[0], gradients[1]
 
 
@@ -113,7 +114,7 @@ def ring_attention_dq(
     blocks: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: VisibleRange,
+    visible_keys: VisibleRange,
     sources: Sequence[int],
     *,
     scale: float | None = None,
@@ -130,7 +131,7 @@ def ring_attention_dq(
     operator = "ring_attention_dq"
     queries = _queries(operator, q, grad_out, log2_sum, delta)
     shared = (runs, rank, scale, dropout_p, counters, dropout_key)
-    return _launch_dq(operator, queries, blocks, seen, sources, None, None, torch.float32, *shared)
+    return _launch_dq(operator, queries, blocks, visible_keys, sources, None, None, torch.float32, *shared)
 
 
 def ring_attention_dkdv(
@@ -142,7 +143,7 @@ def ring_attention_dkdv(
     runs: SequenceRuns,
     rank: int,
     source: int,
-    seen_by: VisibleRange,
+    visible_queries: VisibleRange,
     *,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -151,14 +152,14 @@ def ring_attention_dkdv(
 ) -> Tensor:
     """Returns what the queries of rank `rank` add to dk and dv of the keys of rank `source`: [2, B, Hk, n, D] float32.
 
-    block: [2, B, Hk, n, D], contiguous: keys and values of `source`; seen_by: for these keys, as in
+    block: [2, B, Hk, n, D], contiguous: keys and values of `source`; visible_queries: for these keys, as in
     `ring_attention_backward`; the other arguments as in `ring_attention_dq`.
     """
     operator = "ring_attention_dkdv"
     queries = _queries(operator, q, grad_out, log2_sum, delta)
     gradients = torch.empty(block.shape, dtype=torch.float32, device=block.device)
     shared = (runs, source, scale, dropout_p, counters, dropout_key)
-    _launch_dkdv(operator, queries, block, seen_by, rank, gradients, {}, *shared)
+    _launch_dkdv(operator, queries, block, visible_queries, rank, gradients, {}, *shared)
     return gradients
 
 
@@ -195,7 +196,7 @@ def _launch_dq(
     operator: str,
     queries: Sequence[Tensor],
     blocks: Tensor,
-    seen: VisibleRange,
+    visible_keys: VisibleRange,
     sources: Sequence[int] | None,
     exchange: BlockExchange | None,
     words: Tensor | None,
@@ -210,8 +211,8 @@ def _launch_dq(
     """Computes dq in `dtype`; words: the second part of this rank's block, with an exchange."""
     q, grad_out, log2_sum, delta = queries
     # fmt: off
-    arguments = ring_arguments(operator, q, blocks, runs, rank, seen, exchange, sources, scale, dropout_p, counters,
-                               dropout_key)
+    arguments = ring_arguments(operator, q, blocks, runs, rank, visible_keys, exchange, sources, scale, dropout_p,
+                               counters, dropout_key)
     # fmt: on
     batch, heads, tokens, size = q.shape
     row = _row("dq", arguments)
@@ -248,7 +249,7 @@ def _launch_dkdv(
     operator: str,
     queries: Sequence[Tensor],
     block: Tensor,
-    seen_by: VisibleRange,
+    visible_queries: VisibleRange,
     queries_rank: int,
     gradients: Tensor,
     everywhere: dict[str, Any],
@@ -265,8 +266,8 @@ def _launch_dkdv(
     """
     q, grad_out, log2_sum, delta = queries
     # fmt: off
-    arguments = ring_arguments(operator, q, block.unsqueeze(0), runs, rank, seen_by, None, [queries_rank], scale,
-                               dropout_p, counters, dropout_key)
+    arguments = ring_arguments(operator, q, block.unsqueeze(0), runs, rank, visible_queries, None, [queries_rank],
+                               scale, dropout_p, counters, dropout_key)
     # fmt: on
     row = _row("dkdv", arguments)
     tiles = block.shape[1] * block.shape[2] * runs.count * cdiv(runs.size, row.blocks["BLOCK_N"])

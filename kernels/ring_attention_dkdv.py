@@ -39,7 +39,7 @@ def _add_queries(
     queries,
     first_head,
     first_row,
-    seen,
+    indices,
     visible_range,
     dropout,
     group,
@@ -59,7 +59,7 @@ def _add_queries(
     SLICED: tl.constexpr = SLICE_D < BLOCK_D
     keys, values, k, v, k_pos = key_tile
     q_ptr, grad_out_ptr, log2_sum_ptr, delta_ptr = queries
-    start, full_start, full_stop, stop = seen
+    start, full_start, full_stop, stop = indices
     first, last = visible_range[0][:, None], visible_range[1][:, None]
     counters_ptr, counters_start, dropout_key_ptr, dropout_threshold, dropout_scale = dropout
     tile_m = tl.arange(0, BLOCK_M)

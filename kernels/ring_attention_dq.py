@@ -32,7 +32,7 @@ def _add_keys(
     grads,
     sums,
     keys,
-    seen,
+    indices,
     visible_range,
     dropout,
     scale,
@@ -49,7 +49,7 @@ def _add_keys(
     grad_rows, grad_out = grads
     log2_sum, delta = sums
     k_ptr, v_ptr, k_first, step, size = keys
-    start, full_start, full_stop, stop = seen
+    start, full_start, full_stop, stop = indices
     first, last = visible_range[0][:, None], visible_range[1][:, None]
     hashed, dropout_threshold, dropout_scale = dropout
     tile_n = tl.arange(0, BLOCK_N)
@@ -120,8 +120,8 @@ def _walk(
             block_ptr = blocks_ptr + tl.cast(step, tl.int64) * 2 * stride_v
         for run in range(run_count):
             start = run_start(source, run, run_unit, WORLD)
-            seen = index_range(first_ptr, last_ptr, tile_first, tile_last, start, run_step, run_size, BLOCK_N)
-            there = seen[0] < seen[3]
+            indices = index_range(first_ptr, last_ptr, tile_first, tile_last, start, run_step, run_size, BLOCK_N)
+            there = indices[0] < indices[3]
             if COPIERS > 0:
                 if there & (step >= here):
                     if await_block(ready_ptr, abort_ptr, step, epoch, rank, WORLD, COPIERS, 0):
@@ -136,7 +136,7 @@ def _walk(
                     last_index(visible_range[1], start, run_step, run_size),
                 )
                 dq = _add_keys(
-                    dq, queries, grads, sums, keys, seen, interval, dropout, scale,
+                    dq, queries, grads, sums, keys, indices, interval, dropout, scale,
                     HEAD_SIZE, BLOCK_D, DROPOUT, BLOCK_M, BLOCK_N, SLICE_D,
                 )  # fmt: skip
     return dq, here, missing

@@ -43,7 +43,7 @@ def _attend_run(
     q,
     queries,  # `source` of `attend_range`
     keys,  # (k_ptr, v_ptr) of the run
-    seen,  # (first_ptr, last_ptr)
+    visible_ranges,  # (first_ptr, last_ptr)
     run,  # (start, step, size) of its positions
     dropout,  # (counters_ptr of the head, dropout_key_ptr, threshold)
     scale,
@@ -57,7 +57,7 @@ def _attend_run(
     A query's position is the index of the last key that it sees, and `behind` the number of keys that it sees before
     that. The bounds of the queries are loaded again for each run, to save registers.
     """
-    first_ptr, last_ptr = seen
+    first_ptr, last_ptr = visible_ranges
     start, step, size = run
     counters_ptr, dropout_key_ptr, dropout_threshold = dropout
     _, q_first, q_stop, _ = queries
@@ -83,7 +83,7 @@ def _attend_tile(
     workers,  # programs that attend; the tiles below this number are their first ones
     q_ptr,
     blocks_ptr,
-    seen,  # (first_ptr, last_ptr)
+    visible_ranges,  # (first_ptr, last_ptr)
     dropout,  # (counters_ptr, dropout_key_ptr, threshold, scale)
     out_ptr,
     lse_ptr,
@@ -140,7 +140,7 @@ def _attend_tile(
             k_ptr = block_ptr + (kv_head + run * run_size) * HEAD_SIZE
             acc, row_max, row_sum = _attend_run(
                 (acc, row_max, row_sum), q, (q_ptr, q_first, q_stop, stride_qt),
-                (k_ptr, k_ptr + multiple_of_8(stride_v)), seen,
+                (k_ptr, k_ptr + multiple_of_8(stride_v)), visible_ranges,
                 (run_start(source, run, run_unit, WORLD), run_step, run_size),
                 (counters_ptr, dropout_key_ptr, dropout_threshold), scale,
                 HEAD_SIZE, DROPOUT, BLOCK_M, BLOCK_N,
@@ -237,7 +237,7 @@ def ring_attention_forward(
     blocks: Tensor,
     runs: SequenceRuns,
     rank: int,
-    seen: tuple[Tensor, Tensor],
+    visible_keys: tuple[Tensor, Tensor],
     *,
     exchange: BlockExchange | None = None,
     sources: Sequence[int] | None = None,
@@ -250,8 +250,8 @@ def ring_attention_forward(
     """Returns softmax(q kᵀ scale) v over the keys of all ranks, or of some, that each query sees, and its log-sum-exp.
 
     q: [B, H, n, D], the queries of rank `rank`, whose positions are runs.positions(rank): any strides (copied where
-    `aligned` has to). seen: (first, last), int32 [n] each: the positions of the keys that a query sees, none where
-    first > last; both never decrease, and last is less than the sequence's length. scale: positive, default 1 /
+    `aligned` has to). visible_keys: (first, last), int32 [n] each: the positions of the keys that a query sees, none
+    where first > last; both never decrease, and last is less than the sequence's length. scale: positive, default 1 /
     sqrt(D).
 
     With exchange: blocks [2, B, Hk, n, D], contiguous: the keys and values of this rank; the other ranks' are copied
@@ -271,8 +271,8 @@ def ring_attention_forward(
     operator = "ring_attention_forward"
     q = aligned(q)
     # fmt: off
-    arguments = ring_arguments(operator, q, blocks, runs, rank, seen, exchange, sources, scale, dropout_p, counters,
-                               dropout_key)
+    arguments = ring_arguments(operator, q, blocks, runs, rank, visible_keys, exchange, sources, scale, dropout_p,
+                               counters, dropout_key)
     # fmt: on
     dtype = q.dtype if out_dtype is None else out_dtype
     if dtype not in (q.dtype, torch.float32):

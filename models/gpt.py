@@ -141,7 +141,7 @@ class GPT(nn.Module):
         length = ids_BT.shape[1]
         if past + length > self.config.n_positions:
             raise ValueError(f"{past + length} tokens do not fit a context of {self.config.n_positions}")
-        sharded = (self.context if cache is None else ONE_RANK).spread(ids_BT)
+        sharded = (self.context if cache is None else ONE_RANK).sharded_batch(ids_BT)
         share = -(-sharded.tokens // self.tp)
         padding = share * self.tp - sharded.tokens
         ids_M = F.pad(sharded.shard(ids_BT).reshape(-1), (0, padding))

@@ -44,7 +44,7 @@ class Channel:
 
     def copy(self, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Multiplies after the host has copied the chunks instead of copy engines."""
-        self.engines.send(x.contiguous(), told=True, keep=False)
+        self.engines.send(x.contiguous(), multiplied=True, keep=False)
         self.gathered, ready = self.engines.chunks(x), self.engines.ready
         end = replace(self.engines.endpoint, programs=self.end.programs)
         weight, bias = (*args, None)[:2]

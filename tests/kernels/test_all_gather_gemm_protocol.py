@@ -71,7 +71,7 @@ class Engines:
 
     def send(self, epoch: int) -> None:
         """Copies, on the stream of copies."""
-        self.engines.send(self.x(epoch), told=epoch not in WITHOUT_PRODUCT, keep=True)
+        self.engines.send(self.x(epoch), multiplied=epoch not in WITHOUT_PRODUCT, keep=True)
 
     def product(self, epoch: int) -> None:
         """Multiplies chunks that are signalled, beside the copies."""
@@ -129,11 +129,11 @@ class GatherSuite(ProtocolSuite):
 
             def run(way: Any = way, end: Any = end, ready: Any = ready, before: Any = before) -> None:
                 if way is copied:
-                    engine.send(xs[memory.rank], told=True, keep=True)
+                    engine.send(xs[memory.rank], multiplied=True, keep=True)
                 multiply(xs[memory.rank], weight, None, engine.chunks(xs[0]), ready, end, copied=way is copied)
                 assert not (ready > before).any(), "nothing of it is ready"
-                told = [words[memory.rank].item() for words in engine._words.peers]
-                assert not any(word > before for word in told), "no rank is told of it"
+                received = [words[memory.rank].item() for words in engine._words.peers]
+                assert not any(word > before for word in received), "no rank is signalled"
 
             without_rank_0(memory, "all_gather_gemm", end.state, run)
 
@@ -190,9 +190,9 @@ class TestGathering(GatherSuite):
 
 
 SEND = engines.EngineGather.send
-COPY = "places[peer].copy_(x)"
-CLOSE = "if not told:\n    close_copies(self.endpoint)"
-TELL = "if told:\n    memory.signal(self._words, peer, rank, self._stamp)"
+COPY = "destinations[peer].copy_(x)"
+CLOSE = "if not multiplied:\n    close_copies(self.endpoint)"
+SIGNAL = "if multiplied:\n    memory.signal(self._words, peer, rank, self._stamp)"
 
 
 class TestTwoStreams(GatherSuite):
@@ -202,15 +202,15 @@ class TestTwoStreams(GatherSuite):
     test_waits_end = None  # type: ignore[assignment]  # that of TestGathering goes both ways
     worlds = ((4, 2), (4, 1), (6, 2))
     faults = (
-        Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
-        Fault("no rank is told", replace(SEND, TELL, by="pass")),
-        Fault("told for another rank", replace(SEND, "rank", by="peer", call="signal")),
-        Fault("another rank is told", replace(SEND, "peer", by="(peer + 1) % world", call="signal")),
-        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
-        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
+        Fault("signalled before it is copied", replace(SEND, f"{COPY}\n{SIGNAL}", by=f"{SIGNAL}\n{COPY}")),
+        Fault("no rank is signalled", replace(SEND, SIGNAL, by="pass")),
+        Fault("signalled for another rank", replace(SEND, "rank", by="peer", call="signal")),
+        Fault("another rank is signalled", replace(SEND, "peer", by="(peer + 1) % world", call="signal")),
+        Fault("the previous epoch is signalled", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
+        Fault("the next epoch is signalled", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
         Fault("copied to another chunk", replace(SEND, COPY, by="self.chunks(x)[peer].copy_(x)")),
         Fault("one peer is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
-        Fault("this rank's chunk is left out", replace(SEND, "if keep:\n    places[rank].copy_(x)", by="pass")),
+        Fault("this rank's chunk is left out", replace(SEND, "if keep:\n    destinations[rank].copy_(x)", by="pass")),
         Fault("copied before all have come", replace(SEND, "open_copies(self.endpoint, self._stamp)", by="pass")),
         Fault("closed before all have copied", replace(SEND, CLOSE, by="pass")),
         Fault("one barrier for both ends", replace(engine_gather.close_copies_kernel, "1", by="0", call="barrier")),

@@ -77,10 +77,10 @@ def two_streams(memory: SimulatedMemory, epochs: int = len(SIZES)) -> None:
 SEND = engines.EngineScatter.send
 OPEN = "open_copies(self._endpoint, self._stamp)"
 AWAIT = "await_part(self._endpoint, self._stored, self._stamp, owner)"
-COPY = "place.copy_(part)"
-TELL = "memory.signal(self._words, owner, rank, self._stamp)"
+COPY = "destination.copy_(part)"
+SIGNAL = "memory.signal(self._words, owner, rank, self._stamp)"
 KERNEL = gemm_reduce_scatter.gemm_reduce_scatter_forward_kernel
-TELL_COPIES = gemm_reduce_scatter._signal_copies
+SIGNAL_COPIES = gemm_reduce_scatter._signal_copies
 AWAIT_PART, SUM = engine_scatter.await_part_kernel, engine_scatter.sum_parts_kernel
 WORDS = "stored_ptr + tl.program_id(0) * WORLD"
 STORED = "_signal_copies(stored_ptr, owner, epoch, WORLD)"
@@ -91,17 +91,17 @@ class TestEngineScatter(ProtocolSuite):
     """The suite of copies on a second stream, between the launches of the first one."""
 
     modules = (signals, endpoint, engine_gather, gemm_reduce_scatter, engine_scatter, engines)
-    needed = (engine_scatter, engines, TELL_COPIES)
+    needed = (engine_scatter, engines, SIGNAL_COPIES)
     worlds = ((4, 2), (4, 1), (6, 2))
     seeds = 20
     faults = (
         Fault("copied before it is stored", replace(SEND, AWAIT, by="pass")),
-        Fault("told before it is copied", replace(SEND, f"{COPY}\n{TELL}", by=f"{TELL}\n{COPY}")),
-        Fault("no rank is told", replace(SEND, TELL, by="pass")),
-        Fault("told for another rank", replace(SEND, "rank", by="owner", call="signal")),
-        Fault("another rank is told", replace(SEND, "owner", by="(owner + 1) % world", call="signal")),
-        Fault("told the epoch before", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
-        Fault("told the next epoch", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
+        Fault("signalled before it is copied", replace(SEND, f"{COPY}\n{SIGNAL}", by=f"{SIGNAL}\n{COPY}")),
+        Fault("no rank is signalled", replace(SEND, SIGNAL, by="pass")),
+        Fault("signalled for another rank", replace(SEND, "rank", by="owner", call="signal")),
+        Fault("another rank is signalled", replace(SEND, "owner", by="(owner + 1) % world", call="signal")),
+        Fault("the previous epoch is signalled", replace(SEND, "self._stamp", by="self._stamp - 1", call="signal")),
+        Fault("the next epoch is signalled", replace(SEND, "self._stamp", by="self._stamp + 1", call="signal")),
         Fault("one owner is left out", replace(SEND, "range(1, world)", by="range(1, world - 1)")),
         Fault("another owner's part", replace(SEND, "parts[owner]", by="parts[rank]")),
         Fault(
@@ -115,7 +115,7 @@ class TestEngineScatter(ProtocolSuite):
             replace(KERNEL, STORED, by="pass"),
             replace(KERNEL, PART, by=f"{PART}\n{STORED}"),
         ),
-        Fault("one word for all owners", replace(TELL_COPIES, f"{WORDS} + owner", by=WORDS)),
+        Fault("one word for all owners", replace(SIGNAL_COPIES, f"{WORDS} + owner", by=WORDS)),
         Fault("the sum takes any epoch", replace(SUM, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
             "one source is not waited for",
@@ -143,8 +143,8 @@ class TestEngineScatter(ProtocolSuite):
 
         def run_alone() -> None:
             run(1)
-            told = [words[memory.rank].item() for words in scatter.engines._words.peers]
-            assert not any(word > 1 for word in told), "no rank is told of it"
+            received = [words[memory.rank].item() for words in scatter.engines._words.peers]
+            assert not any(word > 1 for word in received), "no rank is signalled"
 
         for _ in range(2):
             scatter.check(0, run(0))

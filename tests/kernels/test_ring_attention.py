@@ -107,10 +107,12 @@ class Ring:
 
     def forward_arguments(self, rank: int) -> dict[str, Any]:
         """Returns the arguments of a rank's forward launch, except the blocks and where they are."""
-        seen, _ = self.visible_ranges(rank)
+        visible_keys, _ = self.visible_ranges(rank)
         counters = {"counters": self.counters()[rank]} if self.dropout_p else {}
         q = self.layout.shard(self.tensors["q"], rank, 2)
-        return {"q": q, "runs": self.layout.runs, "rank": rank, "seen": seen} | counters | self.dropout()
+        return (
+            {"q": q, "runs": self.layout.runs, "rank": rank, "visible_keys": visible_keys} | counters | self.dropout()
+        )
 
     @cached_property
     def shards(self) -> dict[str, list[Tensor]]:
@@ -123,10 +125,15 @@ class Ring:
 
     def backward_arguments(self, rank: int) -> dict[str, Any]:
         """Returns the arguments of a rank's backward pass, except the exchange."""
-        seen, seen_by = self.visible_ranges(rank)
+        visible_keys, visible_queries = self.visible_ranges(rank)
         tensors = {name: parts[rank] for name, parts in self.shards.items()}
         counters = {"counters_of_all": self.counters() if self.dropout_p else None}
-        where = {"runs": self.layout.runs, "rank": rank, "seen": seen, "seen_by": seen_by}
+        where = {
+            "runs": self.layout.runs,
+            "rank": rank,
+            "visible_keys": visible_keys,
+            "visible_queries": visible_queries,
+        }
         return tensors | where | counters | self.dropout()
 
     def check(self, ranks: Sequence[Tensors]) -> None:
@@ -173,16 +180,23 @@ def here(ring: Ring) -> list[Tensors]:
     results: list[Tensors] = []
     for rank in ranks:
         order = [(rank - step) % ring.world for step in ranks]
-        seen, seen_by = ring.visible_ranges(rank)
+        visible_keys, visible_queries = ring.visible_ranges(rank)
         dq = ring_attention_dq(
-            *queries[rank], blocks[order], ring.layout.runs, rank, seen, order, counters=counters[rank], **options
+            *queries[rank],
+            blocks[order],
+            ring.layout.runs,
+            rank,
+            visible_keys,
+            order,
+            counters=counters[rank],
+            **options,
         )
         assert dq.dtype == F32 and dq.transpose(1, 2).is_contiguous()
         dkdv = torch.zeros(blocks[rank].shape)
         for source in ranks:
             dkdv += ring_attention_dkdv(
-                blocks[rank], *queries[source], ring.layout.runs, source, rank, seen_by, counters=counters[source],
-                **options,
+                blocks[rank], *queries[source], ring.layout.runs, source, rank, visible_queries,
+                counters=counters[source], **options,
             )  # fmt: skip
         results.append((*attend_here(ring, rank), dq, *dkdv))
     return results
@@ -323,8 +337,8 @@ def test_the_same_bits_in_every_run_and_either_way(way: bool) -> None:
 def test_parts_of_sources_add_up() -> None:
     ring = Ring(world=3, length=50)
     blocks = torch.stack([torch.stack([ring.shards[name][rank] for name in "kv"]) for rank in range(3)])
-    seen, runs = ring.visible_ranges(1)[0], ring.layout.runs
-    of = partial(ring_attention_dq, *queries_of(ring, 1), runs=runs, rank=1, seen=seen)
+    visible_keys, runs = ring.visible_ranges(1)[0], ring.layout.runs
+    of = partial(ring_attention_dq, *queries_of(ring, 1), runs=runs, rank=1, visible_keys=visible_keys)
     parts = sum(of(blocks=blocks[source : source + 1], sources=(source,)) for source in range(3))
     torch.testing.assert_close(parts, of(blocks=blocks, sources=(0, 1, 2)))
 
@@ -356,7 +370,7 @@ def on_a_channel(**changes: int) -> BlockExchange:
         ({"blocks": torch.zeros(2, 1, 1, 4, 16).half()}, ".*one dtype"),
         ({"q": torch.zeros(1, 2, 5, 16)}, "q has 5 tokens: expected 4, as runs"),
         ({"q": torch.zeros(1, 2, 4, 12)}, "k has shape"),
-        ({"seen": (SEEN, SEEN.float())}, r"seen\[1\] is torch.float32: expected int32"),
+        ({"visible_keys": (SEEN, SEEN.float())}, r"visible_range\[1\] is torch.float32: expected int32"),
         ({"rank": 0}, "rank 0 of 3: the channel's is 1 of 3"),
         ({"rank": 3}, "rank 3 of 3: expected 0 <= rank < world"),
         ({"sources": (1,)}, r"sources \(1,\): expected None with exchange"),
@@ -382,7 +396,7 @@ def test_bad_input_of_forward_is_named(changes: dict[str, Any], message: str) ->
 
 def test_bad_input_of_backward_is_named() -> None:
     good = Ring(world=3, length=12).backward_arguments(1) | {"exchange": EXCHANGE}
-    first, last = good["seen"]
+    first, last = good["visible_keys"]
     for changes, message in (
         ({"v": good["v"][:, :, 1:]}, "v has shape"),
         ({"k": good["k"].half()}, "k is torch.float16, q is torch.float32"),
@@ -391,8 +405,8 @@ def test_bad_input_of_backward_is_named() -> None:
         ({"lse": good["lse"].double()}, "lse is torch.float64: expected float32"),
         ({"lse": good["lse"][..., 1:]}, "lse has shape"),
         ({"rank": 3}, "rank 3 of 3"),
-        ({"seen": (first.long(), last)}, r"seen\[0\] is torch.int64"),
-        ({"seen_by": (first, last[1:])}, r"seen\[1\] has shape"),
+        ({"visible_keys": (first.long(), last)}, r"visible_range\[0\] is torch.int64"),
+        ({"visible_queries": (first, last[1:])}, r"visible_range\[1\] has shape"),
         ({"dropout_p": 0.5}, "counters is None"),
         ({"dropout_p": 0.5, "counters_of_all": torch.zeros(2, 1, 1, 4, dtype=torch.int64)}, "counters_of_all has"),
         ({"exchange": on_a_channel(slot_bytes=256)}, ".*a slot holds 256"),

@@ -75,14 +75,14 @@ class Group:
         layout, causal, tensors, _ = whole(call, self.world)
         padding = {"lse": -torch.inf}
         shards = {name: layout.shard(x, self.rank, 2, padding.get(name, 0)) for name, x in tensors.items()}
-        seen, seen_by = visible_ranges(layout.positions(self.rank), layout.length, causal, None, None)
-        where = {"runs": layout.runs, "rank": self.rank, "seen": seen, "exchange": self.exchange}
+        visible_keys, visible_queries = visible_ranges(layout.positions(self.rank), layout.length, causal, None, None)
+        where = {"runs": layout.runs, "rank": self.rank, "visible_keys": visible_keys, "exchange": self.exchange}
         if call < len(FORWARD):
             blocks = torch.stack([shards["k"], shards["v"]])
             out, _ = current(ring_attention_forward).ring_attention_forward(shards["q"], blocks, **where)
             return (out,)
         gradients: tuple[Tensor, ...] = current(ring_attention_backward).ring_attention_backward(
-            **shards, **where, seen_by=seen_by
+            **shards, **where, visible_queries=visible_queries
         )
         return gradients
 
@@ -151,7 +151,8 @@ class TestForwardRing(ForwardSuite):
         Fault("a neighbour on the other side", replace(COPY_BLOCKS, "(rank + 1) % WORLD", by="(rank + 2) % WORLD")),
         Fault("the neighbour's own block", replace(COPY_BLOCKS, SENDER.format("source"), by=SENDER.format("sender"))),
         Fault(
-            "told of the step before", replace(COPY_BLOCKS, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD")
+            "the previous step is signalled",
+            replace(COPY_BLOCKS, "step * COPIERS * WORLD", by="(step - 1) * COPIERS * WORLD"),
         ),
         Fault(
             "ready of another source",

@@ -131,19 +131,19 @@ def gradient_(
     """
     if use_triton(logits) if triton is None else triton:
         return cross_entropy_backward_(logits, target, start, normalizer, scale)
-    own, column = _own(target, start, logits.shape[1])
+    owned, column = _owned(target, start, logits.shape[1])
     maximum, total = normalizer
     scale = torch.where(target == IGNORE, 0, torch.ones_like(total) if scale is None else scale)
     logits.sub_(maximum.unsqueeze(1)).exp_().mul_((scale / total).unsqueeze(1))
     if logits.shape[1]:
-        logits.scatter_add_(1, column.unsqueeze(1), torch.where(own, -scale, 0).unsqueeze(1))
+        logits.scatter_add_(1, column.unsqueeze(1), torch.where(owned, -scale, 0).unsqueeze(1))
     return logits
 
 
-def _own(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+def _owned(target: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
     """Return for each row whether its target is in the slice, and the target's column in it (0 for other rows)."""
-    own = (target >= start) & (target < start + width)
-    return own, torch.where(own, target - start, 0)
+    owned = (target >= start) & (target < start + width)
+    return owned, torch.where(owned, target - start, 0)
 
 
 def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
@@ -153,11 +153,11 @@ def _statistics(logits: Tensor, target: Tensor, start: int) -> Tensor:
     if not width:
         statistics[0] = -torch.inf
         return statistics
-    own, column = _own(target, start, width)
+    owned, column = _owned(target, start, width)
     statistics[0] = logits.amax(1)
     lowest = torch.finfo(logits.dtype).min  # a row of -inf adds 0 to the total, not NaN
     statistics[1] = (logits - statistics[0].clamp(min=lowest).unsqueeze(1)).exp_().sum(1)
-    statistics[2] = torch.where(own, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+    statistics[2] = torch.where(owned, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
     return statistics
 
 

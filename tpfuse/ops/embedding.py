@@ -34,11 +34,11 @@ def embedding(
     if group is None:
         return F.embedding(ids, weight, padding_idx)
     start, stop = shard_range(num_embeddings, *rank_and_size(group))
-    own = (ids >= start) & (ids < stop)
+    owned = (ids >= start) & (ids < stop)
     if stop > start:
         padding = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
-        rows = F.embedding(torch.where(own, ids - start, 0), weight, padding)
-        partial = torch.where(own.unsqueeze(-1), rows, 0)
+        rows = F.embedding(torch.where(owned, ids - start, 0), weight, padding)
+        partial = torch.where(owned.unsqueeze(-1), rows, 0)
     else:  # more ranks than rows: this rank has no row of the table, but the sum below needs every rank
         partial = weight.sum() + weight.new_zeros(*ids.shape, weight.shape[-1])
     return reduce_scatter(partial, group) if scatter else all_reduce(partial, group)

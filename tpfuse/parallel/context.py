@@ -132,7 +132,7 @@ class ContextParallel:
             schedule, reason = choose_schedule((1, heads, local, head_size), heads, like.dtype, like.device, self.group)
         return choice.implementation, f"{schedule}, {self.balance}: {reason}; {choice.reason}"
 
-    def spread(self, ids_BT: Tensor) -> "ShardedBatch":
+    def sharded_batch(self, ids_BT: Tensor) -> "ShardedBatch":
         """Return the sharding of these sequences over the ranks.
 
         Raise ValueError if the sequences have fewer tokens than there are ranks.

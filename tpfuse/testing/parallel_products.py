@@ -119,30 +119,30 @@ class ParallelProduct:
         inputs, grad = self.draw(case, group.size())
         leaves = self.leaves(case, group)
         out = self.run(case, leaves, group)
-        found = {"out": out.detach()}
+        results = {"out": out.detach()}
         if backward:
             out.backward(strided(grad[self.part("out", case, group.rank())].to(case.device)))  # type: ignore[no-untyped-call]
             for name, leaf in leaves.items():
                 given = leaf.grad is not None
                 assert given == leaf.requires_grad, f"{name}: gradient: {given}, required: {leaf.requires_grad}"
-            found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            results |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         compare = self._equal if case.whole_numbers else self._near
-        found = {name: x.cpu() for name, x in found.items()}
-        compare(case, group, inputs, grad, found)
-        return {name: x for name, x in found.items() if self.held[name] == "all"}
+        results = {name: x.cpu() for name, x in results.items()}
+        compare(case, group, inputs, grad, results)
+        return {name: x for name, x in results.items() if self.held[name] == "all"}
 
     def _near(
-        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]
+        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, results: Mapping[str, Tensor]
     ) -> None:
         expected = Expected(self.plain(case), inputs, grad)
-        for name, actual in found.items():
+        for name, actual in results.items():
             expected.check(name, actual, self.part(name, case, group.rank()))
 
     def _equal(
-        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, found: Mapping[str, Tensor]
+        self, case: Case, group: dist.ProcessGroup, inputs: Tensors, grad: Tensor, results: Mapping[str, Tensor]
     ) -> None:
         expected = evaluate(self.plain(case), {name: x.double() for name, x in inputs.items()}, grad.double())
-        for name, actual in found.items():
+        for name, actual in results.items():
             assert actual.dtype == case.dtype, f"{name}: {actual.dtype}"
             assert torch.equal(actual.double(), expected[name][self.part(name, case, group.rank())]), name
 
@@ -164,8 +164,8 @@ class ParallelProduct:
         out.backward(given)  # type: ignore[no-untyped-call]
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         assert gradients.keys() == leaves.keys() and all(x.dtype == torch.float32 for x in gradients.values())
-        found = {"out": out} | {name: x.bfloat16() for name, x in gradients.items()}
-        self._near(case, group, inputs, grad, found)
+        results = {"out": out} | {name: x.bfloat16() for name, x in gradients.items()}
+        self._near(case, group, inputs, grad, results)
         if more is not None:
             more.backward(given.float())  # type: ignore[no-untyped-call]
             assert more.dtype == torch.float32 and torch.equal(more, out.float() + 1000)

@@ -64,12 +64,12 @@ class StreamMemory:
         return self._memory.abort
 
     def buffer(self, key: str, shape: Any, dtype: torch.dtype) -> SymmetricBuffer:
-        found = self._memory.buffer(key, shape, dtype)
-        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+        buffer = self._memory.buffer(key, shape, dtype)
+        return SymmetricBuffer(key, buffer.peers[: self.world], self.rank, buffer.addresses[: self.world])
 
     def signals(self, key: str, count: int) -> SymmetricBuffer:
-        found = self._memory.signals(key, count)
-        return SymmetricBuffer(key, found.peers[: self.world], self.rank, found.addresses[: self.world])
+        flags = self._memory.signals(key, count)
+        return SymmetricBuffer(key, flags.peers[: self.world], self.rank, flags.addresses[: self.world])
 
 
 def without_wait(program: Callable[[SimulatedMemory], None], left_out: str) -> Callable[[SimulatedMemory], None]:
@@ -193,9 +193,9 @@ class ProtocolSuite:
         """Return the mutants of `needed`, and those among them that `unneeded` names."""
         mutants: list[Mutant] = []
         for target in self.needed:
-            found = mutants_of(target, among=self.modules)
-            assert found, f"{target} has no line that synchronises"
-            mutants += found
+            of_target = mutants_of(target, among=self.modules)
+            assert of_target, f"{target} has no line that synchronises"
+            mutants += of_target
         unneeded: list[Mutant] = []
         for function, line in self.unneeded:
             named = [mutant for mutant in mutants if _is_in(mutant, function, line)]

@@ -97,8 +97,8 @@ def _take_over(environment: dict[str, str]) -> None:
 
     A process that the server forks has the environment that the server had when it started.
     """
-    wanted, found = (each.get("TRITON_INTERPRET", "0") for each in (environment, os.environ))
-    assert wanted == found, f"TRITON_INTERPRET was {found} and is {wanted}: set it before the first pool is started"
+    wanted, current = (each.get("TRITON_INTERPRET", "0") for each in (environment, os.environ))
+    assert wanted == current, f"TRITON_INTERPRET was {current} and is {wanted}: set it before the first pool is started"
     os.environ.clear()
     os.environ.update(environment)
 

@@ -236,10 +236,10 @@ def test_driver_calls_of_a_gather(world: int) -> None:
     Without a product that waits there are n + 2, 10 at tp 8. One guard contains everything that reads the gathered
     rows.
     """
-    told = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
+    signalled = [BEFORE, "open_copies_kernel"] + ["copy", "word"] * (world - 1)
     kept = [BEFORE, "open_copies_kernel"] + ["copy"] * world + ["close_copies_kernel"]
-    assert pool(world).run(_driver_calls, "1") == [["guard", *told, PRODUCT, AFTER, "end"]] * world
-    assert pool(world).run(_driver_calls, "2") == [["guard", *told, "copy", PRODUCT, AFTER, "mm", "end"]] * world
+    assert pool(world).run(_driver_calls, "1") == [["guard", *signalled, PRODUCT, AFTER, "end"]] * world
+    assert pool(world).run(_driver_calls, "2") == [["guard", *signalled, "copy", PRODUCT, AFTER, "mm", "end"]] * world
     assert pool(world).run(_driver_calls, "backward") == [["guard", *kept, SCATTER, AFTER, "mm", "end"]] * world
 
 

@@ -32,15 +32,15 @@ class EngineGather:
 
     def chunks(self, x: Tensor) -> Tensor:
         """Return this rank's [world, *x.shape], to which all ranks' x of one shape and dtype are gathered."""
-        return self._places(x)[0]
+        return self._destinations(x)[0]
 
-    def _places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _destinations(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return (this rank's chunks; for each rank the chunk of its memory that x is copied to)."""
         found = self._views.get((x.dtype, x.shape))
-        return self._new_places(x) if found is None else found
+        return self._new_destinations(x) if found is None else found
 
     @torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
-    def _new_places(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _new_destinations(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         if len(self._views) >= _VIEWS:
             self._views.clear()
         rank, world = self._memory.rank, self._memory.world
@@ -48,21 +48,21 @@ class EngineGather:
         found = self._views[x.dtype, x.shape] = chunks[rank], [each[rank] for each in chunks]
         return found
 
-    def send(self, x: Tensor, *, told: bool, keep: bool) -> None:
+    def send(self, x: Tensor, *, multiplied: bool, keep: bool) -> None:
         """Copy x, contiguous, to every peer's chunks, and to this rank's own if `keep`, on the current stream.
 
-        told: a product is told of each chunk by a signal, waits for the chunks of all ranks, and ends the gather.
-        Otherwise the gather ends here, after all chunks have arrived.
+        multiplied: a product receives a signal for each chunk, waits for the chunks of all ranks, and ends the
+        gather. Otherwise the gather ends here, after all chunks have arrived.
         """
-        memory, (_, places) = self._memory, self._places(x)
+        memory, (_, destinations) = self._memory, self._destinations(x)
         rank, world = memory.rank, memory.world
         open_copies(self.endpoint, self._stamp)
         for step in range(1, world):
             peer = (rank - step) % world
-            places[peer].copy_(x)
-            if told:
+            destinations[peer].copy_(x)
+            if multiplied:
                 memory.signal(self._words, peer, rank, self._stamp)
         if keep:
-            places[rank].copy_(x)
-        if not told:
+            destinations[rank].copy_(x)
+        if not multiplied:
             close_copies(self.endpoint)

@@ -48,8 +48,8 @@ class EngineScatter:
         for step in range(1, world):
             owner = (rank + step) % world
             await_part(self._endpoint, self._stored, self._stamp, owner)
-            place, part = parts[owner]
-            place.copy_(part)
+            destination, part = parts[owner]
+            destination.copy_(part)
             memory.signal(self._words, owner, rank, self._stamp)
 
     def sum(self, m: int, n: int, dtype: torch.dtype, bias: Tensor | None, residual: Tensor | None) -> Tensor:

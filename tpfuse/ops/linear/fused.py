@@ -175,8 +175,8 @@ class FusedLinear:
         """
         rows, (rank, world) = flat(x), (self.memory.rank, self.memory.world)
         most = -(-len(rows) // world)
-        own = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
-        added = None if residual is None else flat(residual)[own]
+        own_rows = slice(min(rank * most, len(rows)), min((rank + 1) * most, len(rows)))
+        added = None if residual is None else flat(residual)[own_rows]
         op = f"linear_all_reduce {x.dtype} {[*x.shape[:-1], len(weight)]}"
         with self.memory.guard(op, kernel=True):
             sums = _with_rows(self._multiply_and_scatter(rows, weight, bias=bias, residual=added), most)
@@ -201,7 +201,7 @@ class FusedLinear:
         engines, copies = self._engine_gather(nbytes), self._copies()
         try:
             with copies.stream():
-                engines.send(rows, told=multiplied, keep=keep)
+                engines.send(rows, multiplied=multiplied, keep=keep)
             yield _Gather(rows, engines.chunks(rows), engines.ready, engines.endpoint, keep, copies)
         finally:
             copies.join()
@@ -250,7 +250,7 @@ class FusedLinear:
         most = max(MOST_BYTES // max(world * len(weight) * rows.element_size(), 1), 1)
         if chunk <= most:
             return self._multiply_and_scatter_round(rows, weight, bias, residual)
-        own = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
+        own_count = min(chunk, max(len(rows) - self.memory.rank * chunk, 0))
         whole = _with_rows(rows, world * chunk).view(world, chunk, rows.shape[1])
         added = None if residual is None else _with_rows(residual, chunk)
         rounds = []
@@ -258,7 +258,7 @@ class FusedLinear:
             part = slice(start, min(start + most, chunk))
             terms = None if added is None else added[part]
             rounds.append(self._multiply_and_scatter_round(whole[:, part].flatten(0, 1), weight, bias, terms))
-        return torch.cat(rounds)[:own]
+        return torch.cat(rounds)[:own_count]
 
     def _multiply_and_scatter_round(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None

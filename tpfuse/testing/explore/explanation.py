@@ -27,15 +27,15 @@ def explain(clocks: Clocks, earlier: int, time: int, later: int) -> str:
 
 
 def _suppositions(clocks: Clocks, operations: list[Atomic]) -> list[Supposition]:
-    found: dict[Supposition, None] = {}
+    suppositions: dict[Supposition, None] = {}
     for operation in operations:
         if operation.releases and clocks.barrier_rule and not operation.host:
-            found[Supposition(operation.line, "debug_barrier")] = None
+            suppositions[Supposition(operation.line, "debug_barrier")] = None
         if not operation.releases and operation.stores:
-            found[Supposition(operation.line, "release")] = None
+            suppositions[Supposition(operation.line, "release")] = None
         if not operation.acquires:
-            found[Supposition(operation.line, "acquire")] = None
-    return list(found)
+            suppositions[Supposition(operation.line, "acquire")] = None
+    return list(suppositions)
 
 
 def _released(clocks: Clocks, component: int, time: int) -> set[Word]:

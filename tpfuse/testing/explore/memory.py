@@ -32,7 +32,7 @@ class Semantics:
 
 
 _SCOPES = ("cta", "gpu", "sys")
-HOST_PUT = Semantics(acquires=False, releases=True, scope=2, modifies=False, host=True)
+HOST_SIGNAL = Semantics(acquires=False, releases=True, scope=2, modifies=False, host=True)
 HOST_WAIT = Semantics(acquires=True, releases=False, scope=2, modifies=False, writes=False, host=True)
 
 
@@ -213,7 +213,7 @@ class CheckedMemory:
         """Set a word (release) or, without a value, read it (acquire); return its old value."""
 
         address = region.base + index * region.step
-        semantics = HOST_WAIT if value is None else HOST_PUT
+        semantics = HOST_WAIT if value is None else HOST_SIGNAL
 
         def perform() -> tuple[int, NDArray[Any], NDArray[Any], NDArray[np.bool_]]:
             assert region.words is not None

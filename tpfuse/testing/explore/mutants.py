@@ -61,14 +61,14 @@ def mutants_of(*targets: Any, among: Iterable[ModuleType] = ()) -> list[Mutant]:
     modules = list(dict.fromkeys(module_of(target) for target in targets))
     trees = {module: ast.parse(inspect.getsource(module)) for module in dict.fromkeys([*modules, *among])}
     synchronising = _synchronising(trees.values())
-    found = []
+    mutants = []
     for module in modules:
         whole = any(target is module for target in targets)
         spans = [span_of(target) for target in targets if target is not module and module_of(target) is module]
         for mutant in _Finder(module, trees[module], synchronising).mutants():
             if whole or any(first <= mutant.lines[0] <= last for first, last in spans):
-                found.append(mutant)
-    return found
+                mutants.append(mutant)
+    return mutants
 
 
 def surviving(
@@ -183,8 +183,8 @@ class _Finder:
 
     def mutants(self) -> list[Mutant]:
         """Return the mutants of the module in the order of their lines."""
-        found = [mutant for node in ast.walk(self._tree) for mutant in self._of(node)]
-        return sorted(found, key=lambda mutant: mutant.lines)
+        mutants = [mutant for node in ast.walk(self._tree) for mutant in self._of(node)]
+        return sorted(mutants, key=lambda mutant: mutant.lines)
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.FunctionDef):
@@ -264,29 +264,29 @@ class _Finder:
             for weaker in _WEAKER[default]:
                 yield self._mutant(call, f'{comma}sem="{weaker}")', f"{default} (default) -> {weaker}", last=1)
 
-    def _constant(self, node: ast.expr, place: ast.expr) -> Iterator[Mutant]:
+    def _constant(self, node: ast.expr, shown_node: ast.expr) -> Iterator[Mutant]:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             return
         for weaker in _WEAKER.get(node.value, ()):
-            yield self._mutant(node, f'"{weaker}"', f"{node.value} -> {weaker}", place)
+            yield self._mutant(node, f'"{weaker}"', f"{node.value} -> {weaker}", shown_node)
         if node.value == "sys":
-            yield self._mutant(node, '"gpu"', "scope sys -> gpu", place)
+            yield self._mutant(node, '"gpu"', "scope sys -> gpu", shown_node)
 
     def _mutant(
         self,
         node: ast.stmt | ast.expr,
         text: str,
         change: str,
-        place: ast.stmt | ast.expr | None = None,
+        shown_node: ast.stmt | ast.expr | None = None,
         *,
         last: int | None = None,
     ) -> Mutant:
         """Return the mutant in which `text` replaces a node, or its `last` characters; later lines keep their numbers.
 
-        place: the node that the mutant's lines and text show, by default the replaced one.
+        shown_node: the node that the mutant's lines and text show, by default the replaced one.
         """
-        place = place or node
-        assert node.end_lineno is not None and node.end_col_offset is not None and place.end_lineno is not None
+        shown_node = shown_node or node
+        assert node.end_lineno is not None and node.end_col_offset is not None and shown_node.end_lineno is not None
         begin, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
         if last is not None:
             begin = (end[0], end[1] - last)
@@ -294,10 +294,10 @@ class _Finder:
         after = self._lines[end[0] - 1][end[1] :].decode().rstrip("\n")
         middle = before + text + after + "\n" * (1 + end[0] - begin[0])
         above, below = b"".join(self._lines[: begin[0] - 1]), b"".join(self._lines[end[0] :])
-        shown = self._lines[place.lineno - 1].decode().strip()
+        text_shown = self._lines[shown_node.lineno - 1].decode().strip()
         source = above.decode() + middle + below.decode()
-        lines = place.lineno, place.end_lineno
-        return Mutant(self._name, self._file, lines, shown, change, source, ast.unparse(place))
+        lines = shown_node.lineno, shown_node.end_lineno
+        return Mutant(self._name, self._file, lines, text_shown, change, source, ast.unparse(shown_node))
 
 
 def _root(node: ast.expr) -> str:

@@ -85,16 +85,16 @@ def _apply(edit: Edit, function: ast.AST) -> None:
         places = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == edit.call]
     try:
         old, new = (ast.parse(text, mode="eval").body for text in (edit.old, edit.by))
-        found = [match for place in places for match in _expressions(place, ast.dump(old))]
+        matches = [match for place in places for match in _expressions(place, ast.dump(old))]
         replacement: list[Any] = [new]
     except SyntaxError:
         old_statements, replacement = ast.parse(edit.old).body, ast.parse(edit.by).body
-        found = [match for place in places for match in _runs(place, [ast.dump(node) for node in old_statements])]
-    if len(found) != 1:
+        matches = [match for place in places for match in _runs(place, [ast.dump(node) for node in old_statements])]
+    if len(matches) != 1:
         inside = f" in calls of {edit.call}" if edit.call else ""
         name = f"{module_of(edit.function).__name__}.{_plain(edit.function).__qualname__}"
-        raise ValueError(f"{name} contains {edit.old!r}{inside} {len(found)} times: expected exactly once")
-    siblings, first, last = found[0]
+        raise ValueError(f"{name} contains {edit.old!r}{inside} {len(matches)} times: expected exactly once")
+    siblings, first, last = matches[0]
     if isinstance(siblings, list):
         siblings[first:last] = replacement
     else:

@@ -62,15 +62,15 @@ class SimulatedMemory(SymmetricMemory):
         self._regions.pop(buffer.key)[self.rank].freed = True  # the memory stays, so that later accesses are reported
 
     def signal(self, flags: SymmetricBuffer, owner: int, index: int, value: int | Tensor) -> None:
-        self._run.memory.host_word("put", self._word(flags, owner, index), index, int(value))
+        self._run.memory.host_word("signal", self._word(flags, owner, index), index, int(value))
 
     def wait_signal(
         self, flags: SymmetricBuffer, owner: int, index: int, value: int, *, peer: int | None = None, op: str
     ) -> None:
         region = self._word(flags, owner, index)
         while True:
-            found = self._run.memory.host_word("wait", region, index, None)
-            if wrapped(found - value) >= 0:
+            current = self._run.memory.host_word("wait_signal", region, index, None)
+            if wrapped(current - value) >= 0:
                 return
             if self._run.aborted(self.rank):
                 raise self._timeout(op, owner if peer is None else peer)

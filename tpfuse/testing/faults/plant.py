@@ -70,15 +70,15 @@ class Fault:
 def faults_of(source: str, area: str, file: str) -> tuple[Fault, ...]:
     """Return the faults of a file, in the order of its syntax tree."""
     lines = [line.encode() for line in source.splitlines(keepends=True)]
-    found = []
+    faults = []
     for function, statement in _bodies(ast.parse(source), ""):
         for kind, part, after in _changes(statement):
             assert part.end_lineno is not None and part.end_col_offset is not None
             begin, end = (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)
             text = b"".join(lines[begin[0] - 1 : end[0]])
             text = text[begin[1] : len(text) - len(lines[end[0] - 1]) + end[1]]
-            found.append(Fault(area, file, function, kind, text.decode(), after, begin, end))
-    return tuple(found)
+            faults.append(Fault(area, file, function, kind, text.decode(), after, begin, end))
+    return tuple(faults)
 
 
 def sample(root: Path, count: int, seed: int) -> list[Fault]:
@@ -185,8 +185,8 @@ def _changes_of(node: ast.expr) -> Iterator[tuple[str, ast.expr, str]]:
     elif isinstance(node, ast.Call) and node.keywords:
         for keyword in node.keywords:
             if keyword.arg not in (None, "strict"):
-                kept = [other for other in node.keywords if other is not keyword]
-                yield f"argument {keyword.arg} dropped", node, text(ast.Call(node.func, node.args, kept))
+                remaining = [other for other in node.keywords if other is not keyword]
+                yield f"argument {keyword.arg} dropped", node, text(ast.Call(node.func, node.args, remaining))
 
 
 def _is_text(node: ast.BinOp) -> bool:

@@ -81,8 +81,8 @@ class Copy:
             return ""
         if status is None:
             return TIME_OUT
-        found = _FAILED.search(self._output.read_text(errors="replace"))
-        return found.group(1) if found else f"exit status {status}"
+        match = _FAILED.search(self._output.read_text(errors="replace"))
+        return match.group(1) if match else f"exit status {status}"
 
     def failing_with(self, fault: Fault, tests: Sequence[RecordedTest]) -> str:
         """Return `failing` with the fault planted; a time-out counts only if there is none without the fault."""
@@ -135,19 +135,20 @@ def portions(tests: Sequence[RecordedTest], stem: str, limit: float) -> tuple[li
         function = test.name.partition("[")[0]
         rows[function] += 1
         (few if rows[function] <= 2 else many).append(test)
-    found: list[list[RecordedTest]] = []
+    portions: list[list[RecordedTest]] = []
     seconds, size, left = 0.0, 5.0, 0
     for test in few + many:
-        if found and seconds + test.seconds > limit:
+        if portions and seconds + test.seconds > limit:
             left += 1
             continue
         seconds += test.seconds
-        if found and sum(other.seconds for other in found[-1]) + test.seconds < size and len(found[-1]) < 40 * size:
-            found[-1].append(test)
+        last = portions[-1] if portions else []
+        if last and sum(other.seconds for other in last) + test.seconds < size and len(last) < 40 * size:
+            last.append(test)
         else:
-            size *= 2 if found else 1
-            found.append([test])
-    return found, left
+            size *= 2 if portions else 1
+            portions.append([test])
+    return portions, left
 
 
 def try_fault(copy: Copy, record: Record, fault: Fault, limit: float, flaky: set[str]) -> Result:
@@ -169,8 +170,8 @@ def results_of(folder: Path) -> list[Result]:
     """Return the results in a folder, the last one of each fault."""
     path = folder / "results.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [Result(**json.loads(line)) for line in lines]
-    return list({result.fault: result for result in found}.values())
+    results = [Result(**json.loads(line)) for line in lines]
+    return list({result.fault: result for result in results}.values())
 
 
 def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: float) -> None:
@@ -213,9 +214,9 @@ def run(root: Path, folder: Path, count: int, seed: int, workers: int, limit: fl
 
 def _flaky(copy: Copy, tests: Sequence[RecordedTest]) -> set[str]:
     """Return the names of the tests that fail without a fault."""
-    found: set[str] = set()
-    while failed := copy.failing([test for test in tests if test.name not in found]):
-        if failed not in {test.name for test in tests} - found:
+    flaky: set[str] = set()
+    while failed := copy.failing([test for test in tests if test.name not in flaky]):
+        if failed not in {test.name for test in tests} - flaky:
             raise RuntimeError(f"the tests that caught faults cannot be run without a fault: {failed}")
-        found.add(failed)
-    return found
+        flaky.add(failed)
+    return flaky

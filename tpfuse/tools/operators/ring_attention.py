@@ -146,7 +146,7 @@ def _launch_forward(
         return torch.empty(shape, dtype=kind, device="meta")
 
     runs = SequenceRuns(world * 8192, world, 2, 4096, 4096, 1)
-    q, seen = empty(1, 32, 8192, size), empty(2, 8192, kind=torch.int32)
+    q, visible_keys = empty(1, 32, 8192, size), empty(2, 8192, kind=torch.int32)
     blocks = empty(*([] if sources is None else [len(sources)]), 2, 1, 8, 8192, size)
     if dropout_p:
         options |= {"counters": empty(1, 32, 8192, kind=torch.int64), "dropout_key": empty(kind=torch.int64)}
@@ -155,7 +155,7 @@ def _launch_forward(
         blocks,
         runs,
         world - 1,
-        (seen[0], seen[1]),
+        (visible_keys[0], visible_keys[1]),
         exchange=_exchange(world, ring) if sources is None else None,
         sources=sources,
         dropout_p=dropout_p,
