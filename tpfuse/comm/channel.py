@@ -7,12 +7,13 @@ signal of e + 1 only after it has read all that it needs of epoch e. So one roun
 barrier is needed.
 """
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 
 _LEAST_SLOT = 2**16  # bytes
 _VIEWS = 256  # the number of views that are kept, since the operations of a training step repeat
@@ -35,7 +36,7 @@ class Channel:
         self.slots = memory.buffer(f"{name}: slots", (2, nbytes), torch.uint8)
         self.flags = memory.signals(f"{name}: flags", 1)
         self._epoch = self.flags.local.numpy()
-        self._views: dict[tuple[torch.dtype, tuple[int, ...], int], list[Tensor]] = {}
+        self._views = functools.lru_cache(_VIEWS)(functools.partial(_make_views, self.slots))
         self.others = [(memory.rank + i) % memory.world for i in range(1, memory.world)]
 
     @property
@@ -43,20 +44,12 @@ class Channel:
         """The number of the epoch that the next `signal` begins."""
         return int(self._epoch[0]) + 1
 
-    @torch.inference_mode(False)  # The views are kept, also for calls that need gradients.
     def next_slots(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         """Returns the beginning of each rank's half for the next epoch, as tensors of one shape, in rank order.
 
         This rank may write its own tensor now, and may read another rank's after `wait_for` has returned for that rank.
         """
-        key = dtype, shape, self.next_epoch % 2
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            size = math.prod(shape) * dtype.itemsize
-            views = self._views[key] = [slot[key[2]][:size].view(dtype).view(shape) for slot in self.slots.peers]
-        return views
+        return self._views(dtype, shape, self.next_epoch % 2)
 
     def signal(self) -> int:
         """Tells all ranks that this rank's slot is written. Begins the next epoch and returns its number."""
@@ -67,3 +60,10 @@ class Channel:
     def wait_for(self, rank: int, epoch: int, op: str) -> None:
         """Waits until `rank` has begun `epoch`. Its slot may then be read until this rank signals again."""
         self.memory.wait_signal(self.flags, rank, 0, epoch, op=op)
+
+
+@torch.inference_mode(False)  # The views are kept, also for calls that need gradients.
+def _make_views(slots: SymmetricBuffer, dtype: torch.dtype, shape: tuple[int, ...], half: int) -> list[Tensor]:
+    """Returns the beginning of a half of each rank's slot, as tensors of one shape."""
+    size = math.prod(shape) * dtype.itemsize
+    return [slot[half][:size].view(dtype).view(shape) for slot in slots.peers]

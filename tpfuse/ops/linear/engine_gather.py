@@ -4,11 +4,13 @@
 symmetric memory, which is used again, and so must be read before the next gather of the same size begins.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.fused import open_channel
-from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.kernels.engine_gather import close_copies, open_copies
 from tpfuse.kernels.launch import multiprocessors
 
@@ -25,28 +27,14 @@ class EngineGather:
         """Open the channel. The call is collective."""
         programs = multiprocessors(memory.device)
         self._memory = memory
-        self._slots, self.endpoint = open_channel(memory, name, nbytes, programs, parts=memory.world)
+        slots, self.endpoint = open_channel(memory, name, nbytes, programs, parts=memory.world)
         self._words = memory.signals(f"{name}: ready, stamp", memory.world + 1)
         self.ready, self._stamp = self._words.local[:-1], self._words.local[-1:]
-        self._views: dict[tuple[torch.dtype, torch.Size], tuple[Tensor, list[Tensor]]] = {}
+        self._views = functools.lru_cache(_VIEWS)(functools.partial(_make_views, slots, memory.rank))
 
     def chunks(self, x: Tensor) -> Tensor:
         """Return this rank's [world, *x.shape], to which all ranks' x of one shape and dtype are gathered."""
-        return self._destinations(x)[0]
-
-    def _destinations(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return (this rank's chunks; for each rank the chunk of its memory that x is copied to)."""
-        found = self._views.get((x.dtype, x.shape))
-        return self._new_destinations(x) if found is None else found
-
-    @torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
-    def _new_destinations(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        if len(self._views) >= _VIEWS:
-            self._views.clear()
-        rank, world = self._memory.rank, self._memory.world
-        chunks = [slot.view(-1)[: world * x.nbytes].view(x.dtype).view(world, *x.shape) for slot in self._slots.peers]
-        found = self._views[x.dtype, x.shape] = chunks[rank], [each[rank] for each in chunks]
-        return found
+        return self._views(x.dtype, x.shape)[0]
 
     def send(self, x: Tensor, *, multiplied: bool, keep: bool) -> None:
         """Copy x, contiguous, to every peer's chunks, and to this rank's own if `keep`, on the current stream.
@@ -54,7 +42,7 @@ class EngineGather:
         multiplied: a product receives a signal for each chunk, waits for the chunks of all ranks, and ends the
         gather. Otherwise the gather ends here, after all chunks have arrived.
         """
-        memory, (_, destinations) = self._memory, self._destinations(x)
+        memory, (_, destinations) = self._memory, self._views(x.dtype, x.shape)
         rank, world = memory.rank, memory.world
         open_copies(self.endpoint, self._stamp)
         for step in range(1, world):
@@ -66,3 +54,14 @@ class EngineGather:
             destinations[rank].copy_(x)
         if not multiplied:
             close_copies(self.endpoint)
+
+
+@torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
+def _make_views(
+    slots: SymmetricBuffer, rank: int, dtype: torch.dtype, shape: torch.Size
+) -> tuple[Tensor, list[Tensor]]:
+    """Return (this rank's chunks [world, *shape]; for each rank the chunk of its memory that x is copied to)."""
+    world = len(slots.peers)
+    nbytes = world * shape.numel() * dtype.itemsize
+    chunks = [slot.view(-1)[:nbytes].view(dtype).view(world, *shape) for slot in slots.peers]
+    return chunks[rank], [each[rank] for each in chunks]

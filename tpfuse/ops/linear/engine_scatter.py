@@ -3,11 +3,13 @@
 `tpfuse.kernels.engine_scatter` has the protocol. An operation is `open`, `multiply`, `send`, `sum`, in this order.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from tpfuse.comm.collectives.fused import open_channel
-from tpfuse.comm.symmetric_memory import SymmetricMemory
+from tpfuse.comm.symmetric_memory import SymmetricBuffer, SymmetricMemory
 from tpfuse.kernels.engine_gather import open_copies
 from tpfuse.kernels.engine_scatter import await_part, sum_parts
 from tpfuse.kernels.gemm_reduce_scatter import gemm_for_copies
@@ -22,13 +24,13 @@ class EngineScatter:
     def __init__(self, memory: SymmetricMemory, name: str, nbytes: int) -> None:
         """Open the channel. The call is collective."""
         self._memory, world = memory, memory.world
-        self._slots, self._endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
+        slots, self._endpoint = open_channel(memory, name, nbytes, multiprocessors(memory.device))
         programs = self._endpoint.programs
         self._words = memory.signals(f"{name}: ready, stamp, stored", world + 1 + programs * world)
         words = self._words.local
         self._ready, self._stamp = words[:world], words[world : world + 1]
         self._stored = words[world + 1 :].view(programs, world)
-        self._views: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._parts = functools.lru_cache(_VIEWS)(functools.partial(_make_parts, slots, memory.rank))
 
     def open(self) -> None:
         """Wait until all ranks have come here. Must be called on the stream of copies."""
@@ -60,28 +62,22 @@ class EngineScatter:
         sum_parts(out, self._endpoint, self._ready, chunk, bias=bias, residual=residual)
         return out
 
-    def _parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Return for each owner (this rank's part in the owner's memory, the owner's rows in this rank's memory)."""
-        parts = self._views.get((dtype, m, n))
-        return self._new_parts(m, n, dtype) if parts is None else parts
 
-    @torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
-    def _new_parts(self, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        if len(self._views) >= _VIEWS:
-            self._views.clear()
-        rank, world = self._memory.rank, self._memory.world
-        chunk = cdiv(m, world)
+@torch.inference_mode(False)  # views are kept, and calls that need gradients use them too
+def _make_parts(slots: SymmetricBuffer, rank: int, m: int, n: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return for each owner (this rank's part in the owner's memory, the owner's rows in this rank's memory)."""
+    world = len(slots.peers)
+    chunk = cdiv(m, world)
 
-        def halves(slots: Tensor) -> tuple[Tensor, Tensor]:
-            received, computed = (
-                half[: world * chunk * n * dtype.itemsize].view(dtype).view(world, chunk, n) for half in slots
-            )
-            return received, computed
+    def halves(slot: Tensor) -> tuple[Tensor, Tensor]:
+        received, computed = (
+            half[: world * chunk * n * dtype.itemsize].view(dtype).view(world, chunk, n) for half in slot
+        )
+        return received, computed
 
-        computed = halves(self._slots.local)[1]
-        parts = []
-        for owner, slots in enumerate(self._slots.peers):
-            rows = min(max(m - owner * chunk, 0), chunk)
-            parts.append((halves(slots)[0][rank, :rows], computed[owner, :rows]))
-        self._views[dtype, m, n] = parts
-        return parts
+    computed = halves(slots.local)[1]
+    parts = []
+    for owner, slot in enumerate(slots.peers):
+        rows = min(max(m - owner * chunk, 0), chunk)
+        parts.append((halves(slot)[0][rank, :rows], computed[owner, :rows]))
+    return parts

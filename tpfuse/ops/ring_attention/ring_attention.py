@@ -453,7 +453,18 @@ def _token_slices(layout: SequenceLayout, first: int, ranks: int) -> TokenSlices
     return find_token_slices(torch.stack([layout.positions(first + rank) for rank in range(ranks)]))
 
 
-@custom_op("tpfuse::ring_attention", mutates_args=())
+# The tensors and options that both operators of torch.library below take, after the tensors of their own.
+_SHARED_ARGUMENTS = (
+    "Tensor? cu_seqlens, Tensor? head_rows, Tensor? key, *, str ring, str? ulysses, bool causal, str schedule, "
+    "str balance, SymInt? length, SymInt? window, float? scale, float dropout_p, SymInt? dropout_width"
+)
+
+
+@custom_op(
+    "tpfuse::ring_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SHARED_ARGUMENTS}) -> (Tensor, Tensor)",
+)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -464,20 +475,9 @@ def _forward(
     *,
     ring: str,
     ulysses: str | None,
-    causal: bool,
-    schedule: str,
-    balance: str,
-    length: int | None,
-    window: int | None,
-    scale: float | None,
-    dropout_p: float,
-    dropout_width: int | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): a node of torch.compile's graph. `auto` chooses when it runs. ring, ulysses: group names."""
-    options = {
-        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
-        "dropout_p": dropout_p, "dropout_width": dropout_width,
-    }  # fmt: skip
     placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
     with implementation(kind):
         out, lse = _attend(q, k, v, placement, call, with_lse=True)
@@ -489,7 +489,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor | None, **options: Any) 
     return _empty_like(q), q.new_empty(q.shape[:3], dtype=computed(q.dtype))
 
 
-@custom_op("tpfuse::ring_attention_backward", mutates_args=())
+@custom_op(
+    "tpfuse::ring_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SHARED_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def _gradients(
     grad_out: Tensor,
     q: Tensor,
@@ -503,19 +508,8 @@ def _gradients(
     *,
     ring: str,
     ulysses: str | None,
-    causal: bool,
-    schedule: str,
-    balance: str,
-    length: int | None,
-    window: int | None,
-    scale: float | None,
-    dropout_p: float,
-    dropout_width: int | None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = {
-        "causal": causal, "schedule": schedule, "balance": balance, "length": length, "window": window, "scale": scale,
-        "dropout_p": dropout_p, "dropout_width": dropout_width,
-    }  # fmt: skip
     placement, call, kind = _traced(q, k, v, _named(ring, ulysses), (cu_seqlens, head_rows, key), options)
     with implementation(kind):
         dq, dk, dv = (_heads_inside(x) for x in _attend_backward(grad_out, q, k, v, out, lse, placement, call))
