@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler
 
+from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.errors import Disagreement
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import normal
@@ -215,6 +218,7 @@ def test_remainders_of_compression_are_in_the_state() -> None:
         for number, (model, optimizer) in enumerate(runs[1:]):
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1] if number == 0 else {**saved[1], "compression": None})
+            optimizer.zero_grad()  # reduces no gradient: remainders stay as they are
         for run in runs:
             steps(*run)
         straight, resumed, without = ([p.detach() for p in model.parameters()] for model, _ in runs)
@@ -222,20 +226,32 @@ def test_remainders_of_compression_are_in_the_state() -> None:
         assert not all(torch.equal(a, b) for a, b in zip(straight, without, strict=True))
 
 
-@pytest.mark.parametrize("stage", [2, *exhaustive(0, 1, 3)])
+@pytest.mark.parametrize(
+    ("stage", "impl", "arrive"),
+    [
+        (2, "auto", "none"),
+        (0, "collective", "none"),
+        *exhaustive(*((stage, "auto", "the last") for stage in range(3)), (3, "auto", "all")),
+        *exhaustive((0, "auto", "none"), (1, "auto", "none"), (1, "collective", "none"), (2, "collective", "none")),
+    ],
+)
 @on_ranks(2)
-def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int) -> None:
-    """Check that discarded gradients leave no trace, whether other ranks have received them or not."""
+def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Implementation, arrive: str) -> None:
+    """Check that discarded gradients leave no trace, whether other ranks have received them or not.
+
+    arrive: the layers whose gradients arrive in the skipped step on ranks other than 0.
+    """
     results = []
     for skip in (False, True):
         model = made()
-        optimizer = ZeroOptimizer(engine_of(model, stage))
+        with implementation(impl):
+            optimizer = ZeroOptimizer(engine_of(model, stage))
         rows = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(2):
             if skip:
-                if dist.get_rank() and stage < 3:  # only the last layer takes part
+                if dist.get_rank() and arrive == "the last":
                     model[3](torch.ones(1, 7, dtype=torch.float64)).sum().backward()
-                else:
+                elif not dist.get_rank() or arrive == "all":
                     loss_of(model, 8, rows).backward()
                 if step:
                     optimizer.clip_grad_norm_(1e-3)
@@ -250,6 +266,48 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int) -> None:
             optimizer.zero_grad()
         results.append([gather_whole(parameter).clone() for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def disagreeing(stage: int) -> tuple[str, float]:
+    """Skip an update on rank 1 alone; return this rank's error and the seconds until it was raised."""
+    model = made()
+    optimizer = ZeroOptimizer(engine_of(model, stage))
+    begin = time.monotonic()
+    try:
+        for step in range(3):
+            loss_of(model, step, torch.arange(BATCH)).backward()
+            if step == 0 or dist.get_rank() == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+    except Disagreement as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+@pytest.mark.parametrize("stage", [0, *exhaustive(1, 2, 3)])
+def test_ranks_that_do_not_agree_to_skip_an_update_raise_at_once(stage: int) -> None:
+    messages, seconds = zip(*pool(2).run(disagreeing, stage), strict=True)
+    assert max(seconds) < 30, "half of the deadline of a wait"
+    cause = "every rank must call step(), or every rank must skip it by zero_grad()"
+    assert all("rank 0 runs" in message for message in messages) and cause in messages[1]
+    if stage < 3:  # at stage 3 the next backward pass of rank 0 raises
+        assert cause in messages[0]
+
+
+def test_a_gradient_scaler_is_refused() -> None:
+    """The errors say what to do instead. A scaler would skip updates without the agreement of other ranks."""
+    model = made(torch.float32)
+    optimizer, scaler = ZeroOptimizer(GradientBuckets(model)), torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0, torch.arange(BATCH))).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match=r"train in bfloat16, which needs no torch\.amp\.GradScaler"):
+        scaler.unscale_(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(
+        ValueError, match=r"^ZeroOptimizer does not work with torch\.amp\.GradScaler: train in bfloat16"
+    ):
+        scaler.step(optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
 def sharded_norms() -> tuple[float, str]:

@@ -100,6 +100,12 @@ class Bucket:
         self._without_gradient.discard(segment)
         self._pending.discard(segment)
 
+    def fill_missing(self, value: float) -> None:
+        """Take gradients that are `value` everywhere for the segments whose gradient has not arrived."""
+        gradient = torch.tensor(value, dtype=self.gradient_dtype, device=self.values.device)
+        for segment in tuple(self._pending):
+            self.take(segment, gradient.expand(self.layout.segments[segment].shape), last=True)
+
     def take_all(self) -> None:
         """Treat all gradients as taken, after the caller has written them to `accumulated`."""
         self._pending.clear()

@@ -201,6 +201,13 @@ class FullySharded(MicroBatches):
         root.reset_iter_state()
         self._drop()
 
+    def discard(self) -> None:
+        """See `MicroBatches`. Raises ValueError or Disagreement on all ranks if only some have run a backward pass."""
+        if self._last and self._groups:
+            backwards = int(self._reducing())
+            collectives.agree_on_rows(backwards, self.device, *self._groups, op="zero_grad", unit="backward passes")
+        super().discard()
+
     def _reducing(self) -> bool:
         return any(member.sharded.grad is not None for member in self.members)
 

@@ -43,8 +43,9 @@ from tpfuse.zero.taken_parameters import move_, take_partial_gradients, taken_gr
 
 _WITHOUT_GRADIENT = (
     "{name}.grad is in the memory of GradientBuckets: with ZeroOptimizer(buckets) call its zero_grad() after each step,"
-    " put earlier backward passes of a step into its no_sync(), and clip by its clip_grad_norm_(); without it call"
-    " start() before each backward pass; after finish() each bucket.reduced_shard has this rank's sums"
+    " put earlier backward passes of a step into its no_sync(), clip by its clip_grad_norm_(), and train in bfloat16,"
+    " which needs no torch.amp.GradScaler; without it call start() before each backward pass; after finish() each"
+    " bucket.reduced_shard has this rank's sums"
 )
 
 
@@ -216,6 +217,16 @@ class GradientBuckets(MicroBatches):
                 bucket.end_backward()
             for name, parameter in self.trained.items():
                 parameter.grad = self._taken_gradients[name]
+
+    def discard(self) -> None:
+        """See `MicroBatches`. NaN replaces the gradients that are missing here: compression keeps its remainders then.
+
+        No rank uses the sums.
+        """
+        if self._last:
+            for bucket in self.buckets[self._next :]:
+                bucket.fill_missing(torch.nan)
+        super().discard()
 
     def _reducing(self) -> bool:
         return not all(bucket.untouched for bucket in self.buckets)

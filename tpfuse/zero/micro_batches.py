@@ -105,10 +105,10 @@ class MicroBatches(ABC):
     def discard(self) -> None:
         """Discard the gradients since the last update, in a step that did not fail; the next `start()` begins a step.
 
-        Every rank must call it after the same micro-batches: gradients of the last one are reduced first, since other
-        ranks may wait for them. Raises PeerTimeout.
+        Every rank must call it, also if none of its gradients has arrived: a rank that has begun the last micro-batch
+        finishes its reduction first, since other ranks may wait for it. Raises PeerTimeout.
         """
-        if self._last and self._reducing():
+        if self._last:
             self.finish()
         self._drop()
         self._accumulating = self._last = self._summed = False

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tpfuse.comm import collectives
+from tpfuse.comm.errors import Disagreement
 from tpfuse.zero.bucket_layout import decays
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.fully_sharded import FullySharded
@@ -42,8 +43,9 @@ class ZeroOptimizer(Optimizer):
     (`tpfuse.zero.bucket_layout.decays`). `step` reads them each time, so that torch's schedulers work; lr, betas
     and eps must be the same in both. `state` stays empty: a rank's state is in flat shards, which `state_dict` returns.
 
-    Every rank must make its optimizer and call its methods in the same order. Raises PeerTimeout if a rank does not;
-    after that, and after an error in a backward pass, call `engine.abandon()` and `zero_grad()` on every rank.
+    Every rank must make its optimizer and call its methods in the same order. If a rank does not, ranks that share
+    memory raise Disagreement at once, others raise PeerTimeout; after that, and after an error in a backward pass, call
+    `engine.abandon()` and `zero_grad()` on every rank. torch.amp.GradScaler is refused: bfloat16 needs no scaler.
     """
 
     def __init__(
@@ -75,6 +77,13 @@ class ZeroOptimizer(Optimizer):
         self._clip: float | None = None  # the factor of the mean gradient in the next update; None before it is summed
         engine.start(last=True)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise ValueError. torch.amp.GradScaler reads this first: its ranks would skip updates without agreement."""
+        raise ValueError(
+            "ZeroOptimizer does not work with torch.amp.GradScaler: train in bfloat16, which needs no scaler"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise ValueError, except in the constructor: the parameters of an engine and their groups do not change."""
         if len(self.param_groups) == 2:
@@ -86,11 +95,14 @@ class ZeroOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, and discard gradients that have arrived since the last update. set_to_none has no effect.
 
-        Raises ValueError if the model's parameters are not those that the engine took.
+        To skip an update, call this instead of `step` on every rank, also on a rank without gradients. Without an
+        update since the last call the ranks reduce their gradients first, so call it once per step. Raises ValueError
+        if the model's parameters are not those that the engine took.
         """
         self._clip = None
-        self.engine.discard()
-        self.engine.start(last=True)
+        with _explained():
+            self.engine.discard()
+            self.engine.start(last=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -137,11 +149,13 @@ class ZeroOptimizer(Optimizer):
                 f"param_groups: {name} is {decayed[name]} and {rest[name]}: ZeroOptimizer has one lr, betas and eps for"
                 " both groups, and no weight decay in the second"
             )
-        if self._clip is None:
-            self.engine.finish(sums=False)
-        adamw, clip, self._clip = self._adamw, self._clip, None
+        adamw, clip = self._adamw, self._clip
         adamw.betas, adamw.eps, adamw.weight_decay = decayed["betas"], decayed["eps"], decayed["weight_decay"]
-        adamw.step(float(decayed["lr"]), (1.0 if clip is None else clip) / self.engine.data_ranks)
+        with _explained():
+            if clip is None:
+                self.engine.finish(sums=False)
+            self._clip = None
+            adamw.step(float(decayed["lr"]), (1.0 if clip is None else clip) / self.engine.data_ranks)
         return loss
 
     def _shards(self) -> dict[str, Tensor]:
@@ -197,3 +211,14 @@ class ZeroOptimizer(Optimizer):
             group.update(saved)
         self._adamw.updates = state_dict["updates"]
         self._adamw.release()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Add to a Disagreement what every rank must do."""
+    try:
+        yield
+    except Disagreement as error:
+        raise Disagreement(
+            f"ZeroOptimizer: every rank must call step(), or every rank must skip it by zero_grad(): {error}"
+        ) from error

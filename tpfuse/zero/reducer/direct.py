@@ -256,8 +256,10 @@ class DirectReducer(GradientReducer):
 
     def update(self, updates: Sequence[ShardUpdate]) -> None:
         if self.stage == 0:
-            for index, update in enumerate(updates):
-                update.apply(self.reduced_shard(index), self.values(index))
+            sums = [self.reduced_shard(index) for index in range(len(updates))]
+            with self.memory.guard("update"):  # it waits for no rank, but a rank without an update raises Disagreement
+                for index, update in enumerate(updates):
+                    update.apply(sums[index], self.values(index))
             return
         for index, update in enumerate(updates):
             if self._must_sum_first(update):
