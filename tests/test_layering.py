@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing.faults": set(),
     "testing.explore": {"comm"},
     "testing": {"kernels", "comm", "testing.explore"},
+    "testing.training": {"backend", "comm", "models", "parallel", "testing", "train", "zero"},
     "tools": {
         "kernels", "backend", "comm", "comm.collectives", "ops", "ops.linear", "ops.ring_attention", "layers", "models",
         "train", "testing",

@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
+from tpfuse.testing.command import Command
 from tpfuse.testing.patience import patient
 
 STEPS, LIMIT = 120, 90.0  # seconds that a command may take on an idle machine, deadlines included
@@ -48,48 +49,29 @@ CRAFTED = (
 )
 
 
-class Command:
-    """A running command. Every process that it starts has the command's mark in its environment."""
+class Watched(Command):
+    """A run of tpfuse that must end in time, without a process or a traceback that is left."""
 
-    def __init__(self, arguments: list[str], limits: dict[int, int], stdout: str | None = None) -> None:
-        self.mark = str(uuid.uuid4())
-        self.began = time.monotonic()
+    def __init__(
+        self, arguments: list[str], limits: dict[int, int] | None = None, stdout: int | IO[str] = subprocess.PIPE
+    ) -> None:
+        super().__init__(["-m", "tpfuse", *arguments], limits=limits, stdout=stdout)
 
-        def limited() -> None:
-            for kind, value in limits.items():
-                resource.setrlimit(kind, (value, value))
-
-        self._out = Path(stdout).open("w") if stdout else None  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tpfuse", *arguments],
-            env={**os.environ, "TPFUSE_TEST": self.mark}, stdout=self._out or subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, errors="replace", start_new_session=True, preexec_fn=limited if limits else None,
-        )  # fmt: skip
-
-    def processes(self) -> list[int]:
-        """Returns all processes with the mark, the command itself first."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if folder.name.isdigit() and f"TPFUSE_TEST={self.mark}".encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
-
-    def end(self) -> tuple[int | None, str, list[str]]:
+    def ended(self) -> tuple[int | None, str, list[str]]:
         """Waits for the end and returns (status, stderr, the errors in how it ended)."""
         wrong = []
         try:
             _, err = self.process.communicate(timeout=patient(LIMIT))
         except subprocess.TimeoutExpired:
             wrong.append(f"did not end within {patient(LIMIT):.0f} s")
-            self.kill()
+            self.send(signal.SIGKILL, self.processes())
             _, err = self.process.communicate()
         deadline = time.monotonic() + patient(20.0)
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.1)
         if left := self.processes():
             wrong.append(f"{len(left)} processes are left")
-            self.kill()
+            self.send(signal.SIGKILL, left)
         if "Traceback" in err:
             wrong.append("a traceback")
         if other := [line for line in err.splitlines() if not line.startswith("tpfuse")]:
@@ -97,11 +79,6 @@ class Command:
         if err.count("error:") > 1:
             wrong.append(f"{err.count('error:')} errors")
         return self.process.returncode, err, wrong
-
-    def kill(self) -> None:
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
 
 
 class Undisturbed:
@@ -120,7 +97,7 @@ class Undisturbed:
         """Returns the folder of the run."""
         if layout not in self._runs:
             folder = self._root / f"undisturbed-{len(self._runs)}"
-            status, err, wrong = Command(self.arguments(layout, folder), {}).end()
+            status, err, wrong = Watched(self.arguments(layout, folder)).ended()
             if status or wrong:
                 sys.exit(f"the undisturbed run {layout!r} ends with status {status}: {wrong} {err}")
             self._runs[layout] = folder
@@ -155,9 +132,9 @@ class Case:
         """Returns the arguments of the command. A resumed run takes all options but its folder from its config.toml."""
         return f"train --resume --out {out}".split() if resume else self.undisturbed.arguments(self.layout, out)
 
-    def ended(self, command: Command, statuses: tuple[int, ...], disturbed: str) -> int | None:
+    def ended(self, command: Watched, statuses: tuple[int, ...], disturbed: str) -> int | None:
         """Records the errors in how a command ended, and returns its status."""
-        status, err, wrong = command.end()
+        status, err, wrong = command.ended()
         if status not in statuses:
             wrong.append(f"status {status}, expected one of {statuses}")
         self.wrong += [f"{disturbed}: {each}: {err.strip()[-400:]!r}" for each in wrong]
@@ -165,9 +142,9 @@ class Case:
 
     def goes_on(self, out: Path) -> None:
         """Checks that the run can be resumed, or started again if it has no files, and ends in the same bytes."""
-        status = self.ended(Command(self.arguments(out, resume=True), {}), (0, 2), "resumed")
+        status = self.ended(Watched(self.arguments(out, resume=True)), (0, 2), "resumed")
         if status == 2:
-            self.ended(Command(self.arguments(out), {}), (0,), "begun again")
+            self.ended(Watched(self.arguments(out)), (0,), "begun again")
         self.same(out)
 
     def same(self, out: Path) -> None:
@@ -178,7 +155,7 @@ class Case:
     def signals(self) -> None:
         """Sends one or two signals to the command or a rank."""
         out = self.folder / "run"
-        command = Command(self.arguments(out), {})
+        command = Watched(self.arguments(out))
         fatal = False
         for _ in range(self.random.choice((1, 1, 2))):
             delay, name = self.random.uniform(0.0, 8.0), self.random.choice(SIGNALS)
@@ -191,8 +168,7 @@ class Case:
                 name = "SIGKILL"
             self.told += f"{name} to process {index} after {delay:.1f} s; "
             fatal = fatal or (index == 0 and name not in ("SIGTERM", "SIGINT"))
-            with contextlib.suppress(OSError):
-                os.kill(processes[index], getattr(signal, name))
+            command.send(getattr(signal, name), [processes[index]])
             if name == "SIGSTOP":  # a process that is stopped cannot end with its parent
                 break
         negative = tuple(-getattr(signal, name) for name in SIGNALS) if fatal or not self.layout else ()
@@ -204,15 +180,14 @@ class Case:
     def limit(self) -> None:
         """Sets a limit of the system on files or memory."""
         out = self.folder / "run"
-        kind, value = self.random.choice(
-            [
-                (resource.RLIMIT_FSIZE, self.random.randrange(0, 200_000)),
-                (resource.RLIMIT_NOFILE, self.random.randrange(20, 200)),
-                (resource.RLIMIT_DATA, self.random.randrange(200, 3000) << 20),
-            ]
+        limits = (
+            (resource.RLIMIT_FSIZE, self.random.randrange(0, 200_000)),
+            (resource.RLIMIT_NOFILE, self.random.randrange(20, 200)),
+            (resource.RLIMIT_DATA, self.random.randrange(200, 3000) << 20),
         )
+        kind, value = self.random.choice(limits)
         self.told = f"limit {kind} of {value}"
-        self.ended(Command(self.arguments(out), {kind: value}), (0, 1, 2), "disturbed")
+        self.ended(Watched(self.arguments(out), {kind: value}), (0, 1, 2), "disturbed")
         self.goes_on(out)
 
     def full_disk(self) -> None:
@@ -225,7 +200,7 @@ class Case:
             self.told += " (not root: left out)"
             return
         try:
-            self.ended(Command(self.arguments(disk / "run"), {}), (0, 1, 2), "disturbed")
+            self.ended(Watched(self.arguments(disk / "run")), (0, 1, 2), "disturbed")
             subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
             self.goes_on(disk / "run")
         finally:
@@ -235,14 +210,15 @@ class Case:
         """Closes or fills the standard output, so that the command cannot print."""
         self.told = "standard output is full"
         out = self.folder / "run"
-        self.ended(Command(self.arguments(out), {}, stdout="/dev/full"), (0,), "disturbed")
+        with Path("/dev/full").open("w") as full:
+            self.ended(Watched(self.arguments(out), stdout=full), (0,), "disturbed")
         self.same(out)
 
     def removed(self) -> None:
         """Removes the run's folder while it trains."""
         delay, out = self.random.uniform(0.0, 8.0), self.folder / "run"
         self.told = f"the folder is removed after {delay:.1f} s"
-        command = Command(self.arguments(out), {})
+        command = Watched(self.arguments(out))
         time.sleep(delay)
         there = out.exists()
         shutil.rmtree(out, ignore_errors=True)
@@ -277,8 +253,8 @@ class Case:
         else:
             file.symlink_to("/dev/zero")
         sample = ["sample", str(out), "--tokens", "2"]
-        self.ended(Command(sample, {}), (0, 2, 3), "sampled")
-        status = self.ended(Command(self.arguments(out, resume=True), {}), (0, 2, 3), "resumed")
+        self.ended(Watched(sample), (0, 2, 3), "sampled")
+        status = self.ended(Watched(self.arguments(out, resume=True)), (0, 2, 3), "resumed")
         if status == 0:
             self.same(out)
 

@@ -3,18 +3,17 @@
 import json
 import os
 import re
+import resource
 import signal
-import subprocess
-import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tpfuse import cli
+from tpfuse.testing.command import Command
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.train import launch
 from tpfuse.train.errors import PeerLost, RunError
@@ -22,72 +21,41 @@ from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.messages import fail
 from tpfuse.train.metrics import read_metrics
 
-ENDLESS = ["--train.steps", "1000000", "--train.log-every", "1", "--train.eval-every", "0", "--train.save-every", "0"]
-
-
-class Started:
-    """A running command. Every process that it starts has the command's mark in its environment."""
-
-    def __init__(self, arguments: list[str]) -> None:
-        self.mark = f"TPFUSE_TEST={uuid.uuid4()}"
-        key, _, value = self.mark.partition("=")
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, key: value},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            process_group=0,  # no new session: the scheduler divides processors among sessions
-        )
-
-    def wait_for(self, word: str) -> None:
-        """Reads stdout until a line contains `word`."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if word in line:
-                return
-        pytest.fail(f"ended without {word!r}: {self.process.communicate()[1]}")
-
-    def end(self, seconds: float = 120.0) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=patient(seconds))
-        return self.process.returncode, out, err
-
-    def left(self) -> list[int]:
-        """Returns the processes with the mark that still run."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-        return found
-
-    def ranks(self) -> list[int]:
-        """Returns the processes that compute, which are those with several threads of torch."""
-        return [
-            pid
-            for pid in self.left()
-            if pid != self.process.pid and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
-
-    def assert_nothing_is_left(self) -> None:
-        wait_until(lambda: not self.left(), "all processes have ended")
+ENDLESS = "--train.steps 1000000 --train.log-every 1 --train.eval-every 0 --train.save-every 0"
+TRAIN = "-m tpfuse train"
+TORCHRUN = f"-m torch.distributed.run --standalone --nproc-per-node 2 {TRAIN}"
+DOUBLE = "--train.dtype float64 --model.dropout 0.1"
+Start = Callable[..., Command]
 
 
 @pytest.fixture
-def start(flags: list[str]) -> Iterator[Callable[..., Started]]:
-    started: list[Started] = []
+def start(flags: list[str], tmp_path: Path) -> Iterator[Start]:
+    """Returns start(options, out=, program=, limits=), which starts a tiny run in the folder `out` of tmp_path."""
+    started: list[Command] = []
 
-    def begin(*extra: str, program: tuple[str, ...] = ("-m", "tpfuse", "train")) -> Started:
-        started.append(Started([*program, *flags, *extra]))
+    def begin(
+        options: str = "", out: str = "run", program: str = TRAIN, limits: Mapping[int, int] | None = None
+    ) -> Command:
+        arguments = [*program.split(), *flags, "--out", str(tmp_path / out), *options.split()]
+        started.append(Command(arguments, limits=limits))
         return started[-1]
 
     yield begin
     for command in started:
-        for pid in command.left():
-            os.kill(pid, signal.SIGKILL)
+        command.send(signal.SIGKILL, command.processes())
         command.process.communicate()
+
+
+@pytest.fixture
+def endless(start: Start) -> Callable[..., Command]:
+    """Returns endless(options, **more), which starts a run that does not end, and waits for its third step."""
+
+    def begin(options: str = "--parallel.tp 2", **more: str) -> Command:
+        command = start(f"{ENDLESS} {options}", **more)
+        command.wait_for("step 3/")
+        return command
+
+    return begin
 
 
 def losses(run: Path) -> list[float]:
@@ -95,38 +63,21 @@ def losses(run: Path) -> list[float]:
 
 
 @pytest.mark.processes
-def test_ranks_of_tpfuse_and_of_torchrun_train_alike(start: Callable[..., Started], tmp_path: Path) -> None:
-    double = ("--train.dtype", "float64", "--model.dropout", "0.1")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
-    commands = {
-        "tp 2": start(*double, "--parallel.tp", "2", "--out", str(tmp_path / "a")),
-        "torchrun": start(*double, "--out", str(tmp_path / "b"), program=torchrun),
+def test_ranks_of_tpfuse_and_of_torchrun_train_as_one_rank(start: Start, flags: list[str], tmp_path: Path) -> None:
+    """The manifest of each run names its layout."""
+    runs = {
+        "tp": start(f"{DOUBLE} --parallel.tp 2", out="tp"),
+        "dp": start(DOUBLE, out="dp", program=TORCHRUN),
+        "cp": start(f"{DOUBLE} --parallel.cp 2", out="cp", program=TORCHRUN),
     }
-    for name, command in commands.items():
-        status, out, err = command.end()
-        assert status == 0, (name, err)
+    assert cli.run(["train", *flags, *DOUBLE.split(), "--out", str(tmp_path / "one")]) == 0
+    for name, command in runs.items():
+        out, _ = command.end()
         assert "validation loss" in out
-        command.assert_nothing_is_left()
-    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-9)
-    layouts = [json.loads((tmp_path / run / "step-12" / "manifest.json").read_text()) for run in "ab"]
-    assert '"tp": 2' in json.dumps(layouts[0])
-    assert '"dp": 2' in json.dumps(layouts[1])
-
-
-@pytest.mark.processes
-def test_context_parallel_ranks_of_torchrun_train_as_one_rank(
-    start: Callable[..., Started], flags: list[str], tmp_path: Path
-) -> None:
-    double = ("--train.dtype", "float64", "--model.dropout", "0.1")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
-    shared = start(*double, "--parallel.cp", "2", "--out", str(tmp_path / "b"), program=torchrun)
-    assert cli.run(["train", *flags, *double, "--out", str(tmp_path / "a")]) == 0
-    status, out, err = shared.end()
-    assert status == 0, err
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+        assert f'"{name}": 2' in (tmp_path / name / "step-12" / "manifest.json").read_text()
     assert "ranks    tp 1 x cp 2 x dp 1 on cpu" in out
     assert "layers   2 direct (ulysses, zigzag: the heads can be divided" in out
-    assert losses(tmp_path / "a") == pytest.approx(losses(tmp_path / "b"), rel=1e-9)
-    assert '"cp": 2' in (tmp_path / "b" / "step-12" / "manifest.json").read_text()
 
 
 def _decisions(step: Path) -> dict[str, str]:
@@ -137,15 +88,14 @@ def _decisions(step: Path) -> dict[str, str]:
 
 @pytest.mark.processes
 def test_a_resumed_run_uses_the_measurements_of_its_first_step(
-    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run, kept = tmp_path / "run", tmp_path / "cache" / "tpfuse" / "decisions.json"
-    flags = ("--parallel.tp", "2", "--parallel.measure-seconds", "20", "--out", str(run))
-    status, out, err = start(*flags, "--train.steps", "5").end()
-    assert (status, err) == (0, "")
+    kept, measured = tmp_path / "cache" / "tpfuse" / "decisions.json", "--parallel.tp 2 --parallel.measure-seconds 20"
+    out, err = start(f"{measured} --train.steps 5").end()
+    assert err == ""
     assert (found := re.search(r"^auto     ((\d+) \w+(, (\d+) \w+)?); measured in (\d+\.\d) s$", out, re.MULTILINE))
-    decisions = _decisions(run / "step-5")
+    decisions = _decisions(tmp_path / "run" / "step-5")
     assert int(found[2]) + int(found[4] or 0) == len(decisions) == 8  # four products of a layer, forward and backward
     document = json.loads(kept.read_text())
     (cases,) = document.values()
@@ -153,147 +103,115 @@ def test_a_resumed_run_uses_the_measurements_of_its_first_step(
     for decision in cases.values():  # as a run on another day might decide
         (decision["taken"],) = decision["milliseconds"].keys() - {decision["taken"]}
     kept.write_text(json.dumps(document))
-    status, out, err = start(*flags, "--train.steps", "7", "--resume").end()
-    assert (status, err) == (0, "")
-    assert f"auto     {found[1]}; measured in 0.0 s\n" in out
-    assert _decisions(run / "step-7") == decisions
-    other = tmp_path / "other"
-    status, out, err = start(*flags[:-1], str(other), "--train.steps", "5").end()
-    assert (status, err) == (0, "")
-    assert all(taken != decisions[case] for case, taken in _decisions(other / "step-5").items())
+    out, err = start(f"{measured} --train.steps 7 --resume").end()
+    assert err == "" and f"auto     {found[1]}; measured in 0.0 s\n" in out
+    assert _decisions(tmp_path / "run" / "step-7") == decisions
+    start(f"{measured} --train.steps 5", out="other").end()
+    others = _decisions(tmp_path / "other" / "step-5")
+    assert all(taken != decisions[case] for case, taken in others.items())
 
 
 @pytest.mark.parametrize(
     ("number", "to_all"), [(signal.SIGTERM, False), pytest.param(signal.SIGINT, True, marks=pytest.mark.processes)]
 )
 def test_a_stopped_run_saves_and_can_be_resumed(
-    start: Callable[..., Started], tmp_path: Path, number: signal.Signals, to_all: bool
+    start: Start, endless: Start, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
-    run = tmp_path / "run"
-    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(run))
-    command.wait_for("step 3/")
+    command, run = endless(), tmp_path / "run"
     if to_all:  # what a terminal does at Ctrl-C
         os.killpg(command.process.pid, number)
     else:
         command.process.send_signal(number)
-    status, out, err = command.end()
-    assert (status, err) == (0, "")
-    assert "stopped at step" in out
-    assert "tpfuse train --resume --out" in out
-    command.assert_nothing_is_left()
+    out, err = command.end()
+    assert "stopped at step" in out and "tpfuse train --resume --out" in out and err == ""
     (saved,) = run.glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, step + 1))
-    again = start("--parallel.tp", "2", "--resume", "--out", str(run), *ENDLESS, "--train.steps", str(step + 2))
-    status, _, err = again.end()
-    assert (status, err) == (0, "")
+    _, err = start(f"{ENDLESS} --parallel.tp 2 --resume --train.steps {step + 2}").end()
+    assert err == ""
     assert read_metrics(run / "metrics.jsonl")[-1]["step"] == step + 2
 
 
 @pytest.mark.processes
-def test_a_signal_during_the_start_stops_the_run(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
+def test_a_signal_during_the_start_stops_the_run(start: Start) -> None:
+    command = start(f"{ENDLESS} --parallel.tp 2")
     wait_until(command.ranks, "a rank has started", 120.0)
     command.process.send_signal(signal.SIGTERM)
-    status, _, err = command.end()
-    assert (status, err) == (0, "")
-    command.assert_nothing_is_left()
+    assert command.end()[1] == ""
 
 
 @pytest.mark.processes
-def test_ctrl_c_before_training_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start(*ENDLESS, "--out", str(tmp_path / "run"))
+def test_ctrl_c_before_training_is_one_line(start: Start) -> None:
+    command = start(ENDLESS)
     command.wait_for("reading")  # torch is imported now
     command.process.send_signal(signal.SIGINT)
-    status, _, err = command.end()
-    assert (status, err) == (130, "tpfuse: interrupted\n")
+    assert command.end(130)[1] == "tpfuse: interrupted\n"
 
 
 @pytest.mark.processes
-def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(start: Callable[..., Started], tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
-    command = start(*ENDLESS, "--out", str(tmp_path / "run"), program=torchrun)
-    command.wait_for("step 3/")
-    rank = next(pid for pid in command.left() if b"LOCAL_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes() + b"\0")
-    os.kill(rank, signal.SIGTERM)
-    status, out, err = command.end()
-    assert status == 0, err
-    assert "stopped at step" in out
+def test_a_signal_to_one_rank_of_torchrun_stops_all_ranks(endless: Start) -> None:
+    command = endless("", program=TORCHRUN)
+    environment = {pid: Path(f"/proc/{pid}/environ").read_bytes() + b"\0" for pid in command.processes()}
+    command.send(signal.SIGTERM, [next(pid for pid, words in environment.items() if b"LOCAL_RANK=1\0" in words)])
+    assert "stopped at step" in command.end()[0]
 
 
-def test_a_killed_rank_ends_the_run(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
-    command.wait_for("step 3/")
+def test_a_killed_rank_ends_the_run(endless: Start) -> None:
+    command = endless()
     victim = command.ranks()[1]
-    os.kill(victim, signal.SIGKILL)
-    status, _, err = command.end()
-    assert status == 1
+    command.send(signal.SIGKILL, [victim])
+    _, err = command.end(1)
     assert re.fullmatch(rf"tpfuse train: error: rank \d \(process {victim}\) was killed by SIGKILL: .*\n", err), err
-    command.assert_nothing_is_left()
 
 
 @pytest.mark.processes
-def test_a_token_file_that_gets_shorter_ends_all_ranks(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_token_file_that_gets_shorter_ends_all_ranks(endless: Start, tmp_path: Path) -> None:
     """The error names the file. SIGBUS, which would kill a process that has mapped the file, does not occur."""
-    command = start(*ENDLESS, "--parallel.dp", "2", "--out", str(tmp_path / "run"))
-    command.wait_for("step 3/")
+    command = endless("--parallel.dp 2")
     os.truncate(tmp_path / "run" / "data" / "tokens.bin", 1024)
-    status, _, err = command.end()
-    assert status == 1
-    assert re.search(r"error: step \d+: rank \d: .*tokens.bin has become shorter: expected \d+ tokens, found 0", err), (
-        err
-    )
-    assert "Traceback" not in err and "SIGBUS" not in err
-    command.assert_nothing_is_left()
+    _, err = command.end(1)
+    told = r"error: step \d+: rank \d: .*tokens.bin has become shorter: expected \d+ tokens, found 0"
+    assert re.search(told, err) and "SIGBUS" not in err, err
 
 
 @pytest.mark.processes
-def test_a_rank_that_hangs_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", f"{patient(3.0):.1f}", "--out", str(run))
-    command.wait_for("step 3/")
-    os.kill(command.ranks()[1], signal.SIGSTOP)
-    status, _, err = command.end()
-    assert status == 1
-    told = (
-        r"tpfuse train: error: \w+.*, step \d+: rank 0 .*waited \d+\.\d s for rank 1.*; process \d+, last seen in .*\n"
-    )
-    assert re.fullmatch(told, err), err
-    command.assert_nothing_is_left()
-    record = json.loads((run / "flight_record_rank0.json").read_text())
+def test_a_rank_that_hangs_is_named(endless: Start, tmp_path: Path) -> None:
+    command = endless(f"--parallel.tp 2 --comm.timeout {patient(3.0):.1f}")
+    command.send(signal.SIGSTOP, command.ranks()[1:])
+    _, err = command.end(1)
+    told = r"\w+.*, step \d+: rank 0 .*waited \d+\.\d s for rank 1.*; process \d+, last seen in .*\n"
+    assert re.fullmatch(f"tpfuse train: error: {told}", err), err
+    record = json.loads((tmp_path / "run" / "flight_record_rank0.json").read_text())
     assert record["missing"] == 1 and [len(rank["operations"]) > 10 for rank in record["ranks"]] == [True, True]
 
 
 @pytest.mark.processes
-def test_a_run_suspended_for_longer_than_the_deadline_continues(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_run_suspended_for_longer_than_the_deadline_continues(endless: Start, tmp_path: Path) -> None:
     """The signals are those of Ctrl-Z, and of `fg` a while later."""
-    timeout, run = patient(3.0), tmp_path / "run"
-    command = start(*ENDLESS, "--parallel.tp", "2", "--comm.timeout", f"{timeout:.1f}", "--out", str(run))
-    command.wait_for("step 3/")
-    for pid in command.ranks():
-        os.kill(pid, signal.SIGSTOP)
+    timeout = patient(3.0)
+    command = endless(f"--parallel.tp 2 --comm.timeout {timeout:.1f}")
+
+    def step() -> int:
+        return int(read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"])
+
+    command.send(signal.SIGSTOP, command.ranks())
     time.sleep(1.5 * timeout)
-    step = read_metrics(run / "metrics.jsonl")[-1]["step"]
-    for pid in command.ranks():
-        os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: read_metrics(run / "metrics.jsonl")[-1]["step"] > step + 3, "the run goes on")
+    before = step()
+    command.send(signal.SIGCONT, command.ranks())
+    wait_until(lambda: step() > before + 3, "the run goes on")
     command.process.send_signal(signal.SIGTERM)
-    status, out, err = command.end()
-    assert (status, err) == (0, "")
-    assert "stopped at step" in out
+    out, err = command.end()
+    assert "stopped at step" in out and err == ""
 
 
 @pytest.mark.processes
-def test_a_killed_parent_leaves_no_rank(
-    start: Callable[..., Started], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_parent_leaves_no_rank(endless: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    command = start(*ENDLESS, "--parallel.tp", "2", "--out", str(tmp_path / "run"))
-    command.wait_for("step 3/")
+    command = endless()
     command.process.kill()
-    command.assert_nothing_is_left()
+    command.wait_for_processes()
     assert list((tmp_path / "run").glob("step-*")), "the ranks save before they go"
     assert not list(temporary.glob("tpfuse*")), "the file through which ranks meet remains"
 
@@ -321,36 +239,30 @@ if __name__ == "__main__":
 
 
 @pytest.mark.processes
-def test_ranks_that_are_still_importing_end_with_their_parent(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_ranks_that_are_still_importing_end_with_their_parent(start: Start, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = start(program=(str(tmp_path / "ranks.py"), "import"))
+    command = start(program=f"{tmp_path}/ranks.py import")
     wait_until(lambda: len(command.ranks()) == 2, "the parent has started both")
     command.process.kill()
-    command.assert_nothing_is_left()
+    command.wait_for_processes()
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_end_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
+def test_a_rank_that_does_not_end_is_named(start: Start, tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
-    command = start(program=(str(tmp_path / "ranks.py"), "end"))
-    status, _, err = command.end()
-    assert status == 1
-    assert re.fullmatch(r"rank 1 \(process \d+\) did not end within 1 s after the others \(--comm.timeout\)\n", err), (
-        err
-    )
-    command.assert_nothing_is_left()
+    _, err = start(program=f"{tmp_path}/ranks.py end").end(1)
+    told = r"rank 1 \(process \d+\) did not end within 1 s after the others \(--comm.timeout\)\n"
+    assert re.fullmatch(told, err), err
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_start_is_named(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start("--parallel.tp", "2", "--comm.timeout", f"{patient(4.0):.1f}", "--out", str(tmp_path / "run"))
+def test_a_rank_that_does_not_start_is_named(start: Start) -> None:
+    command = start(f"--parallel.tp 2 --comm.timeout {patient(4.0):.1f}")
     wait_until(lambda: len(command.ranks()) == 2, "the parent has started both")
-    os.kill(max(command.ranks()), signal.SIGSTOP)
-    status, _, err = command.end()
-    assert status == 1
+    command.send(signal.SIGSTOP, [max(command.ranks())])
+    _, err = command.end(1)
     told = r"tpfuse train: error: rank 0 waited [\d.]+ s for rank 1 to start \(--comm.timeout\)\n"
     assert re.fullmatch(told, err), err
-    command.assert_nothing_is_left()
 
 
 @dataclass
@@ -395,59 +307,38 @@ def test_under_torchrun_the_first_rank_that_is_not_missing_reports(
 
 
 @pytest.mark.processes
-def test_a_second_signal_ends_the_ranks_at_once(start: Callable[..., Started], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = start(*ENDLESS, "--parallel.tp", "2", "--train.save-every", "2", "--out", str(run))
-    command.wait_for("step 3/")
-    for pid in command.ranks():  # which will not save
-        os.kill(pid, signal.SIGSTOP)
-    saved = max(run.glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+def test_a_second_signal_ends_the_ranks_at_once(endless: Start, tmp_path: Path) -> None:
+    command = endless("--parallel.tp 2 --train.save-every 2")
+    command.send(signal.SIGSTOP, command.ranks())  # they will not save
+    saved = max((tmp_path / "run").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
     for number in STOP_SIGNALS:
         command.process.send_signal(number)
-    status, _, err = command.end()
     expected = f"tpfuse train: error: ended at once by a second signal; the newest checkpoint is {saved}\n"
-    assert (status, err) == (1, expected)
-    command.assert_nothing_is_left()
+    assert command.end(1)[1] == expected
 
 
 @pytest.mark.processes
-def test_a_failed_allocation_of_shared_memory_is_one_line(start: Callable[..., Started], tmp_path: Path) -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000,) * 2)"
-    limited = f"{limit}; from tpfuse.__main__ import main; main()"
-    command = start("--parallel.tp", "2", "--out", str(tmp_path / "run"), program=("-c", limited, "train"))
-    status, _, err = command.end()
-    assert status == 1
+def test_a_failed_allocation_of_shared_memory_is_one_line(start: Start) -> None:
+    _, err = start("--parallel.tp 2", limits={resource.RLIMIT_FSIZE: 200_000}).end(1)
     told = r"tpfuse train: error: .*: rank \d: \d+ bytes of shared memory for .* cannot be made: .*\n"
     assert re.fullmatch(told, err), err
-    command.assert_nothing_is_left()
 
 
 @pytest.mark.processes
-def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Callable[..., Started], tmp_path: Path) -> None:
-    explosion = ("--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0", "--parallel.tp", "2")
-    command = start(*explosion, "--out", str(tmp_path / "run"))
-    status, _, err = command.end()
-    assert status == 1
-    assert err.count("\n") == 1
-    assert "step 1: loss nan" in err
-    command.assert_nothing_is_left()
+def test_all_ranks_stop_at_a_loss_that_is_not_finite(start: Start) -> None:
+    _, err = start("--optim.lr 1e30 --optim.clip 0 --optim.warmup 0 --parallel.tp 2").end(1)
+    assert "step 1: loss nan" in err and err.count("\n") == 1
 
 
 @pytest.mark.processes
-def test_bad_input_under_torchrun_is_reported_once(start: Callable[..., Started], tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tpfuse", "train")
-    command = start("--parallel.tp", "4", "--out", str(tmp_path / "run"), program=torchrun)
-    status, _, err = command.end()
-    assert status != 0
+def test_bad_input_under_torchrun_is_reported_once(start: Start, tmp_path: Path) -> None:
+    _, err = start("--parallel.tp 4", program=TORCHRUN).end(1)
     assert err.count("tpfuse train: error: tp 4 x dp 1 needs 4 ranks, and there are 2") == 1
     assert not (tmp_path / "run").exists()
-    command.assert_nothing_is_left()
 
 
 @pytest.mark.processes
-def test_bad_input_starts_no_rank(start: Callable[..., Started], tmp_path: Path) -> None:
-    command = start("--parallel.tp", "3", "--out", str(tmp_path / "run"))
-    status, out, err = command.end()
-    assert status == 2 and out.startswith("reading  ") and out.count("\n") == 1
+def test_bad_input_starts_no_rank(start: Start) -> None:
+    out, err = start("--parallel.tp 3").end(2)
+    assert out.startswith("reading  ") and out.count("\n") == 1
     assert err == "tpfuse train: error: tp 3 does not divide n_head 4: it can be one of [1, 2, 4]\n"
-    command.assert_nothing_is_left()

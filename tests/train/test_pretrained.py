@@ -19,17 +19,16 @@ from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
 from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.command import Commands
 from tpfuse.testing.inputs import integers
-from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.testing.training import new_trainer, options_of
 from tpfuse.train.batches import Windows
 from tpfuse.train.config import read_toml
 from tpfuse.train.initial_weights import load_weights
 from tpfuse.train.metrics import read_metrics
-from tpfuse.train.options import ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
 from tpfuse.train.sample import BETWEEN, load_run
-from tpfuse.train.trainer import Trainer
 
 CONFIG = GPTConfig(vocab_size=61, n_positions=16, n_embd=32, n_layer=2, n_head=4)
 TRAINING = (
@@ -72,12 +71,6 @@ def _val_losses(folder: Path) -> list[float]:
     return [row["val_loss"] for row in read_metrics(folder / "metrics.jsonl") if row["val_loss"] is not None]
 
 
-def one_error(capfd: pytest.CaptureFixture[str]) -> str:
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("tpfuse ") and "error: " in line
-    return line
-
-
 def test_a_run_starts_from_the_weights_of_another_run(chars: Path, text: Path, tmp_path: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "run"
     shutil.copytree(chars, source)
@@ -110,58 +103,50 @@ def test_resuming_without_a_checkpoint_starts_from_the_source_again(chars: Path,
     assert _val_losses(out) == first
 
 
-def test_a_run_on_other_text_keeps_the_tokenizer_of_its_source(
-    chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_on_other_text_keeps_the_tokenizer_of_its_source(chars: Path, tmp_path: Path, commands: Commands) -> None:
     """The context is cut too, as nanoGPT's crop_block_size does."""
     other = tmp_path / "other.txt"
     other.write_text("a cat was at the door " * 40)
-    train = ["train", *TRAINING, "--init-from", str(chars), "--data.path", str(other), "--model.n-positions", "8"]
-    assert run([*train, "--out", str(tmp_path / "run")]) == 0
+    train = ("train", *TRAINING, "--init-from", chars, "--data.path", other, "--model.n-positions", "8")
+    commands.do(*train, "--out", tmp_path / "run")
     assert (tmp_path / "run" / "tokenizer.json").read_text() == (chars / "tokenizer.json").read_text()
     (model, _), (whole, _) = (load_run(folder, torch.device("cpu")) for folder in (tmp_path / "run", chars))
     assert model.config.n_positions == 8 and whole.config.n_positions == 16
     change = (model.transformer.wpe.weight - whole.transformer.wpe.weight[:8]).abs().mean()
     assert change < 0.2 * whole.transformer.wpe.weight.std(), "those of the first positions, a few small steps later"
-    capfd.readouterr()
-    chosen = [*train, "--out", str(tmp_path / "chosen"), "--data.tokenizer", "chars"]
-    assert run(chosen) == 2
-    assert "tokens, the text's tokenizer" in one_error(capfd)
+    chosen = (*train, "--out", tmp_path / "chosen", "--data.tokenizer", "chars")
+    assert "tokens, the text's tokenizer" in commands.fail(*chosen)
     known = json.loads((chars / "tokenizer.json").read_text())["characters"]
     other.write_text(known.upper() * 20)
-    assert run(chosen) == 2
-    assert "is not the one that the model was trained with: leave --data.tokenizer out" in one_error(capfd)
+    expected = "is not the one that the model was trained with: leave --data.tokenizer out"
+    assert expected in commands.fail(*chosen)
     assert not (tmp_path / "chosen").exists()
 
 
-def test_bad_sources_are_one_line(chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_sources_are_one_line(chars: Path, tmp_path: Path, commands: Commands) -> None:
     save_pretrained(_model(), tmp_path / "small")
     (tmp_path / "empty").mkdir()
     (tmp_path / "pickle").mkdir()
     shutil.copy(tmp_path / "small" / "config.json", tmp_path / "pickle")
     (tmp_path / "pickle" / "pytorch_model.bin").write_bytes(b"")
     shutil.copytree(chars, tmp_path / "bare", ignore=shutil.ignore_patterns("step-*"))
-    cases = [
-        (
-            [str(chars), "--model.n-layer", "3", "--model.bias"],
-            "n_layer is 2 in the source and 3 in the options, bias is False in the source and True",
-        ),
-        ([str(chars), "--model.n-positions", "17"], "n_positions is 16 in the source and 17 in the options"),
-        ([str(chars), "--model.preset", "tiny"], "n_layer is 2 in the source and 4 in the options"),
-        ([str(chars), "--train.dtype", "float64"], "with --train.dtype float64: the run was trained in float32"),
-        ([str(tmp_path / "small")], "the model has 61 tokens, the text's tokenizer 256"),
-        ([str(tmp_path / "empty")], "expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2"),
-        ([str(tmp_path / "pickle")], "pytorch_model.bin is a pickle"),
-        ([str(tmp_path / "bare")], "holds no checkpoint"),
-    ]
+    layers = "n_layer is 2 in the source and 3 in the options, bias is False in the source and True"
+    cases = {
+        f"{chars} --model.n-layer 3 --model.bias": layers,
+        f"{chars} --model.n-positions 17": "n_positions is 16 in the source and 17 in the options",
+        f"{chars} --model.preset tiny": "n_layer is 2 in the source and 4 in the options",
+        f"{chars} --train.dtype float64": "with --train.dtype float64: the run was trained in float32",
+        f"{tmp_path}/small": "the model has 61 tokens, the text's tokenizer 256",
+        f"{tmp_path}/empty": "expected the folder of a `tpfuse train` run, or of a Hugging Face GPT-2",
+        f"{tmp_path}/pickle": "pytorch_model.bin is a pickle",
+        f"{tmp_path}/bare": "holds no checkpoint",
+    }
     text = tmp_path / "text.txt"
     text.write_text("a text that is too long for nothing " * 40)
-    capfd.readouterr()
-    for flags, message in cases:
-        arguments = ["train", *TRAINING, "--data.path", str(text), "--out", str(tmp_path / "run")]
-        assert run([*arguments, "--init-from", *flags]) == 2
-        assert message in one_error(capfd)
-        assert not (tmp_path / "run").exists()
+    for flags, message in cases.items():
+        train = ("train", *TRAINING, "--data.path", text, "--out", commands.out, "--init-from", *flags.split())
+        assert message in commands.fail(*train)
+        assert not commands.out.exists()
 
 
 def _model() -> GPT:
@@ -177,13 +162,8 @@ def _windows(length: int, batch: int) -> Windows:
 def _taken(folder: Path, tp: int, cp: int, stage: int, dtype: str, length: int) -> tuple[float, dict[str, Tensor]]:
     """Returns (loss, whole parameters) of a trainer that has loaded the weights in the folder over NaNs."""
     dp = dist.get_world_size() // (tp * cp)
-    options = TrainCommand(
-        train=TrainOptions(batch=4 * dp, dtype=dtype),  # type: ignore[arg-type]
-        parallel=ParallelOptions(tp=tp, dp=dp, cp=cp),
-        zero=ZeroOptions(stage=stage),
-    )
-    mesh = mesh_of(dp, tp, cp) if dist.get_world_size() > 1 else None
-    trainer = Trainer(options, GPTConfig(61, length, 32, 2, 4), mesh, torch.device("cpu"))
+    options = options_of(batch=4 * dp, dtype=dtype, tp=tp, dp=dp, cp=cp, stage=stage)
+    trainer, _ = new_trainer(options, GPTConfig(61, length, 32, 2, 4))
     for parameter in trainer.model.parameters():
         local_tensor(parameter).fill_(float("nan"))
     load_weights(folder, trainer.shards())
@@ -222,23 +202,19 @@ def test_every_layout_loads_a_hugging_face_folder(
 
 def test_masters_have_the_precision_of_the_file(tmp_path: Path) -> None:
     save_pretrained(_model(), tmp_path)
-    options = TrainCommand(train=TrainOptions(batch=4, dtype="bfloat16"), parallel=ParallelOptions(dp=1))
-    trainer = Trainer(options, CONFIG, None, torch.device("cpu"))
+    trainer, _ = new_trainer(options_of(batch=4, dtype="bfloat16"), CONFIG)
     load_weights(tmp_path, trainer.shards())
     (shard,) = trainer.shards()["model.transformer.wte.weight"]
     assert shard.tensor.dtype == torch.float32
     assert torch.equal(shard.tensor, load_file(tmp_path / "model.safetensors")["transformer.wte.weight"])
 
 
-def test_an_exported_model_can_be_loaded_again(
-    worded: Path, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exported_model_can_be_loaded_again(worded: Path, text: Path, tmp_path: Path, commands: Commands) -> None:
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
     folder, out = tmp_path / "exported", tmp_path / "run"
-    capfd.readouterr()
-    assert run(["export", str(worded), str(folder)]) == 0
-    assert "config.json, model.safetensors, tokenizer.json, tokenizer_config.json" in capfd.readouterr().out
+    files = "config.json, model.safetensors, tokenizer.json, tokenizer_config.json"
+    assert files in commands.do("export", worded, folder)
     theirs, found = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
     assert not any(found.values())
     model, tokenizer = load_run(worded, torch.device("cpu"))
@@ -250,38 +226,27 @@ def test_an_exported_model_can_be_loaded_again(
     assert their_tokenizer.eos_token_id == tokenizer.end_of_text == 0
     assert run(["train", *TRAINING, "--init-from", str(folder), "--data.path", str(text), "--out", str(out)]) == 0
     assert _val_losses(out)[0] == pytest.approx(_val_losses(worded)[-1], rel=1e-6)
-    capfd.readouterr()
-    assert run(["export", str(worded), str(folder)]) == 2
-    assert "exists and is not empty: choose a new folder" in one_error(capfd)
+    assert "exists and is not empty: choose a new folder" in commands.fail("export", worded, folder)
 
 
-def test_export_names_the_tokenizer_that_it_cannot_write(
-    chars: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    capfd.readouterr()
-    assert run(["export", str(chars), str(tmp_path / "new")]) == 0
-    assert "(no tokenizer: Hugging Face has none for chars)" in capfd.readouterr().out
+def test_export_names_the_tokenizer_that_it_cannot_write(chars: Path, tmp_path: Path, commands: Commands) -> None:
+    out = commands.do("export", chars, tmp_path / "new")
+    assert "(no tokenizer: Hugging Face has none for chars)" in out
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["config.json", "model.safetensors"]
-    for arguments in ([], [str(chars)], [str(chars), str(tmp_path / "x"), "y"], [str(tmp_path), str(tmp_path / "x")]):
-        assert run(["export", *arguments]) == 2
-        one_error(capfd)
-    assert not (tmp_path / "x").exists()
 
 
 def test_samples_end_at_the_token_that_ends_a_text(
-    worded: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    worded: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = load_run(worded, torch.device("cpu"))
     prompt = torch.from_numpy(tokenizer.encode("the cat").astype("int64")).unsqueeze(0)
     free = [generate(model, prompt, 60, temperature=5.0, seed=seed)[0].tolist() for seed in range(4)]
     assert tokenizer.end_of_text == 0 and any(0 in ids for ids in free)
-    capfd.readouterr()
-    flags = ["--temperature", "5", "--tokens", "60", "--prompt", "the cat"]
-    assert run(["sample", str(worded), *flags, "--samples", "4"]) == 0
-    samples = capfd.readouterr().out.removesuffix("\n").split(BETWEEN)
+    sample = ("sample", worded, "--temperature", "5", "--tokens", "60", "--prompt", "the cat")
+    samples = commands.do(*sample, "--samples", "4").removesuffix("\n").split(BETWEEN)
     assert samples == [tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids) for ids in free]
     seed = next(seed for seed, ids in enumerate(free) if 0 in ids[:50])
     calls, forward = [], GPT.forward
     monkeypatch.setattr(GPT, "forward", lambda *args, **options: calls.append(0) or forward(*args, **options))
-    assert run(["sample", str(worded), *flags, "--seed", str(seed)]) == 0
+    commands.do(*sample, "--seed", str(seed))
     assert len(calls) == free[seed].index(0) - 1, "nothing is computed after the end"

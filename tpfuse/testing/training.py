@@ -1,0 +1,118 @@
+"""A tiny GPT that is trained on the ranks of a pool, on any layout and from any checkpoint.
+
+No tp divides its vocabulary, no cp its sequences, and the tokens of a micro-batch are not always a multiple of tp.
+"""
+
+from dataclasses import fields
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tpfuse.backend import Implementation, implementation
+from tpfuse.comm.layout import local_tensor
+from tpfuse.models.gpt import GPTConfig
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.meshes import mesh_of
+from tpfuse.testing.ranks import pool
+from tpfuse.train.batches import Windows
+from tpfuse.train.checkpoint import newest_good, save
+from tpfuse.train.options import OptimOptions, ParallelOptions, TrainCommand, TrainOptions, ZeroOptions
+from tpfuse.train.setup import ulysses_ranks
+from tpfuse.train.trainer import Trainer
+from tpfuse.zero import offload
+
+CONFIG = GPTConfig(vocab_size=61, n_positions=7, n_embd=16, n_layer=2, n_head=4, dropout=0.2)
+BATCH = 36  # sequences, which suit dp 1, 2 and 3 with 1, 2 and 3 micro-batches
+
+Result = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms of gradients, whole weights
+
+
+def options_of(accumulation: int = 1, clip: float = 0.5, **options: Any) -> TrainCommand:
+    """Return the options of a run; `options` are fields of ParallelOptions, ZeroOptions and TrainOptions."""
+    dp = options.setdefault("dp", 1)
+    options = {"dtype": "float64", "batch": BATCH, "steps": 20, "seed": 5, **options}
+    options.setdefault("micro_batch", options["batch"] // dp // accumulation)
+
+    def made(kind: Any) -> Any:
+        return kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
+
+    command = TrainCommand(
+        parallel=made(ParallelOptions),
+        zero=made(ZeroOptions),
+        train=made(TrainOptions),
+        optim=OptimOptions(lr=1e-2, warmup=4, clip=clip),
+    )
+    assert not options, f"unknown options: {options}"
+    return command
+
+
+def ranks_of(options: TrainCommand) -> int:
+    """Return the number of ranks of a run."""
+    return options.parallel.tp * options.parallel.dp * options.parallel.cp
+
+
+def new_trainer(options: TrainCommand, config: GPTConfig = CONFIG) -> tuple[Trainer, Windows]:
+    """Return a trainer on all ranks of the pool, and batches of a sequence that can be learned."""
+    parallel, mesh = options.parallel, None
+    if ranks_of(options) > 1:
+        ulysses = ulysses_ranks(parallel, config.n_head // parallel.tp)
+        mesh = mesh_of(parallel.dp, parallel.tp, parallel.cp, ulysses)
+    count = np.arange(1000)
+    tokens = ((count * 7 + count // 5) % config.vocab_size).astype(np.uint16)
+    windows = Windows(tokens, config.n_positions, options.train.seed, "train", options.train.batch)
+    return Trainer(options, config, mesh, torch.device("cpu")), windows
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return copies of all weights, whole."""
+    return {name: gather_whole(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def checkpoint(trainer: Trainer, folder: Path) -> None:
+    """Save a checkpoint of the trainer's step."""
+    group = trainer.world_group
+    assert save(folder, trainer.step, trainer.shards(), trainer.state(), keep=0, group=group, warn=pytest.fail)
+
+
+def train(
+    options: TrainCommand,
+    steps: int,
+    name: Implementation = "auto",
+    save_to: Path | None = None,
+    resume: Path | None = None,
+    config: GPTConfig = CONFIG,
+) -> Result:
+    """Train on this rank of a pool, from the checkpoint in `resume` if there is one, and save one in `save_to`."""
+    offload._IN_MEMORY = ()  # if the checkout is in memory, the file may be too
+    trainer, windows = new_trainer(options, config)
+    if resume is not None:
+        for parameter in trainer.model.parameters():
+            local_tensor(parameter).fill_(nan)
+        found = newest_good(resume, warn=pytest.fail)
+        assert found is not None
+        found.load(trainer.shards())
+        trainer.restore(found.state)
+        assert trainer.optimizer.updates == found.step
+    with implementation(name):
+        results = [trainer.train_step(windows, lambda: False) for _ in range(steps)]
+    if save_to is not None:
+        checkpoint(trainer, save_to)
+    return [r.loss for r in results], [r.grad_norm for r in results], whole_weights(trainer)
+
+
+def trained(options: TrainCommand, steps: int, *more: Any) -> list[Result]:
+    """Return the results of `train` on the ranks of a pool."""
+    return pool(ranks_of(options)).run(train, options, steps, *more)
+
+
+def check_same(found: Result, expected: Result, tolerance: float = 1e-10) -> None:
+    """Raise AssertionError unless losses, norms and weights are the same up to rounding."""
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert found[1] == pytest.approx(expected[1], rel=tolerance)
+    for name, weight in expected[2].items():
+        torch.testing.assert_close(found[2][name], weight, rtol=tolerance, atol=tolerance / 100, msg=name)
