@@ -91,6 +91,7 @@ def train(
     offload._IN_MEMORY = ()  # if the checkout is in memory, the file may be too
     trainer, windows = new_trainer(options, config)
     if resume is not None:
+        trainer.evaluate(windows, 1)  # at stage 3 it leaves parameters gathered
         for parameter in trainer.model.parameters():
             local_tensor(parameter).fill_(nan)
         found = newest_good(resume, warn=pytest.fail)
