@@ -206,9 +206,7 @@ def main() -> None:
         print("\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:])))
     else:
         print(aligned(lines))
-    place = (
-        f"{machine()}; Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
-    )
+    place = f"{machine()}; Python {platform.python_version()}, torch {torch.__version__}, Triton {triton.__version__}"
     print(f"\n{place}; load {os.getloadavg()[0]:.1f}; the loop of Python {loop:.1f} µs.")
 
 

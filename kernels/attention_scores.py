@@ -187,9 +187,7 @@ def check_heads(
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
     if batch != 1:
-        raise ValueError(
-            f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents"
-        )
+        raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_integers(operator, name, x, (torch.int32,))
         check_device(operator, "q", q, name, x)

@@ -300,9 +300,7 @@ def check_tensors(operator: str, q: Tensor, k: Tensor, v: Tensor, **cu_seqlens: 
         missing = next(name for name in cu_seqlens if name not in given)
         raise ValueError(f"{operator}: {missing} is None: expected both cumulative lengths, or neither")
     if batch != 1:
-        raise ValueError(
-            f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents"
-        )
+        raise ValueError(f"{operator}: q has batch size {batch}: expected 1 with cu_seqlens: concatenate the documents")
     for name, x in given.items():
         check_integers(operator, name, x, (torch.int32,))
         check_device(operator, "q", q, name, x)
