@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import apart, bench_adamw, contact_steps, first_contact
+from benchmarks import apart, contact_steps, first_contact
 from benchmarks.apart import Row, Rows, Step, read
 from benchmarks.contact_steps import TIMED, Plan, compare_operator, explored, run_ranks, steps, time_operator
 from benchmarks.figures import FIGURES
 from benchmarks.first_contact import GROUPS, measurements
-from benchmarks.harness import OURS, command
+from benchmarks.harness import OURS
 from tpfuse.comm.symmetric_memory import SymmetricMemory
 from tpfuse.kernels import all_gather_gemm
 from tpfuse.ops.linear import fused as fused_linear
@@ -92,9 +92,10 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     groups = ["device", "operators", "one process", "timings", "tune"]
     arguments = ["--out", str(tmp_path), "--rehearse", "--steps", *groups, "--operators", "adamw"]
     assert run(monkeypatch, *arguments) == 0
-    said = capsys.readouterr().out
-    assert said.count("not measured yet") == len(FIGURES) and said.endswith(f"nothing is left\nkept in {tmp_path}\n")
-    assert "one process: 2 ranks | all_gather_gemm | ok" in said
+    printed = capsys.readouterr().out
+    assert printed.count("not measured yet") == len(FIGURES)
+    assert printed.endswith(f"nothing is left\nkept in {tmp_path}\n")
+    assert "one process: 2 ranks | all_gather_gemm | ok" in printed
     document = json.loads((tmp_path / "first_contact.json").read_text())
     assert {"machine", "python", "torch", "triton", "commit", "command", "sources", "date"} <= document["device"].keys()
     assert document["failed"] == document["left"] == [] and document["rehearsed"]
@@ -107,7 +108,7 @@ def test_a_rehearsal_keeps_rows_and_a_document(
     assert {row["step"] for row in read(tmp_path)[len(before) :]} == {"device"}
 
 
-def test_a_failure_is_told_and_is_exit_status_1(
+def test_a_failure_is_printed_and_gives_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     description = operators.load("adamw")
@@ -123,12 +124,12 @@ def test_a_failure_is_told_and_is_exit_status_1(
     assert [row["passed"] for row in rows] == [False] * 4
     assert rows[0]["largest"] > rows[0]["bound"] > 0 and rows[2]["error"] == "KeyError: 'nothing'"
     assert run(monkeypatch, "--out", str(tmp_path), "--rehearse", "--steps", "operators", "--operators", "adamw") == 1
-    said = capsys.readouterr().out
-    assert "FAILED operators: adamw, wrong, bfloat16:\n" in said
-    assert "FAILED operators: adamw, broken, float32:\n    KeyError: 'nothing'\n" in said
+    printed = capsys.readouterr().out
+    assert "FAILED operators: adamw, wrong, bfloat16:\n" in printed
+    assert "FAILED operators: adamw, broken, float32:\n    KeyError: 'nothing'\n" in printed
 
 
-def test_a_missing_wait_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The product, which does not wait, multiplies a chunk that a copier has not yet copied."""
     kernel = all_gather_gemm.all_gather_gemm_forward_kernel
     mutant = Fault("no wait", replaced(kernel, "step > 0", by="step < 0")).mutant()
@@ -201,7 +202,7 @@ def test_last(): pass
 
 
 @pytest.mark.processes
-def test_each_test_of_several_processes_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_test_of_several_processes_has_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "_PRELOADED", ranks.PRELOADED)  # the pools of ranks share this server of processes
     file = tmp_path / "test_toys.py"
     file.write_text(TESTS)
@@ -213,27 +214,6 @@ def test_each_test_of_several_processes_is_a_row(tmp_path: Path, monkeypatch: py
     assert "a message of its own" in rows["test_wrong"]["error"] and "needs two GPUs" in rows["test_two"]["why"]
     assert "ended: not done after" in rows["test_hangs"]["error"] and "exit status 3" in rows["test_dies"]["error"]
     assert [first_contact.failed(row) for row in rows.values()] == [False, True, False, True, True, False]
-
-
-def test_without_a_gpu_it_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(monkeypatch, "--out", str(tmp_path)) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith("benchmarks.first_contact: error: there is no CUDA GPU here")
-    assert error.count("\n") == 1
-
-
-def test_one_benchmark_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_adamw.py", "--interpreted", "--seed", "7"])
-    assert command("adamw", bench_adamw.cases) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 4 + 1 and json.loads(lines[-1])["seed"] == 7
-    monkeypatch.setattr(sys, "argv", ["bench_adamw.py"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command("adamw", bench_adamw.cases) == 2
-    assert capsys.readouterr().err.startswith("benchmarks.bench_adamw: error: there is no CUDA GPU here")
 
 
 def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
@@ -248,13 +228,13 @@ def _rehearsed(folder: Path, minutes: float) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
-def test_all_of_it(tmp_path: Path) -> None:
+def test_the_whole_program(tmp_path: Path) -> None:
     """Run it as on a GPU, in two calls, of which the first is cut off."""
-    status, document, said = _rehearsed(tmp_path, 1.0)
-    assert status == 0 and document["left"] and f"left for another call: {', '.join(document['left'])}" in said
+    status, document, printed = _rehearsed(tmp_path, 1.0)
+    assert status == 0 and document["left"] and f"left for another call: {', '.join(document['left'])}" in printed
     first: list[Row] = read(tmp_path)
-    status, document, said = _rehearsed(tmp_path, 25.0)
-    assert status == 0 and document["left"] == document["failed"] == [], said
+    status, document, printed = _rehearsed(tmp_path, 25.0)
+    assert status == 0 and document["left"] == document["failed"] == [], printed
     rows = read(tmp_path)
     assert rows[: len(first)] == first
     again = ("device", "compile")

@@ -1,14 +1,16 @@
 """The harness does not time wrong candidates, and prints the rows and their provenance."""
 
+import json
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import bench_adamw, first_contact, harness, node, offload_step
 from benchmarks.candidates import Candidates, absent, compiled
-from benchmarks.harness import OURS, Bench, Case, Measurement, Row, aligned, measure, new_bench, table, unable
+from benchmarks.harness import OURS, Bench, Case, Measurement, Row, aligned, command, measure, new_bench, table, unable
 from benchmarks.timing import Ceilings
 from tpfuse.testing.inputs import normal
 
@@ -66,7 +68,7 @@ def _rows(bench: Bench, ours: Callable[..., Tensor], **peers: Callable[..., Tens
     return {(row["mode"], row["candidate"]): row for row in rows}
 
 
-def test_what_is_right_is_timed_in_every_mode(bench: Bench) -> None:
+def test_a_right_candidate_is_timed_in_every_mode(bench: Bench) -> None:
     rows = _rows(bench, _plain, compiled=compiled(_plain, bench))
     assert len(rows) == 8
     for row in rows.values():
@@ -78,7 +80,7 @@ def test_what_is_right_is_timed_in_every_mode(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("ours", [_wrong_gradient, _nan, _unwritten])
-def test_what_is_wrong_is_not_timed(bench: Bench, ours: Callable[..., Tensor]) -> None:
+def test_a_wrong_candidate_is_not_timed(bench: Bench, ours: Callable[..., Tensor]) -> None:
     torch.use_deterministic_algorithms(False)  # the setting of a benchmark's process
     try:
         rows = _rows(bench, ours, peer=_plain)
@@ -91,17 +93,22 @@ def test_what_is_wrong_is_not_timed(bench: Bench, ours: Callable[..., Tensor]) -
         assert "median_us" in rows[mode, "peer"]
 
 
-def test_a_peer_that_is_less_exact_is_timed_and_says_so(bench: Bench) -> None:
-    row = _rows(bench, _plain, peer=_wrong_gradient)["forward", "peer"]
-    assert "median_us" in row and row["check"].startswith("AssertionError")
+@pytest.mark.parametrize(
+    ("peer", "timed", "key", "message"),
+    [
+        (_wrong_gradient, True, "check", "AssertionError"),
+        (absent("Liger-Kernel"), False, "error", "ModuleNotFoundError: Liger-Kernel is not installed"),
+    ],
+    ids=["less exact", "not installed"],
+)
+def test_the_row_of_a_peer_reports_its_fault(
+    bench: Bench, peer: Callable[..., Tensor], timed: bool, key: str, message: str
+) -> None:
+    row = _rows(bench, _plain, peer=peer)["forward", "peer"]
+    assert ("median_us" in row) == timed and row[key].startswith(message)
 
 
-def test_a_peer_that_is_not_installed_says_so(bench: Bench) -> None:
-    row = _rows(bench, _plain, peer=absent("Liger-Kernel"))["forward", "peer"]
-    assert "median_us" not in row and row["error"] == "ModuleNotFoundError: Liger-Kernel is not installed"
-
-
-def test_candidates_cannot_spoil_each_others_inputs(bench: Bench) -> None:
+def test_candidates_cannot_change_inputs_of_others(bench: Bench) -> None:
     def greedy(x: Tensor, weight: Tensor) -> Tensor:
         out = _plain(x, weight)
         with torch.no_grad():
@@ -112,23 +119,17 @@ def test_candidates_cannot_spoil_each_others_inputs(bench: Bench) -> None:
     assert rows["forward", "peer"]["check"] == "within the bound"
 
 
-def test_a_case_that_cannot_be_built_is_a_row() -> None:
+def test_a_case_that_cannot_be_built_has_a_row() -> None:
     def build(_: Bench) -> tuple[Callable[[], dict[str, str]], list[Measurement]]:
         raise RuntimeError("out of\nmemory")
 
     bench = new_bench(0, interpreted=True, ceilings=Ceilings(1.0, 1.0))
     (row,) = measure(Case("toy", "huge", build, asked=True), bench)
-    assert row == {
-        "operator": "toy",
-        "case": "huge",
-        "asked": True,
-        "mode": "",
-        "candidate": OURS,
-        "error": "RuntimeError: out of memory",
-    }
+    assert (row["operator"], row["case"], row["mode"], row["candidate"]) == ("toy", "huge", "", OURS)
+    assert row["asked"] is True and row["error"] == "RuntimeError: out of memory"
 
 
-def test_the_part_that_is_compared_may_be_narrowed() -> None:
+def test_a_part_of_the_result_may_be_compared() -> None:
     x, grad = normal(0, 64, 8), normal(1, 64, 8)
     broken = {OURS: lambda x: torch.where(torch.arange(64).unsqueeze(1) < 32, x * 2, x * 3)}
     for rows, verdict in ((32, True), (64, False)):
@@ -149,16 +150,50 @@ def test_the_table() -> None:
     assert aligned([("a", "b"), ("longer", "c")]) == "a       b\nlonger  c"
 
 
-def test_rows_say_where_and_with_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_contain_versions_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/somewhere/bench_gemm.py", "--out", "/elsewhere/results"])
     found = harness.kernel_provenance()
     assert {"date", "machine", "python", "torch", "triton", "commit", "sources", "command"} <= found.keys()
     assert found["command"] == "python -m benchmarks.bench_gemm --out results"
 
 
-def test_why_nothing_can_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def _bench_adamw() -> int:
+    return command("adamw", bench_adamw.cases)
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "message"),
+    [
+        (_bench_adamw, [], "benchmarks.bench_adamw: error: there is no CUDA GPU here"),
+        (first_contact.main, ["--out", "/nowhere"], "benchmarks.first_contact: error: there is no CUDA GPU here"),
+        (node.main, [], "benchmarks.node: error: times of CPU ranks say nothing: --scale tiny"),
+        (offload_step.main, ["--folder", "/nowhere"], "benchmarks.offload_step: error: offload path /nowhere is not a"),
+    ],
+)
+def test_a_refusal_is_one_line_and_status_2(
+    main: Callable[[], int],
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert unable("bench", interpreted=True) is None
-    assert "no CUDA GPU" in (unable("bench", interpreted=False) or "")
+    monkeypatch.setattr(offload_step, "keep_freed_memory", lambda: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["program.py", *flags])
+    assert main() == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error.startswith(message) and error.count("\n") == 1
+
+
+def test_kernels_must_be_interpreted_where_a_benchmark_expects_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert unable("bench", interpreted=True) is None
     assert "TRITON_INTERPRET=1 is set" in (unable("bench", interpreted=False) or "")
+
+
+def test_the_command_of_a_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_adamw.py", "--interpreted", "--seed", "7"])
+    assert _bench_adamw() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 4 + 1 and json.loads(lines[-1])["seed"] == 7

@@ -12,7 +12,7 @@ ALONE = Steps((5.5, 5.4), 4000, 1.0)
 
 
 @pytest.mark.processes
-def test_two_ranks_hold_a_half_and_have_the_same_loss(
+def test_two_ranks_save_half_and_have_the_same_loss(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["long_context", "--tokens", "256", "--cp", "2"])
@@ -33,7 +33,7 @@ def test_two_ranks_hold_a_half_and_have_the_same_loss(
         ([Steps((5.5, 5.401), 1000, 1.0)] * 4, False),
     ],
 )
-def test_a_goal_that_is_missed_is_said(ranks: list[Steps], met: bool) -> None:
+def test_a_missed_goal_is_reported(ranks: list[Steps], met: bool) -> None:
     reached, line = verdict(ALONE, ranks)
     assert reached == met
     assert line.startswith("goal met: " if met else "goal MISSED: ")

@@ -3,6 +3,7 @@
 from time import monotonic
 
 import pytest
+import torch
 
 from benchmarks.harness import percentiles
 from benchmarks.timing import Candidate, Ceilings, HostClock, Timing, alternate, measure_ceilings, one_line
@@ -41,14 +42,10 @@ def test_candidates_take_turns_and_each_round_starts_with_another() -> None:
     candidates = [Candidate(name, lambda _: None) for name in ("1", "2", "3")]
     results = alternate(candidates, clock, seconds=0.0, least=3, most=9)
     assert "".join(clock.order) == "123231312"
-    assert {name: x.seconds for name, x in results.items() if isinstance(x, Timing)} == {
-        "1": [1.0] * 3,
-        "2": [2.0] * 3,
-        "3": [3.0] * 3,
-    }
+    assert results == {name: Timing(0.5, [float(name)] * 3) for name in ("1", "2", "3")}
 
 
-def test_rounds_end_with_the_time_or_with_the_most() -> None:
+def test_rounds_end_at_the_time_or_at_the_largest_number() -> None:
     clock = FakeClock()
     before = monotonic()
     alternate([Candidate("1", lambda _: None)], clock, seconds=0.05, least=1, most=10**9)
@@ -58,7 +55,7 @@ def test_rounds_end_with_the_time_or_with_the_most() -> None:
     assert len(clock.order) == 4
 
 
-def test_what_fails_has_its_error_and_the_others_go_on() -> None:
+def test_a_candidate_that_fails_has_its_error_and_the_others_continue() -> None:
     calls = 0
 
     def later(_: object) -> None:
@@ -77,11 +74,11 @@ def test_what_fails_has_its_error_and_the_others_go_on() -> None:
     assert isinstance(results["3"], Timing) and len(results["3"].seconds) == 4
 
 
-def test_what_is_prepared_is_handed_over_and_not_timed() -> None:
-    handed: list[object] = []
-    candidate = Candidate("1", handed.append, prepare=lambda: len(handed))
+def test_a_run_receives_what_was_prepared() -> None:
+    prepared: list[object] = []
+    candidate = Candidate("1", prepared.append, prepare=lambda: len(prepared))
     (timing,) = alternate([candidate], HostClock(), seconds=0.0, least=2).values()
-    assert handed == [0, 1, 2]
+    assert prepared == [0, 1, 2]
     assert isinstance(timing, Timing) and len(timing.seconds) == 2
 
 
@@ -91,9 +88,7 @@ def test_the_bound_is_the_longer_of_both_times() -> None:
     assert ceilings.bound(8e5, 3e9) == pytest.approx(1e-3)
 
 
-def test_ceilings_are_rates_of_what_was_done() -> None:
-    import torch
-
+def test_ceilings_are_rates_of_the_timed_calls() -> None:
     class Slow(FakeClock):
         def start(self, candidate: Candidate, host: float) -> None:
             candidate.run(None)
@@ -103,6 +98,6 @@ def test_ceilings_are_rates_of_what_was_done() -> None:
     assert ceilings == Ceilings(matrix=2 * 64**3 / 2.0, copy=2 * 4 * 2**16 / 2.0)
 
 
-def test_one_line_is_one_line() -> None:
+def test_an_error_becomes_one_line() -> None:
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert len(one_line(ValueError("a" * 1000))) == 300

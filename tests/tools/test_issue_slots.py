@@ -1,10 +1,6 @@
 """The figures that are counted in SASS. test_gate.py counts them in compiled kernels."""
 
-from dataclasses import replace
-
-from tpfuse.tools import gate
 from tpfuse.tools.issue_slots import ProductLoop, main_loop, product_loops
-from tpfuse.tools.resources import Compilation
 
 # A loop over tiles contains a loop over steps, whose wait for a tile comes after all other code; one loop is separate.
 SASS = """
@@ -43,19 +39,4 @@ def test_innermost_loops_with_products() -> None:
     assert tiled == ProductLoop(instructions=9, tensor_cycles=192.0, barriers=1, tile_instructions=7)
     assert alone == ProductLoop(instructions=3, tensor_cycles=32.0, barriers=0, tile_instructions=0)
     assert main_loop(SASS) == tiled
-
-
-def test_no_product_is_no_loop() -> None:
     assert main_loop(SASS.replace("HGMMA", "HMMA")) is None
-
-
-def test_products_and_attention_have_bounds_of_their_own() -> None:
-    product = Compilation("", "sm_90", "bfloat16", "gemm_forward_kernel", {}, 4, 3, dot=True, tensor_cores=["wgmma"])
-    for kernel, share, passes in (
-        ("gemm_forward_kernel", 0.8, True),
-        ("gemm_forward_kernel", 0.81, False),
-        ("ring_attention_dq_kernel", 1.0, True),
-        ("ring_attention_dq_kernel", 1.01, False),
-    ):
-        found = list(gate.violations(replace(product, kernel=kernel, issue_share=share)))
-        assert bool(found) == (not passes), (kernel, share, found)

@@ -58,10 +58,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
         for index, job in enumerate(jobs):
             seen.append(job)
             fields = {**compilation._identity(job), "error": FAILING.get(job.num_warps, "")}
-            yield (
-                index,
-                Compilation(**fields, registers=33, loads={16: len(seen)}),
-            )
+            yield index, Compilation(**fields, registers=33, loads={16: len(seen)})
 
     monkeypatch.setattr(compilation, "compile_jobs", compile_jobs)
     yield seen
@@ -95,7 +92,7 @@ def test_a_second_run_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     ],
     ids=["a called function", "a global that it uses", "the kernel", "a constant", "the family", "an option"],
 )
-def test_what_changed_is_compiled_again(
+def test_a_changed_kernel_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Job], change: dict[str, Any]
 ) -> None:
     kept = tmp_path / "kept"
@@ -104,7 +101,7 @@ def test_what_changed_is_compiled_again(
     assert len(compiled) == 2
 
 
-def test_another_compiler_has_results_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_compiler_has_other_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = _job(tmp_path)
     names = {digest(job)}
     monkeypatch.setattr(triton.backends.nvidia.compiler.CUDABackend, "hash", lambda backend: "another ptxas")
@@ -130,14 +127,14 @@ def test_an_entry_that_is_corrupt_is_compiled_again(
     assert len(compiled) == 2, "the new entry is whole"
 
 
-def test_failures_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Job]) -> None:
+def test_failures_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Job]) -> None:
     job = _job(tmp_path, num_warps=16)
     for count in (1, 2):
         assert _run(monkeypatch, tmp_path / "kept", job)[0].error == "out of memory"
         assert len(compiled) == count
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept = KeptResults(tmp_path / "file")
     kept.write("name", Compilation("toy", "sm_90", "float32", "toy_kernel", {}, 4, 2))

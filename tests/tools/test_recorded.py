@@ -36,75 +36,64 @@ def source(**changes: Any) -> Any:
     return source_of(Launch(compiled_kernel, (1,), ARGUMENTS | changes, num_warps=4, num_stages=2), "sm_90")
 
 
-def divisible(made: Any) -> set[str]:
+def divisible(recorded: Any) -> set[str]:
     """Return the names of the arguments that are marked as multiples of 16."""
-    return {made.fn.arg_names[path[0]] for path, marks in made.attrs.items() if ["tt.divisibility", 16] in marks}
-
-
-def test_a_whole_signature() -> None:
-    made = source()
-    assert made.signature == {
-        "x_ptr": "*bf16",
-        "y_ptr": "constexpr",
-        "n": "i32",
-        "stride": "i32",
-        "seed": "i32",
-        "scale": "fp32",
-        "flag": "u1",
-        "BLOCK": "constexpr",
+    return {
+        recorded.fn.arg_names[path[0]] for path, marks in recorded.attrs.items() if ["tt.divisibility", 16] in marks
     }
-    assert made.constants == {(1,): None, (7,): 128}
-    assert divisible(made) == {"x_ptr", "stride"}
+
+
+SIGNATURE = {
+    "x_ptr": "*bf16", "y_ptr": "constexpr", "n": "i32", "stride": "i32",
+    "seed": "i32", "scale": "fp32", "flag": "u1", "BLOCK": "constexpr",
+}  # fmt: skip
+X = ARGUMENTS["x_ptr"]
+
+
+def pointer(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {"y_ptr": torch.empty(4, dtype=dtype, device="meta")}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
+    ("changes", "types", "multiples"),
     [
-        (torch.float16, "*fp16"),
-        (torch.float32, "*fp32"),
-        (torch.int64, "*i64"),
-        (torch.int32, "*i32"),
-        (torch.bool, "*u1"),
+        ({}, {}, {"x_ptr", "stride"}),
+        (pointer(torch.float16), {"y_ptr": "*fp16"}, {"x_ptr", "y_ptr", "stride"}),
+        (pointer(torch.float32), {"y_ptr": "*fp32"}, {"x_ptr", "y_ptr", "stride"}),
+        (pointer(torch.int64), {"y_ptr": "*i64"}, {"x_ptr", "y_ptr", "stride"}),
+        (pointer(torch.int32), {"y_ptr": "*i32"}, {"x_ptr", "y_ptr", "stride"}),
+        (pointer(torch.bool), {"y_ptr": "*u1"}, {"x_ptr", "y_ptr", "stride"}),
+        ({"x_ptr": X[:, 8:]}, {}, {"x_ptr", "stride"}),  # a view is aligned as its first element
+        ({"x_ptr": X[:, 1:]}, {}, {"stride"}),
+        ({"stride": 1, "n": 2**31}, {"stride": "constexpr", "n": "i64"}, {"x_ptr", "n"}),
+        ({"n": 2**31 - 1}, {}, {"x_ptr", "stride"}),
+        ({"seed": 16}, {}, {"x_ptr", "stride"}),  # the kernel declares that seed is not specialized
+        (
+            {"x_ptr": TensorDescriptor.from_tensor(X, [32, 16])},
+            {"x_ptr": "tensordesc<bf16[32, 16]>"},
+            {"stride"},
+        ),
     ],
 )
-def test_pointers(dtype: torch.dtype, name: str) -> None:
-    assert source(y_ptr=torch.empty(4, dtype=dtype, device="meta")).signature["y_ptr"] == name
+def test_signature_of_a_launch(changes: dict[str, Any], types: dict[str, str], multiples: set[str]) -> None:
+    recorded = source(**changes)
+    assert recorded.signature == SIGNATURE | types
+    assert recorded.constants == {
+        path: value
+        for path, name, value in (((1,), "y_ptr", None), ((3,), "stride", 1), ((7,), "BLOCK", 128))
+        if recorded.signature[name] == "constexpr"
+    }
+    assert divisible(recorded) == multiples
 
 
-def test_a_view_is_aligned_as_its_first_element() -> None:
-    x = ARGUMENTS["x_ptr"]
-    assert "x_ptr" in divisible(source(x_ptr=x[:, 8:]))
-    assert "x_ptr" not in divisible(source(x_ptr=x[:, 1:]))
-
-
-def test_integers_are_constant_at_one_and_wide_where_they_must_be() -> None:
-    made = source(stride=1, n=2**31)
-    assert made.signature["stride"] == "constexpr"
-    assert made.constants[(3,)] == 1
-    assert made.signature["n"] == "i64"
-    assert "n" in divisible(made)
-    assert source(n=2**31 - 1).signature["n"] == "i32"
-
-
-def test_what_is_not_to_be_specialised_is_not() -> None:
-    assert source(seed=1).signature["seed"] == source(seed=16).signature["seed"] == "i32"
-    assert "seed" not in divisible(source(seed=16))
-
-
-def test_descriptors() -> None:
-    descriptor = TensorDescriptor.from_tensor(ARGUMENTS["x_ptr"], [32, 16])
-    assert source(x_ptr=descriptor).signature["x_ptr"] == "tensordesc<bf16[32, 16]>"
-
-
-def test_the_constants_that_a_table_shows_are_declared_ones_and_missing_pointers() -> None:
+def test_a_table_shows_declared_constants_and_missing_pointers() -> None:
     job = Job("x", "sm_90", "bfloat16", source(stride=1), 4, 2)
     assert job.constants == {"y_ptr": None, "BLOCK": 128}
 
 
-def test_families_share_one_float16() -> None:
+def test_float16_is_compiled_for_one_family() -> None:
     both, families = ("bfloat16", "float16", "float32"), ("sm_80", "sm_90")
-    assert set(_pairs(families, both)) == {(family, dtype) for family in families for dtype in both} - {
-        ("sm_80", "float16")
-    }
+    all_pairs = {(family, dtype) for family in families for dtype in both}
+    assert set(_pairs(families, both)) == all_pairs - {("sm_80", "float16")}
     assert set(_pairs(("sm_80",), both)) == {("sm_80", dtype) for dtype in both}
     assert set(_pairs(families, ("float16",))) == {(family, "float16") for family in families}

@@ -51,14 +51,17 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     configurations.forget()
 
 
-def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False) -> Trial:
-    """Return a trial that doubles its input. It is wrong for rows that `broken` accepts, and fails for blocks of 64."""
+def _toy(rows: int, broken: Callable[[Configuration], bool] = lambda row: False, factor: float = 2.1) -> Trial:
+    """Return a trial that doubles its input. It is wrong for rows that `broken` accepts, and fails for blocks of 64.
+
+    factor: the wrong factor.
+    """
 
     def double(x: Tensor) -> tuple[Tensor, ...]:
         row = choose_configuration("toy", CPU, torch.bfloat16, M=rows)
         _Clock.last = row
         if broken(row):
-            return (x * 2.1,)
+            return (x * factor,)
         if row.blocks["BLOCK_M"] == 64:
             raise RuntimeError("out of resources")
         return (x * 2,)
@@ -84,11 +87,11 @@ class _Clock:
         return self.seconds(_Clock.last)
 
 
-def _nothing_to_say(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
+def _accept_all(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
     return [""] * len(tried)
 
 
-def _tuner(clock: _Clock, said: list[str] | None = None, inspect: tuning.Inspect = _nothing_to_say) -> Tuner:
+def _tuner(clock: _Clock, said: list[str] | None = None, inspect: tuning.Inspect = _accept_all) -> Tuner:
     say = [].append if said is None else said.append
     return Tuner(CPU, torch.bfloat16, inspect, clock, say, "Toy GPU, 2026-01-02, triton 0")
 
@@ -109,13 +112,13 @@ def test_the_best_row_is_found_and_written(table: Path) -> None:
     assert "# The small one and the large one.\n" in table.read_text() and "  # by whom?" in table.read_text()
 
 
-def test_each_row_by_the_trials_that_choose_it(table: Path) -> None:
+def test_each_row_is_tuned_by_the_trials_that_choose_it(table: Path) -> None:
     rows = tune(["toy"], _tuner(_Clock(_seconds)), [_toy(10), _toy(64), _toy(65)], SPACE, table)
     assert [row.at_most for row in rows] == [{"M": 64}, {}]
     assert [row.measured.rpartition(" at ")[2] for row in rows] == ["10 rows", "65 rows"]
 
 
-def test_what_is_wrong_or_fails_or_spills_is_skipped_with_a_word(table: Path) -> None:
+def test_a_candidate_that_is_wrong_fails_or_spills_is_skipped_with_a_message(table: Path) -> None:
     def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
         return ["spills 8 bytes" if row.blocks["BLOCK_M"] == 16 else "" for row in tried]
 
@@ -132,17 +135,12 @@ def test_what_is_wrong_or_fails_or_spills_is_skipped_with_a_word(table: Path) ->
 
 
 def test_nan_is_wrong(table: Path) -> None:
-    trial = _toy(1000)
-
-    def poisoned(x: Tensor) -> tuple[Tensor, ...]:
-        (out,) = trial.run(x)
-        return (out + (float("nan") if _Clock.last.num_warps == 2 else 0),)
-
-    (found,) = tune(["toy"], _tuner(_Clock(_seconds)), [replace(trial, run=poisoned)], SPACE, table)
-    assert found.num_warps == 4
+    trial = _toy(1000, broken=lambda row: row.num_warps == 2, factor=float("nan"))
+    (best,) = tune(["toy"], _tuner(_Clock(_seconds)), [trial], SPACE, table)
+    assert best.num_warps == 4
 
 
-def test_noise_is_no_reason_to_change(table: Path) -> None:
+def test_a_gain_within_noise_changes_nothing(table: Path) -> None:
     clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 0.99)
     (found,) = tune(["toy"], _tuner(clock), [_toy(1000)], SPACE, table)
     assert (found.blocks, found.num_warps) == ({"BLOCK_M": 128, "FAST": False}, 8)
@@ -155,28 +153,25 @@ def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table:
     assert [row.num_warps for row in clock.measured] == [8, 8, 4]
 
 
-def test_a_row_that_no_trial_chooses_is_left(table: Path) -> None:
-    said: list[str] = []
-    assert tune(["toy"], _tuner(_Clock(_seconds), said), [], SPACE, table) == []
+@pytest.mark.parametrize(
+    ("trials", "deadline", "message"),
+    [
+        ([], float("inf"), "toy, 16 bits: left as it is, no trial chooses it"),
+        ([_toy(1000, broken=lambda row: True)], float("inf"), "the present row does not work, AssertionError"),
+        ([_toy(1000)], 0.0, "toy, 16 bits: left as it is, no time left"),
+    ],
+    ids=["no trial", "wrong", "no time"],
+)
+def test_a_row_is_left_as_it_is(table: Path, trials: list[Trial], deadline: float, message: str) -> None:
+    lines: list[str] = []
+    tuner = replace(_tuner(_Clock(_seconds), lines), deadline=deadline)
+    assert tune(["toy"], tuner, trials, SPACE, table) == []
     assert table.read_text() == TEXT
-    assert said == [
-        f"toy, {row}: left as it is, no trial chooses it" for row in ("16 bits, M <= 64", "16 bits", "32 bits")
-    ]
+    rows = [f"toy, {row}: left as it is, no trial chooses it" for row in ("16 bits, M <= 64", "16 bits", "32 bits")]
+    assert message in "\n".join(lines) and (trials or lines == rows)
 
 
-def test_a_present_row_that_does_not_work_is_left(table: Path) -> None:
-    said: list[str] = []
-    trial = _toy(1000, broken=lambda row: True)
-    assert tune(["toy"], _tuner(_Clock(_seconds), said), [trial], SPACE, table) == []
-    assert table.read_text() == TEXT and "the present row does not work" in said[-2]
-
-
-def test_no_candidate_is_begun_past_the_deadline(table: Path) -> None:
-    tuner = replace(_tuner(_Clock(_seconds)), deadline=0.0)
-    assert tune(["toy"], tuner, [_toy(1000)], SPACE, table) == [] and table.read_text() == TEXT
-
-
-def test_a_search_ends_with_the_time(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_ends_at_the_deadline(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement takes a second, and the deadline is in two and a half seconds."""
     clock = _Clock(lambda row: 1.0)
     for module in (search, tuning):
@@ -221,11 +216,11 @@ def _failing(path: str) -> str:
     return ""
 
 
-def test_all_ranks_hear_of_a_failure(table: Path) -> None:
+def test_all_ranks_raise_if_the_first_rank_fails(table: Path) -> None:
     assert pool(2).run(_failing, str(table)) == ["tuning failed on the first rank: the compiler is gone"] * 2
 
 
-def test_override_replaces_one_row_and_only_within_the_block(table: Path) -> None:
+def test_override_replaces_one_row_within_its_block(table: Path) -> None:
     small, _, large, _, _ = read_table(table)
     with override(replace(large, num_warps=1)) as served:
         assert choose_configuration("toy", CPU, torch.bfloat16, M=65).num_warps == 1
@@ -234,7 +229,7 @@ def test_override_replaces_one_row_and_only_within_the_block(table: Path) -> Non
     assert choose_configuration("toy", CPU, torch.bfloat16, M=65) == large
 
 
-def test_the_whole_table_survives_being_written() -> None:
+def test_writing_the_whole_table_changes_nothing() -> None:
     """The table's lines are those that the tuner writes, so no two lines of an operator could be merged."""
     text = configurations.TABLE.read_text(encoding="utf-8")
     assert with_rows(text, read_table(configurations.TABLE)) == text
@@ -255,7 +250,7 @@ def _rows(*rows: tuple[str, int, int, int]) -> list[Configuration]:
     ],
     ids=["all agree", "bits of one family", "families in another order", "bits in another order"],
 )
-def test_rows_that_agree_share_a_line_in_their_order(rows: list[Configuration], lines: int) -> None:
+def test_rows_that_agree_share_a_line_and_keep_their_order(rows: list[Configuration], lines: int) -> None:
     def in_order(among: Sequence[Configuration], family: str, bits: int) -> list[Configuration]:
         return [row for row in among if (row.family, row.bits) == (family, bits)]
 
@@ -267,18 +262,18 @@ def test_rows_that_agree_share_a_line_in_their_order(rows: list[Configuration], 
         assert in_order(found, row.family, row.bits) == in_order(rows, row.family, row.bits)
 
 
-def test_a_row_that_is_not_there() -> None:
+def test_a_missing_row_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"no row for \('toy', 'sm_90', 16, \(\('M', 1\),\)\)"):
         with_rows(TEXT, _rows(("sm_90", 16, 1, 4)))
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_a_written_row_is_read_again() -> None:
     row = Configuration("toy", "sm_90", 16, {"M": 64}, {"BLOCK_M": 16, "TMA": True, "NAME": 'a "b" \\ é'}, 4, 1, "x\ty")
     assert rows_of("\n".join(section("toy", [row])), "toy") == [row]
 
 
 @pytest.mark.parametrize("trial", tiny_trials(), ids=lambda trial: f"{trial.name} {trial.run.__qualname__}")
-def test_every_launcher_agrees_with_its_plain_meaning(trial: Trial) -> None:
+def test_every_launcher_agrees_with_plain_torch(trial: Trial) -> None:
     inputs = trial.inputs(CPU, torch.float32)
     truth = trial.plain(**{name: x.double() if x.is_floating_point() else x for name, x in inputs.items()})
     outputs = trial.run(**copies(inputs))
@@ -292,7 +287,7 @@ def test_trials_can_be_recorded_without_a_gpu() -> None:
         assert all(x.is_meta for x in trial.inputs(torch.device("meta"), torch.bfloat16).values())
 
 
-def test_every_row_has_a_search_space_with_candidates() -> None:
+def test_every_row_has_candidates() -> None:
     for row in read_table(configurations.TABLE):
         if row.family == "interpreted":
             continue
@@ -303,7 +298,7 @@ def test_every_row_has_a_search_space_with_candidates() -> None:
         assert all(sensible(candidate) for step in steps for candidate in candidates(row, step))
 
 
-def test_what_no_hardware_has_is_not_tried() -> None:
+def test_candidates_that_no_hardware_can_run_are_left_out() -> None:
     blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "TMA": True, "WARP_SPECIALIZE": False, "GROUP_M": 8}
     row = Configuration("gemm", "sm_90", 16, {}, blocks, 4, 3, "")
     assert sensible(row)
