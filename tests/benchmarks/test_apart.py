@@ -68,7 +68,7 @@ def hang_with_a_child() -> None:
     time.sleep(1000)
 
 
-def test_what_raises_hangs_or_dies_costs_its_own_row(tmp_path: Path) -> None:
+def test_a_row_that_raises_hangs_or_dies_does_not_affect_others(tmp_path: Path) -> None:
     first = step("first", a=fail, b=nothing)
     whats = {"a": nothing, "b": hang_with_a_child, "c": nothing}
     second = Step("second", partial(rows_of, whats), patient(1.0), environment={"TPFUSE_PLACE": str(tmp_path)})
@@ -98,7 +98,7 @@ def wait_for(path: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_run_that_is_cut_off_goes_on_where_it_ended(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_where_it_ended(tmp_path: Path) -> None:
     """Rows exist before the end of their step; only the row that was in progress is made again."""
     steps = [step("one", a=nothing, b=partial(wait_for, str(tmp_path / "go")), c=nothing), step("two", a=nothing)]
     shown: list[Row] = []
@@ -120,23 +120,18 @@ def slow() -> None:
 
 
 @pytest.mark.processes
-def test_turns_of_steps_and_those_that_every_run_does_anew(tmp_path: Path) -> None:
+def test_steps_take_turns_repeat_or_do_not_fit(tmp_path: Path) -> None:
     long = Step("long", partial(rows_of, {"a": slow, "b": slow}), most=0.1, least=0.0)
-    anew = Step("anew", partial(rows_of, {"x": nothing}), least=0.0, again=True)
-    steps = [anew, long, step("short", c=nothing)]
-    assert run_steps(steps, tmp_path, soon()) == []
-    assert made(tmp_path) == ["x", "a", "c", "b"], "a long step has its next turn when all have had one"
-    assert run_steps(steps, tmp_path, soon()) == [] and made(tmp_path)[4:] == ["x"]
-
-
-@pytest.mark.processes
-def test_what_does_not_fit_is_left(tmp_path: Path) -> None:
-    steps = [Step("large", partial(rows_of, {"a": nothing}), least=1000.0), step("small", b=nothing)]
+    repeated = Step("repeated", partial(rows_of, {"x": nothing}), least=0.0, again=True)
+    large = Step("large", partial(rows_of, {"l": nothing}), least=1000.0)
+    steps = [repeated, large, long, step("short", c=nothing)]
     assert run_steps(steps, tmp_path, soon()) == ["large"]
-    assert made(tmp_path) == ["b"] and finished(tmp_path) == {"small"}
+    assert made(tmp_path) == ["x", "a", "c", "b"], "a long step has its next turn after every other step has had one"
+    assert finished(tmp_path) == {"repeated", "long", "short"}
+    assert run_steps(steps, tmp_path, soon()) == ["large"] and made(tmp_path)[4:] == ["x"]
 
 
-def test_a_row_is_on_the_disk_before_the_next_one_is_begun(tmp_path: Path) -> None:
+def test_a_row_is_written_before_the_next_one_begins(tmp_path: Path) -> None:
     rows = Rows(tmp_path, "step", soon())
     rows.each("a", lambda: {"value": 1})
 
@@ -162,7 +157,7 @@ def test_a_row_is_on_the_disk_before_the_next_one_is_begun(tmp_path: Path) -> No
     )
 
 
-def test_a_process_without_cuda_makes_no_further_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_lost_cuda_makes_no_further_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

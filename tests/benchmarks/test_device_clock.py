@@ -71,5 +71,5 @@ def test_the_peak_excludes_the_inputs(stream: list[str], monkeypatch: pytest.Mon
 def test_rows_of_a_gpu_name_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Toy GPU")
-    found = provenance()
-    assert found["machine"] == "Toy GPU" and {"driver", "cuda"} <= found.keys()
+    row = provenance()
+    assert row["machine"] == "Toy GPU" and {"driver", "cuda"} <= row.keys()

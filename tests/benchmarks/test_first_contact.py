@@ -66,8 +66,8 @@ def test_every_group_has_its_steps_and_names_are_unique(tmp_path: Path) -> None:
     assert tuple(everything) == GROUPS
     names = [step.name for group in everything.values() for step in group]
     assert len(set(names)) == len(names) > 50
-    for group, found in everything.items():
-        assert {step.name.partition(": ")[0] for step in found} <= {group, "ceilings"}
+    for group, steps_of_group in everything.items():
+        assert {step.name.partition(": ")[0] for step in steps_of_group} <= {group, "ceilings"}
 
 
 def inline(step: Step, folder: Path, until: float, deadline: float, shown: Any) -> tuple[int, str]:
@@ -168,11 +168,11 @@ class Neighbours:
             return {"out": torch.tensor(-1)}
         return {"out": self.x.peers[left][half].clone()}
 
-    def check(self, variant: int, found: dict[str, torch.Tensor]) -> None:
-        assert int(found["out"]) == 10 * variant + (self.memory.rank - 1) % self.memory.world
+    def check(self, variant: int, results: dict[str, torch.Tensor]) -> None:
+        assert int(results["out"]) == 10 * variant + (self.memory.rank - 1) % self.memory.world
 
 
-def test_ranks_at_once_are_late_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_at_once_are_delayed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test replaces a GPU's streams and delays. All programs are loaded first, in turn and without waiting."""
     slept: list[int] = []
     synchronized: list[int] = []
@@ -182,8 +182,8 @@ def test_ranks_at_once_are_late_at_random(monkeypatch: pytest.MonkeyPatch) -> No
     # Wrong rounds come after the rounds of loading, and the first round of each set of inputs.
     for wrong in ((), (3 + 3 + 5, 3 + 3 + 40)):
         monkeypatch.setitem(rank_programs.PROGRAMS, "neighbours", partial(Neighbours, wrong=wrong))
-        found = contact_steps.at_once("neighbours", 2, torch.device("cpu"), seed=1, rounds=40)
-        assert found == ([[], []] if not wrong else [[], [4, 39]])
+        results = contact_steps.at_once("neighbours", 2, torch.device("cpu"), seed=1, rounds=40)
+        assert results == ([[], []] if not wrong else [[], [4, 39]])
     assert 2 * 2 * 40 * 0.1 < len(slept) < 2 * 2 * 40 * 0.3 and max(slept) <= contact_steps._LONGEST
     assert len(synchronized) == 2 * 2 * (40 // contact_steps._AHEAD)
 

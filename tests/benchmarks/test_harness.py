@@ -152,9 +152,9 @@ def test_the_table() -> None:
 
 def test_rows_contain_versions_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/somewhere/bench_gemm.py", "--out", "/elsewhere/results"])
-    found = harness.kernel_provenance()
-    assert {"date", "machine", "python", "torch", "triton", "commit", "sources", "command"} <= found.keys()
-    assert found["command"] == "python -m benchmarks.bench_gemm --out results"
+    row = harness.kernel_provenance()
+    assert {"date", "machine", "python", "torch", "triton", "commit", "sources", "command"} <= row.keys()
+    assert row["command"] == "python -m benchmarks.bench_gemm --out results"
 
 
 def _bench_adamw() -> int:

@@ -63,10 +63,10 @@ def verdicts(product: Product, broken: str, rank: int) -> dict[str, str]:
     ("product", "broken"), [(PRODUCTS[1], "tpfuse collective"), *exhaustive((PRODUCTS[0], "tpfuse fused"))]
 )
 def test_all_ranks_report_what_is_wrong_on_one(product: Product, broken: str) -> None:
-    for found in pool(2).run(verdicts, product, broken, 1):
-        assert {name for name, verdict in found.items() if verdict} == {broken}
-        assert found[broken].startswith("rank 1: AssertionError: out[")
-        assert not node._may_run(broken, found[broken]) and node._may_run(BY_HAND, found[broken])
+    for verdicts_of_rank in pool(2).run(verdicts, product, broken, 1):
+        assert {name for name, verdict in verdicts_of_rank.items() if verdict} == {broken}
+        assert verdicts_of_rank[broken].startswith("rank 1: AssertionError: out[")
+        assert not node._may_run(broken, verdicts_of_rank[broken]) and node._may_run(BY_HAND, verdicts_of_rank[broken])
 
 
 def status_with_a_wrong_candidate() -> int:
@@ -91,8 +91,8 @@ def test_a_wrong_candidate_of_tpfuse_gives_status_1() -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_shapes_are_those_of_llama(world: int) -> None:
-    found = {product.layer: product for product in products("quick", world)}
-    assert len(found) == 8
-    assert found[f"8b tp{world} qkv"] == Product(f"8b tp{world} qkv", True, 8192, 6144 // world, 4096)
-    assert found[f"70b tp{world} down"] == Product(f"70b tp{world} down", False, 8192, 8192, 28672 // world)
+    by_layer = {product.layer: product for product in products("quick", world)}
+    assert len(by_layer) == 8
+    assert by_layer[f"8b tp{world} qkv"] == Product(f"8b tp{world} qkv", True, 8192, 6144 // world, 4096)
+    assert by_layer[f"70b tp{world} down"] == Product(f"70b tp{world} down", False, 8192, 8192, 28672 // world)
     assert {product.M for product in products("all", world)} == {512, 1024, 2048, 4096, 8192, 16384}

@@ -52,14 +52,14 @@ def test_a_wrong_kernel_is_not_timed(
         return right(*change(*arguments[:count]), *arguments[count:], **options)
 
     monkeypatch.setattr(bench_overlapped_gemm, operator, wrong)
-    found = rows(kind)
-    assert "median_us" not in found[OURS] and found[OURS]["error"].startswith("AssertionError: out[")
-    assert all("median_us" in row for name, row in found.items() if name != OURS)
+    by_candidate = rows(kind)
+    assert "median_us" not in by_candidate[OURS] and by_candidate[OURS]["error"].startswith("AssertionError: out[")
+    assert all("median_us" in row for name, row in by_candidate.items() if name != OURS)
 
 
 @pytest.mark.parametrize("kind", ["scatter", *exhaustive("gather", "link")])
-def test_what_is_right_is_timed_beside_its_peers(kind: str) -> None:
-    found = rows(kind)
-    assert len(found) == {"gather": 2, "scatter": 3, "link": 4}[kind]
-    assert all(row["median_us"] > 0 for row in found.values())
-    assert found[OURS]["check"] == "within the bound"
+def test_a_right_kernel_is_timed_beside_its_peers(kind: str) -> None:
+    by_candidate = rows(kind)
+    assert len(by_candidate) == {"gather": 2, "scatter": 3, "link": 4}[kind]
+    assert all(row["median_us"] > 0 for row in by_candidate.values())
+    assert by_candidate[OURS]["check"] == "within the bound"

@@ -35,7 +35,7 @@ def test_candidates_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     pool(1).run(_settings)
 
 
-def test_the_ideal_has_nobody_to_wait_for() -> None:
+def test_the_ideal_is_computed_without_other_ranks() -> None:
     times, others = measure(Subject(64, 4, 16), pool(2), pool(1), rounds=1, ideal=True, seconds=0.01)
     assert times.keys() == {f"tpfuse {schedule} direct" for schedule in SCHEDULES[:3]} | {IDEAL}
     row = report(Subject(64, 4, 16), 2, times, others)
@@ -56,8 +56,8 @@ def _wrong_ring() -> str:
 
 
 def test_a_candidate_that_is_wrong_by_a_thousandth_is_not_timed() -> None:
-    for said in pool(2).run(_wrong_ring):
-        assert said.startswith(f"{PLAIN}: Tensor-likes are not close")
+    for error in pool(2).run(_wrong_ring):
+        assert error.startswith(f"{PLAIN}: Tensor-likes are not close")
 
 
 def _plain(world: int) -> None:
@@ -69,12 +69,12 @@ def _plain(world: int) -> None:
     out = scores.softmax(-1) @ leaves[2]
     out.backward(grad.double())
     shards = [layout.shard(x, rank, 2).requires_grad_() for x in (q, k, v)]
-    found = PlainRing.apply(*shards, dist.group.WORLD)
-    found.backward(layout.shard(grad, rank, 2))
-    for actual, truth in zip([found, *(x.grad for x in shards)], [out, *(x.grad for x in leaves)], strict=True):
+    result = PlainRing.apply(*shards, dist.group.WORLD)
+    result.backward(layout.shard(grad, rank, 2))
+    for actual, truth in zip([result, *(x.grad for x in shards)], [out, *(x.grad for x in leaves)], strict=True):
         torch.testing.assert_close(actual.double(), layout.shard(truth, rank, 2), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(3)])
-def test_the_plain_ring_is_attention(world: int) -> None:
+def test_the_plain_ring_computes_attention(world: int) -> None:
     pool(world).run(_plain, world)

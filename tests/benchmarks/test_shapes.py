@@ -4,11 +4,11 @@ from benchmarks.bench_gemm import ASKED, cases
 from benchmarks.shapes import MODELS, layers, model, products
 
 
-def test_the_worked_example() -> None:
-    found = {layer: (n, k, activation) for layer, n, k, activation in layers(model("7b"), 4)}
-    assert found["up"] == (5504, 4096, "swiglu")
-    assert found["qkv"] == (3072, 4096, None)
-    assert found["down"] == (4096, 2752, None)
+def test_layers_of_known_models() -> None:
+    sizes = {layer: (n, k, activation) for layer, n, k, activation in layers(model("7b"), 4)}
+    assert sizes["up"] == (5504, 4096, "swiglu")
+    assert sizes["qkv"] == (3072, 4096, None)
+    assert sizes["down"] == (4096, 2752, None)
     assert not list(layers(model("1558m"), 2)), "25 heads are not split"
     assert list(layers(model("70b"), 8)), "8 heads of keys are"
 
@@ -23,13 +23,13 @@ def test_parameters_of_the_models() -> None:
 
 
 def test_products_are_distinct_and_named_after_all_their_layers() -> None:
-    found = products()
-    assert len({(x.N, x.K, x.activation) for x in found}) == len(found)
-    names = [name for x in found for name in x.names]
+    all_products = products()
+    assert len({(x.N, x.K, x.activation) for x in all_products}) == len(all_products)
+    names = [name for x in all_products for name in x.names]
     assert len(names) == len(set(names)) == sum(len(list(layers(m, t))) for m in MODELS for t in (1, 2, 4, 8))
 
 
-def test_every_shape_that_figures_are_drawn_from_is_there() -> None:
+def test_every_figure_has_its_cases() -> None:
     quick = cases("quick")
     assert all(case.asked for case in quick)
     for name in ASKED:

@@ -21,10 +21,10 @@ def test_idle_multiprocessors() -> None:
 
 def test_the_waves_of_known_models_are_full() -> None:
     """The mean is weighted by time, over the numbers of tokens."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    shares_of: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model, ranks, tokens, _, weighted in shares():
-        found[model.name, ranks] += [weighted] * (tokens // 2048)
-    means = {place: len(values) / sum(1 / value for value in values) for place, values in found.items()}
+        shares_of[model.name, ranks] += [weighted] * (tokens // 2048)
+    means = {key: len(values) / sum(1 / value for value in values) for key, values in shares_of.items()}
     assert len(means) == 19
     assert min(means.values()) >= 0.85, sorted(means.items(), key=lambda item: item[1])[:3]
 

@@ -43,12 +43,12 @@ def test_candidates_of_the_update_take_turns(world: int) -> None:
     _figures_of("update", rows("update", world, times))
 
 
-def _figures_of(mode: str, found: list[dict[str, object]]) -> None:
-    drawn = [figure.outcome(found, 0.0) for figure in FIGURES if figure.mode == mode]
-    assert drawn and all(outcome["got"] is not None and not outcome["missing"] for outcome in drawn)
+def _figures_of(mode: str, rows_of_mode: list[dict[str, object]]) -> None:
+    outcomes = [figure.outcome(rows_of_mode, 0.0) for figure in FIGURES if figure.mode == mode]
+    assert outcomes and all(outcome["got"] is not None and not outcome["missing"] for outcome in outcomes)
 
 
-def test_the_figures_are_the_asked_ones() -> None:
+def test_thresholds_and_sizes() -> None:
     asked = {(figure.mode, figure.threshold, figure.at_most) for figure in FIGURES}
     assert asked == {
         ("training", 1.0, True),
@@ -61,12 +61,12 @@ def test_the_figures_are_the_asked_ones() -> None:
     assert SUBJECTS["update"][0] == Update() and Update().matrices * Update().size ** 2 == 50_331_648
 
 
-def _said_of(name: str, changed: str = "") -> str:
+def _error_of(name: str, changed: str = "") -> str:
     """Return the error where only this candidate takes part, and is changed after the plain AdamW was computed."""
-    wanted = [zero_training._plain(TRAINING, ranks) for ranks in (range(dist.get_world_size()), [dist.get_rank()])]
+    expected = [zero_training._plain(TRAINING, ranks) for ranks in (range(dist.get_world_size()), [dist.get_rank()])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_training, "CANDIDATES", {name: CANDIDATES[ALONE if changed == "sum" else name]})
-        patch.setattr(zero_training, "_plain", lambda subject, ranks: wanted[len(ranks) == 1])
+        patch.setattr(zero_training, "_plain", lambda subject, ranks: expected[len(ranks) == 1])
         if changed == "clip":
             right = nn.utils.clip_grad_norm_
             patch.setattr(nn.utils, "clip_grad_norm_", lambda x, limit, foreach: right(x, math.inf))
@@ -82,13 +82,13 @@ def _said_of(name: str, changed: str = "") -> str:
 
 
 @pytest.mark.parametrize("name", ["DDP", *exhaustive(STAGES[1])])
-def test_who_takes_other_steps_is_not_timed(name: str) -> None:
-    assert pool(2).run(_said_of, name) == ["", ""]
-    assert all(said.startswith(f"{name}: norms ") for said in pool(2).run(_said_of, name, "sum"))
+def test_a_candidate_that_takes_other_steps_is_not_timed(name: str) -> None:
+    assert pool(2).run(_error_of, name) == ["", ""]
+    assert all(error.startswith(f"{name}: norms ") for error in pool(2).run(_error_of, name, "sum"))
     if name == "DDP":
-        assert all(said.startswith(f"{name}: ") for said in pool(2).run(_said_of, name, "clip"))
-    for said in pool(2).run(_said_of, name, "decay"):
-        assert said.startswith(f"{name}: ") and said.endswith(" of the way from where plain AdamW comes to")
+        assert all(error.startswith(f"{name}: ") for error in pool(2).run(_error_of, name, "clip"))
+    for error in pool(2).run(_error_of, name, "decay"):
+        assert error.startswith(f"{name}: ") and error.endswith(" of the way from where plain AdamW comes to")
 
 
 def _wrong_sum() -> str:
@@ -105,4 +105,4 @@ def _wrong_sum() -> str:
 
 
 def test_an_update_with_another_sum_is_not_timed() -> None:
-    assert all(said.startswith(f"{WHOLE}: ") for said in pool(2).run(_wrong_sum))
+    assert all(error.startswith(f"{WHOLE}: ") for error in pool(2).run(_wrong_sum))

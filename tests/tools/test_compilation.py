@@ -31,7 +31,7 @@ def report(compiled_beside: None) -> Report:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("operator", operators.names())
-def test_every_kernel_is_as_it_should_be(report: Report, operator: str, family: str) -> None:
+def test_every_kernel_passes_the_gate(report: Report, operator: str, family: str) -> None:
     results = [result for result in report.compilations if (result.operator, result.family) == (operator, family)]
     assert results, "nothing was recorded"
     wrong = [line for result in results for line in violations(result)]

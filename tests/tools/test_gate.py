@@ -238,9 +238,9 @@ def test_a_compiler_that_dies_gives_one_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compilation, "compiled", dies)
     source = SimpleNamespace(name="some_kernel", constants={}, fn=SimpleNamespace(params=[], arg_names=[]))
     jobs = [Job("some", "sm_90", "bfloat16", source, 4, stages) for stages in (1, 2, 3)]
-    found = dict(compile_jobs(jobs))
-    assert [found[index].num_stages for index in range(3)] == [1, 2, 3]
-    assert {result.error for result in found.values()} == {"the compiler ended with exit status 3"}
+    results_by_index = dict(compile_jobs(jobs))
+    assert [results_by_index[index].num_stages for index in range(3)] == [1, 2, 3]
+    assert {result.error for result in results_by_index.values()} == {"the compiler ended with exit status 3"}
 
 
 @pytest.mark.compile

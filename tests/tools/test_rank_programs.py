@@ -44,7 +44,7 @@ def test_results_are_right_on_more_ranks(name: str) -> None:
     explore(of(name), 3, schedules=[RoundRobin(), PCT(0)], resident=3)
 
 
-def test_a_wait_that_is_missing_is_caught() -> None:
+def test_a_missing_wait_is_detected() -> None:
     """The mutants delete or weaken the product's waits for copiers and for peers."""
     mutants = [
         x
@@ -68,20 +68,20 @@ class Later:
         self.rounds += 1
         return {"out": torch.tensor([variant, int(self.rounds == 5 and self.memory.rank == 1)])}
 
-    def check(self, variant: int, found: dict[str, torch.Tensor]) -> None:
-        assert found["out"].tolist() == [variant, 0]
+    def check(self, variant: int, results: dict[str, torch.Tensor]) -> None:
+        assert results["out"].tolist() == [variant, 0]
 
 
-def test_the_rounds_with_other_bits_are_told() -> None:
-    found = OneProcess(2, CPU).at_once(lambda memory: iterate(memory, Later(memory), 6))  # type: ignore[arg-type]
-    assert found == [[], [5 - 1 - rank_programs.VARIANTS]]
+def test_rounds_with_other_bits_are_returned() -> None:
+    results = OneProcess(2, CPU).at_once(lambda memory: iterate(memory, Later(memory), 6))  # type: ignore[arg-type]
+    assert results == [[], [5 - 1 - rank_programs.VARIANTS]]
 
 
-def test_one_rank_alone_waits_for_nobody() -> None:
+def test_one_rank_alone_runs_without_waiting() -> None:
     one_rank.profile("all_gather_gemm, copy engines", 3, 1, TINY, CPU, timeout=60.0)
 
 
-def test_one_rank_whose_signals_are_not_there_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_without_signals_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneProcess, "signal_ahead", lambda self, rank: setattr(self, "timeout", 0.5))
     with pytest.raises(PeerTimeout, match=r"rank 1 waited 60\.0 s"):
         one_rank.profile("all_gather_gemm", 3, 1, TINY, CPU, timeout=60.0)

@@ -33,7 +33,7 @@ def test_all_implementations_train_alike(runs: list[TrainingRun]) -> None:
 
 
 @PROCESSES
-def test_a_gradient_that_is_wrong_is_seen(runs: list[TrainingRun]) -> None:
+def test_a_wrong_gradient_is_detected(runs: list[TrainingRun]) -> None:
     """A weight that is wrong by a hundredth of the update of two steps exceeds the allowed distance."""
     rate = 1e-3 / 100  # lr / warmup, the rate of the first step
     off = torch.full((128, 128), 1e-2 * rate)
@@ -42,13 +42,13 @@ def test_a_gradient_that_is_wrong_is_seen(runs: list[TrainingRun]) -> None:
 
 
 @PROCESSES
-def test_what_raises_is_one_line() -> None:
+def test_an_error_becomes_one_line() -> None:
     nothing = train_each(["nothing"])[1]  # type: ignore[list-item]
     assert not nothing.passed and nothing.failure.endswith("expected one of auto, fused, direct, collective")
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_rank_becomes_one_line(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks on GPUs are those of the pool whose ranks may share a GPU."""
 
     class Broken:
@@ -67,7 +67,7 @@ def test_ranks_that_cannot_train_alone_are_one_line(gpu: bool, monkeypatch: pyte
 
 
 @PROCESSES
-def test_kernels_are_compared_tuned_and_timed_without_what_the_command_line_needs() -> None:
+def test_verify_tune_and_benchmarks_do_not_import_the_command_lines_packages() -> None:
     """Machines with GPUs do not always have tyro and tomli_w installed."""
     program = """
 import sys

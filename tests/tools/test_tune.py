@@ -91,8 +91,8 @@ def _accept_all(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> lis
     return [""] * len(tried)
 
 
-def _tuner(clock: _Clock, said: list[str] | None = None, inspect: tuning.Inspect = _accept_all) -> Tuner:
-    say = [].append if said is None else said.append
+def _tuner(clock: _Clock, lines: list[str] | None = None, inspect: tuning.Inspect = _accept_all) -> Tuner:
+    say = [].append if lines is None else lines.append
     return Tuner(CPU, torch.bfloat16, inspect, clock, say, "Toy GPU, 2026-01-02, triton 0")
 
 
@@ -102,13 +102,13 @@ def _seconds(row: Configuration) -> float:
 
 
 def test_the_best_row_is_found_and_written(table: Path) -> None:
-    (found,) = tune(["toy"], _tuner(_Clock(_seconds)), [_toy(1000)], SPACE, table)
-    assert (found.blocks, found.num_warps, found.num_stages) == ({"BLOCK_M": 32, "FAST": True}, 2, 4)
-    assert found.measured == "Toy GPU, 2026-01-02, triton 0, 0.001667 TB/s at 1000 rows"
+    (best,) = tune(["toy"], _tuner(_Clock(_seconds)), [_toy(1000)], SPACE, table)
+    assert (best.blocks, best.num_warps, best.num_stages) == ({"BLOCK_M": 32, "FAST": True}, 2, 4)
+    assert best.measured == "Toy GPU, 2026-01-02, triton 0, 0.001667 TB/s at 1000 rows"
     small, elsewhere, large, wide, other = read_table(table)
-    assert large == found and small.num_warps == 4 and other.measured == 'by "hand"'
+    assert large == best and small.num_warps == 4 and other.measured == 'by "hand"'
     assert (elsewhere.family, wide.bits, wide.num_warps) == ("sm_90", 32, 8), "rows that shared a line stay"
-    assert choose_configuration("toy", CPU, torch.bfloat16, M=1000) == found, "the table is read anew"
+    assert choose_configuration("toy", CPU, torch.bfloat16, M=1000) == best, "the table is read again"
     assert "# The small one and the large one.\n" in table.read_text() and "  # by whom?" in table.read_text()
 
 
@@ -122,13 +122,13 @@ def test_a_candidate_that_is_wrong_fails_or_spills_is_skipped_with_a_message(tab
     def inspect(tried: Sequence[Configuration], fitting: Sequence[Trial]) -> list[str]:
         return ["spills 8 bytes" if row.blocks["BLOCK_M"] == 16 else "" for row in tried]
 
-    said: list[str] = []
+    lines: list[str] = []
     clock = _Clock(_seconds)
     trial = _toy(1000, broken=lambda row: row.blocks["BLOCK_M"] == 32)
-    (found,) = tune(["toy"], _tuner(clock, said, inspect), [trial], SPACE, table)
-    assert found.blocks == {"BLOCK_M": 128, "FAST": True}
+    (best,) = tune(["toy"], _tuner(clock, lines, inspect), [trial], SPACE, table)
+    assert best.blocks == {"BLOCK_M": 128, "FAST": True}
     assert {row.blocks["BLOCK_M"] for row in clock.measured} == {128}, "nothing else was timed"
-    text = "\n".join(said)
+    text = "\n".join(lines)
     assert "BLOCK_M=16 FAST=False num_warps=8 num_stages=4: skipped, spills 8 bytes" in text
     assert "skipped, AssertionError: output 0" in text
     assert "skipped, RuntimeError: out of resources" in text
@@ -142,9 +142,9 @@ def test_nan_is_wrong(table: Path) -> None:
 
 def test_a_gain_within_noise_changes_nothing(table: Path) -> None:
     clock = _Clock(lambda row: 1.0 if row.num_warps == 8 else 0.99)
-    (found,) = tune(["toy"], _tuner(clock), [_toy(1000)], SPACE, table)
-    assert (found.blocks, found.num_warps) == ({"BLOCK_M": 128, "FAST": False}, 8)
-    assert found.measured.startswith("Toy GPU"), "it was measured all the same"
+    (best,) = tune(["toy"], _tuner(clock), [_toy(1000)], SPACE, table)
+    assert (best.blocks, best.num_warps) == ({"BLOCK_M": 128, "FAST": False}, 8)
+    assert best.measured.startswith("Toy GPU"), "it was measured all the same"
 
 
 def test_a_candidate_that_is_slow_at_one_trial_is_not_tried_at_the_others(table: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_search_ends_at_the_deadline(table: Path, monkeypatch: pytest.MonkeyPa
     clock = _Clock(lambda row: 1.0)
     for module in (search, tuning):
         monkeypatch.setattr(module, "monotonic", lambda: float(len(clock.measured)))
-    (found,) = tune(["toy"], replace(_tuner(clock), deadline=2.5), [_toy(1000)], SPACE, table)
-    assert len(clock.measured) == 3 and found.measured.startswith("Toy GPU")
+    (best,) = tune(["toy"], replace(_tuner(clock), deadline=2.5), [_toy(1000)], SPACE, table)
+    assert len(clock.measured) == 3 and best.measured.startswith("Toy GPU")
 
 
 def _tune_on_ranks(path: str, fails: bool) -> tuple[list[Configuration], int]:
@@ -256,10 +256,10 @@ def test_rows_that_agree_share_a_line_and_keep_their_order(rows: list[Configurat
 
     text = section("toy", rows)
     assert len(text) == lines + 2
-    found = rows_of("\n".join(text), "toy")
-    assert len(found) == len(rows)
+    rows_read = rows_of("\n".join(text), "toy")
+    assert len(rows_read) == len(rows)
     for row in rows:
-        assert in_order(found, row.family, row.bits) == in_order(rows, row.family, row.bits)
+        assert in_order(rows_read, row.family, row.bits) == in_order(rows, row.family, row.bits)
 
 
 def test_a_missing_row_is_an_error() -> None:

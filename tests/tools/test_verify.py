@@ -39,17 +39,17 @@ SOUND = Case("small", swish, swish, inputs)
 
 
 def failed(function: Any, dtype: str = "float32") -> verify.Comparison:
-    found = verify.compare("swish", replace(SOUND, function=function), dtype, torch.device("cpu"))
-    assert not found.passed
-    return found
+    comparison = verify.compare("swish", replace(SOUND, function=function), dtype, torch.device("cpu"))
+    assert not comparison.passed
+    return comparison
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_case_that_equals_its_reference_passes(dtype: str) -> None:
-    found = verify.compare("swish", SOUND, dtype, torch.device("cpu"))
-    assert found.passed
-    assert found.error is not None and 0 < found.error < found.bound
-    assert found.tensor in ("out", "x", "weight")
+    comparison = verify.compare("swish", SOUND, dtype, torch.device("cpu"))
+    assert comparison.passed
+    assert comparison.error is not None and 0 < comparison.error < comparison.bound
+    assert comparison.tensor in ("out", "x", "weight")
 
 
 def test_each_kind_of_error_is_reported() -> None:
@@ -180,7 +180,7 @@ RUN = TrainingRun("direct", (5.5, 5.4), 1e-7, 1e-6, 2e-6, 0.05)
 
 
 @pytest.mark.parametrize(
-    ("run_", "said"),
+    ("run_", "message"),
     [
         (RUN, None),
         (replace(RUN, distance=3e-6), "FAILED training, direct: weights differ too much"),
@@ -188,19 +188,19 @@ RUN = TrainingRun("direct", (5.5, 5.4), 1e-7, 1e-6, 2e-6, 0.05)
     ],
 )
 def test_the_table_of_training(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: TrainingRun, said: str | None
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_: TrainingRun, message: str | None
 ) -> None:
     monkeypatch.setattr(verify, "train_each", lambda: [replace(RUN, name="one rank, torch"), run_])
-    assert run(["verify", "--operators", "training"]) == (said is not None)
+    assert run(["verify", "--operators", "training"]) == (message is not None)
     out = capsys.readouterr().out
     assert "largest difference of weights" in out and "one rank, torch" in out and "5.400000" in out
-    assert said is None or said in out
+    assert message is None or message in out
     assert "norm: the 2-norm of all differences; allowed: what the norm may be" in out
-    verdict = "FAILED: 1 of 2" if said else "passed: all 2"
+    verdict = "FAILED: 1 of 2" if message else "passed: all 2"
     assert out.endswith(f"\n{verdict} training runs are within their bounds\n")
-    assert run(["verify", "--json", "--operators", "training"]) == (said is not None)
+    assert run(["verify", "--json", "--operators", "training"]) == (message is not None)
     document = json.loads(capsys.readouterr().out)
-    assert document["training"][1]["passed"] is (said is None) and document["kernels"] == []
+    assert document["training"][1]["passed"] is (message is None) and document["kernels"] == []
 
 
 @pytest.mark.processes
@@ -217,7 +217,7 @@ CHEAP = [FAST, "adamw", "dropout"]
 
 @pytest.mark.parametrize("operator", [*CHEAP, *exhaustive(*(name for name in operators.names() if name not in CHEAP))])
 def test_every_case_of_every_operator_passes(operator: str) -> None:
-    found, training = verify.compare_here([operator])
+    comparisons, training = verify.compare_here([operator])
     assert training == []
-    assert len(found) == 3 * len(operators.load(operator).cases) > 0
-    assert not [comparison for comparison in found if not comparison.passed]
+    assert len(comparisons) == 3 * len(operators.load(operator).cases) > 0
+    assert not [comparison for comparison in comparisons if not comparison.passed]
