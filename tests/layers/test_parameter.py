@@ -1,11 +1,21 @@
-"""Parameters of layers: shards have the shapes of DTensors, and ranks share a random generator."""
+"""Parameters of layers: shards have the shapes of DTensors, and initial weights do not depend on the ranks."""
 
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.parameter import empty_parameter, shared_generator
+from tpfuse.layers.position_embedding import PositionEmbedding
+from tpfuse.layers.row_parallel_linear import RowParallelLinear
+from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
 
 
 def _draws() -> list[float]:
@@ -34,3 +44,31 @@ def test_shards_have_the_shape_of_dtensors() -> None:
         [(3, 5), (7, 2), (7, 5)],
         [(1, 5), (7, 1), (7, 5)],
     ]
+
+
+LAYERS: dict[str, tuple[type[nn.Module], tuple[int, int], dict[str, Any]]] = {
+    "column": (ColumnParallelLinear, (9, 180), {"parts": 3}),
+    "row": (RowParallelLinear, (60, 9), {}),
+    "vocabulary": (VocabParallelEmbedding, (63, 9), {}),
+    "positions": (PositionEmbedding, (63, 9), {}),
+}
+
+
+def _initial(name: str) -> list[Tensor]:
+    torch.manual_seed(5 + dist.get_rank())
+    kind, sizes, options = LAYERS[name]
+    parameters = list(kind(*sizes, device_mesh=tensor_mesh(), **options).parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    return [parameter.full_tensor().detach() for parameter in parameters]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), *exhaustive(((1, 4),))])
+@pytest.mark.parametrize("name", LAYERS)
+def test_initial_weights_do_not_depend_on_the_world(name: str, worlds: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    kind, sizes, options = LAYERS[name]
+    alone = list(kind(*sizes, **options).parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in alone)
+    for world in worlds:
+        for parameters in pool(world).run(_initial, name):
+            assert all(map(torch.equal, parameters, alone)) and len(parameters) == len(alone)

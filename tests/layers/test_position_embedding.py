@@ -1,4 +1,4 @@
-"""PositionEmbedding: whole or sequence-parallel, with the same initial weights on every rank."""
+"""PositionEmbedding: whole or sequence-parallel."""
 
 import pytest
 import torch
@@ -33,20 +33,6 @@ def _check(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_result_and_gradient_are_those_of_torch(world: int, sequence_parallel: bool) -> None:
     pool(world).run(_check, sequence_parallel)
-
-
-def _reset() -> torch.Tensor:
-    torch.manual_seed(5 + dist.get_rank())
-    weight = PositionEmbedding(63, 9, device_mesh=tensor_mesh()).weight
-    assert isinstance(weight, DTensor)
-    return weight.to_local().detach()
-
-
-def test_initial_weights_are_the_same_on_every_rank() -> None:
-    torch.manual_seed(5)
-    weight = PositionEmbedding(63, 9).weight
-    for world in (2, 3):
-        assert all(torch.equal(local, weight) for local in pool(world).run(_reset))
 
 
 def test_the_inherited_from_pretrained_is_refused() -> None:

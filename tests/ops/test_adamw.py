@@ -1,13 +1,12 @@
 """adamw_ by torch and by the kernel: results, scalars on the device and refusals."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from tpfuse.backend import Kernels, kernels
 from tpfuse.ops.adamw import _update, adamw_
+from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import normal
 
 RATES = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -98,18 +97,13 @@ def test_the_operator_is_registered_correctly_and_compiles() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_bad_arguments_are_refused(name: Kernels) -> None:
-    def call(index: int, tensors: list[Any], **options: Any) -> None:
-        shards = _shards()
-        shards[index] = tensors
-        adamw_(*shards, **{"step": torch.tensor(1.0)} | RATES | options)
-
-    good = _shards()
-    with kernels(name):
-        with pytest.raises(ValueError, match="adamw: 2 gradients: expected 3, as many as masters"):
-            call(1, good[1][:2])
-        with pytest.raises(ValueError, match=r"gradient has shape \(63,\): expected \(100,\)"):
-            call(1, good[1][::-1])
-        with pytest.raises(ValueError, match=r"exp_avg is torch\.float16: expected float32"):
-            call(2, [x.half() for x in good[2]])
-        with pytest.raises(ValueError, match=r"step has shape \(3,\): expected one element"):
-            call(0, good[0], step=torch.zeros(3))
+    masters, gradients, exp_avgs, exp_avg_sqs, parameters = _shards()
+    halves, step = [x.half() for x in exp_avgs], torch.tensor(1.0)
+    for given, moments, number, message in (
+        (gradients[:2], exp_avgs, step, "adamw: 2 gradients: expected 3, as many as masters"),
+        (gradients[::-1], exp_avgs, step, r"gradient has shape \(63,\): expected \(100,\)"),
+        (gradients, halves, step, r"exp_avg is torch\.float16: expected float32"),
+        (gradients, exp_avgs, torch.zeros(3), r"step has shape \(3,\): expected one element"),
+    ):
+        with naming(message), kernels(name), pytest.raises(ValueError, match=message):
+            adamw_(masters, given, moments, exp_avg_sqs, parameters, step=number, **RATES)

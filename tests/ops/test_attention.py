@@ -1,6 +1,7 @@
 """attention by torch and by the kernels: results, gradients, dropout, documents and refusals."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,27 +50,20 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tenso
     plain = {name: value for name, value in options.items() if name in ("causal", "window", "k_offset", "scale")}
     default = k.shape[2] - q.shape[2] if options.get("causal", True) else 0
     mask = _mask(options, q.shape[2], k.shape[2])
-    return reference.attention(
-        q,
-        k,
-        v,
-        q_offset=options.get("q_offset", default),
-        dropout_mask=None if mask is None else mask.to(q.dtype),
-        **plain,
-    )
+    plain |= {"q_offset": options.get("q_offset", default), "dropout_mask": None if mask is None else mask.to(q.dtype)}
+    return reference.attention(q, k, v, **plain)
 
 
 def _check(name: Kernels, inputs: dict[str, Tensor], options: Options) -> None:
     grad = normal(4, *inputs["q"].shape[:3], 17, dtype=inputs["q"].dtype)
-    expected = Expected(lambda **x: _both(_reference(**x, options=options)), inputs, grad)
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+
+    def both(**x: Tensor) -> Tensor:
+        result = attention(**x, **options, return_lse=True)
+        assert result[1].dtype == (torch.float64 if x["q"].dtype == torch.float64 else torch.float32)
+        return _both(result)
+
     with kernels(name):
-        result = attention(**leaves, **options, return_lse=True)
-        _both(result).backward(grad)
-    assert result[1].dtype == (torch.float64 if inputs["q"].dtype == torch.float64 else torch.float32)
-    expected.check("out", _both(result))
-    for name_, leaf in leaves.items():
-        expected.check(name_, leaf.grad)
+        Expected(lambda **x: _both(_reference(**x, options=options)), inputs, grad).check_function(both)
 
 
 CASES: tuple[Options, ...] = (
@@ -117,12 +111,7 @@ def test_the_torch_path_without_a_log_sum_exp(tq: int, tk: int, options: Options
     inputs = _inputs(dtype, tq, tk)
     grad = normal(4, *inputs["q"].shape, dtype=dtype)
     expected = Expected(lambda **x: _reference(**x, options=options)[0], inputs, grad)
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
-    out = attention(**leaves, **options)
-    out.backward(grad)
-    expected.check("out", out)
-    for name, leaf in leaves.items():
-        expected.check(name, leaf.grad)
+    expected.check_function(partial(attention, **options))
 
 
 @pytest.fixture
@@ -241,16 +230,13 @@ def test_documents_do_not_see_each_other(options: Options, dtype: torch.dtype, n
             parts.append(_both(_reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], alone)))
         return torch.nn.functional.pad(torch.cat(parts, dim=2), (0, 0, 0, 5))
 
-    grad = normal(4, 1, 4, 40, 17, dtype=dtype)
-    expected = Expected(apart, inputs, grad)
-    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
+    def together(**x: Tensor) -> Tensor:
+        result = attention(**x, **options, **dropout, **DOCUMENTS, return_lse=True)
+        assert (result[1][:, :, 35:] == -torch.inf).all()
+        return _both(result)
+
     with kernels(name):
-        result = attention(**leaves, **options, **dropout, **DOCUMENTS, return_lse=True)
-        _both(result).backward(grad)
-    expected.check("out", _both(result))
-    for leaf_name, leaf in leaves.items():
-        expected.check(leaf_name, leaf.grad)
-    assert (result[1][:, :, 35:] == -torch.inf).all()
+        Expected(apart, inputs, normal(4, 1, 4, 40, 17, dtype=dtype)).check_function(together)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 3, "q_offset": 4}, {"q_offset": 1, "k_offset": 4}])
@@ -277,25 +263,6 @@ def test_custom_operators_are_registered_right() -> None:
         out, lse = module._forward(*tensors, **options)
     saved = (out, lse, *(x.detach() for x in tensors[:3]), out, lse, *tensors[3:])
     torch.library.opcheck(module._gradients, saved, options)
-
-
-@pytest.mark.parametrize("name", exhaustive("torch", "triton"))
-def test_compiled_without_a_graph_break(name: Kernels) -> None:
-    options = {"window": 15, "dropout_p": 0.3, "key": KEY, "head_rows": HEAD_ROWS}
-
-    def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _both(attention(q, k, v, **options, return_lse=True))
-
-    found = []
-    torch._dynamo.reset()
-    with kernels(name):
-        for function in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
-            leaves = [x.requires_grad_() for x in _inputs(torch.float32).values()]
-            out = function(*leaves)
-            out.backward(normal(4, *out.shape))
-            found.append([out, *(leaf.grad for leaf in leaves)])
-    for eager, compiled in zip(*found, strict=True):
-        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

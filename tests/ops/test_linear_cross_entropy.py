@@ -385,23 +385,6 @@ def test_the_custom_operator_keeps_torchs_rules(weighted: bool, dtype: torch.dty
         torch.library.opcheck(torch.ops.tpfuse.linear_cross_entropy_forward.default, arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *exhaustive(torch.bfloat16)])
-def test_compiles_into_one_graph(dtype: torch.dtype) -> None:
-    inputs = _inputs(20, 16, 30, dtype)
-    x, weight = inputs["x"].requires_grad_(), inputs["weight"].requires_grad_()
-
-    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return linear_cross_entropy(x * 2, weight, target, 30, chunk_tokens=8)[0] / 20
-
-    with kernels("triton"):
-        results = []
-        for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-            value = function(x, weight, inputs["target"])
-            results.append((value, *torch.autograd.grad(value, (x, weight))))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_bad_arguments_are_refused(kind: str) -> None:
     x, weight, target = torch.zeros(3, 4), torch.zeros(10, 4), torch.zeros(3, dtype=torch.int64)

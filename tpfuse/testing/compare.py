@@ -22,6 +22,7 @@ class Expected:
 
     def __init__(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad: Tensor) -> None:
         """Call `function(**inputs)` and its backward pass with `grad`; only floating-point inputs have gradients."""
+        self._inputs, self._grad = inputs, grad
         self.same_dtype = evaluate(function, inputs, grad)
         wide = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         self.float64 = evaluate(function, wide, grad.double())
@@ -45,6 +46,12 @@ class Expected:
         """
         assert actual is not None, f"{name}: there is no gradient"
         check_error(name, actual, self.same_dtype[name][part], self.float64[name][part], self.bound(name, term))  # type: ignore[index]
+
+    def check_function(self, function: Callable[..., Tensor]) -> None:
+        """Compare the output and every gradient of `function`, called as the plain function was."""
+        found = evaluate(function, self._inputs, self._grad)
+        for name in self.same_dtype:
+            self.check(name, found.get(name))
 
     def error(self, name: str, actual: Tensor | None) -> float:
         """Return the largest error of "out", or of the gradient of input `name`; inf if there is a NaN.
