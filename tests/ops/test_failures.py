@@ -1,4 +1,4 @@
-"""Ranks that stay away from a tensor-parallel product, or are killed in it, are named in an error, in time."""
+"""Ranks that stay away from a product or from ring attention, or are killed in it, are named in an error, in time."""
 
 import signal
 from pathlib import Path
@@ -20,12 +20,14 @@ from tpfuse.ops.linear.backend import _implementations
 from tpfuse.ops.linear.fused import FusedLinear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
 from tpfuse.ops.linear.linear_reduce_scatter import linear_reduce_scatter
+from tpfuse.ops.ring_attention.ring_attention import ring_attention
 from tpfuse.testing.forked_ranks import LIMIT, Rank, ranks
 from tpfuse.testing.patience import patient
 
 TIMEOUT = 0.4  # seconds on an idle machine
-# The steps that communicate.
-STEPS = ("all_gather", "all_gather backward", "reduce_scatter", "reduce_scatter backward", "all_reduce")
+# The steps that communicate: products, and ring attention by a schedule.
+PRODUCTS = ("all_gather", "all_gather backward", "reduce_scatter", "reduce_scatter backward", "all_reduce")
+ATTENTION = ("attention ring", "attention ring backward", "attention all_gather", "attention ulysses backward")
 
 
 def _later(*rows: tuple[Any, ...]) -> list[Any]:
@@ -33,6 +35,9 @@ def _later(*rows: tuple[Any, ...]) -> list[Any]:
 
 
 def _forward(step: str, group: dist.ProcessGroup) -> Tensor:
+    if step in ATTENTION:
+        x = torch.ones(1, 3, 8, 16, requires_grad=True)
+        return ring_attention(x, x, x, group=group, schedule=step.split()[1])  # type: ignore[arg-type]
     weight = torch.ones(3, 4, requires_grad=True)
     if step.startswith("all_gather"):
         return all_gather_linear(torch.ones(2, 4, requires_grad=True), weight, None, group)
@@ -44,6 +49,8 @@ def _run(step: str, group: dist.ProcessGroup, out: Tensor) -> None:
     """Run the step; out: the result of its forward pass."""
     if step.endswith("backward"):
         out.sum().backward(retain_graph=True)
+    elif step in ATTENTION:
+        torch.testing.assert_close(_forward(step, group), torch.ones_like(out))
     else:
         expected = 4 if step == "all_gather" else 4 * group.size()
         assert torch.equal(_forward(step, group), torch.full_like(out, expected))
@@ -97,10 +104,12 @@ def _one_stays_away(rank: Rank, name: Implementation, engines: bool, steps: tupl
 @pytest.mark.parametrize(
     ("name", "engines", "steps"),
     [
-        ("direct", False, STEPS),
-        ("collective", False, STEPS[:1]),
-        ("fused", False, STEPS[:3]),
-        *_later(("collective", False, STEPS[1:]), ("fused", False, STEPS[3:]), ("fused", True, STEPS)),
+        ("direct", False, PRODUCTS),
+        ("collective", False, PRODUCTS[:1]),
+        ("fused", False, PRODUCTS[:3]),
+        ("direct", False, ATTENTION),
+        *_later(("collective", False, PRODUCTS[1:]), ("fused", False, PRODUCTS[3:]), ("fused", True, PRODUCTS)),
+        *_later(("fused", False, ATTENTION)),
     ],
 )
 def test_a_rank_that_never_comes_is_named(
@@ -113,8 +122,8 @@ def test_a_rank_that_never_comes_is_named(
                 error = running.hear(rank)
                 assert isinstance(error, PeerTimeout), error
                 assert (error.peer, error.rank) == (1, rank), (step, error)
-                assert 0.9 * timeout < error.waited < timeout + patient(2.0)
-                if name != "collective":
+                assert (0.5 if step in ATTENTION else 0.9) * timeout < error.waited < timeout + patient(2.0)
+                if name != "collective" and step not in ATTENTION:
                     operator = f"{'all_gather_linear' if step.startswith('all_gather') else 'linear_' + step}"
                     assert error.op.startswith(operator.removesuffix(" backward")), (step, error)
             running.connections[1].send("go")
@@ -127,7 +136,7 @@ def test_a_rank_that_never_comes_is_named(
 def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
     group = rank.join()
     collective._PATIENCE = patient(0.4)
-    set_settings(timeout=patient(LIMIT))
+    set_settings(timeout=patient(10.0 if step in ATTENTION and name == "collective" else LIMIT))
     with implementation(name):
         out = _forward(step, group)
         _run(step, group, out)
@@ -144,7 +153,10 @@ def _until_a_rank_dies(rank: Rank, name: Implementation, step: str) -> None:
         ("fused", "all_reduce"),
         *_later(("direct", "reduce_scatter backward"), ("direct", "all_reduce")),
         *_later(("collective", "all_gather backward"), ("collective", "all_reduce")),
-        *_later(*(("fused", step) for step in STEPS[:-1])),
+        *_later(*(("fused", step) for step in PRODUCTS[:-1])),
+        ("direct", "attention ring"),
+        *_later(*(("direct", step) for step in (ATTENTION[1], ATTENTION[3]))),
+        *_later(*(("collective", step) for step in ATTENTION[1:3]), *(("fused", step) for step in ATTENTION[:3])),
     ],
 )
 def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str, tmp_path: Path) -> None:
@@ -155,7 +167,7 @@ def test_a_rank_that_is_killed_is_named_at_once(name: Implementation, step: str,
             when, error = running.result(survivor)
             assert isinstance(error, PeerTimeout), error
             assert error.rank == survivor
-            assert when - killed < patient(5.0)
+            assert when - killed < patient(15.0 if step in ATTENTION and name == "collective" else 5.0)
             if name == "collective":  # Gloo's error may come from another rank that has met it before
                 assert error.peer in (1, None)
             else:
