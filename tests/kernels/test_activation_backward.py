@@ -91,12 +91,6 @@ def test_nan_stays_in_its_element_and_in_its_sum() -> None:
     assert torch.equal(sums.isnan(), expected.any(0))
 
 
-def test_every_run_gives_the_same_bits() -> None:
-    grad, preactivation = normal(1, 600, 33), normal(2, 600, 33)
-    runs = [activation_backward(grad, preactivation, "silu", with_sums=True) for _ in range(3)]
-    assert all(torch.equal(out, runs[0][0]) and torch.equal(sums, runs[0][1]) for out, sums in runs)
-
-
 def test_empty_sizes() -> None:
     for m, n in ((0, 5), (5, 0), (0, 0)):
         out, sums = activation_backward(torch.zeros(m, n), torch.zeros(m, 2 * n), "geglu", with_sums=True)

@@ -26,19 +26,9 @@ def _activation_kernel(x_ptr, grad_ptr, out_ptr, grad_x_ptr, n, ACTIVATION: tl.c
 
 def _run(x: Tensor, grad: Tensor, name: str | None) -> tuple[Tensor, Tensor]:
     out, grad_x = torch.empty_like(x), torch.empty_like(x)
-    launch(
-        _activation_kernel,
-        (1,),
-        num_warps=4,
-        num_stages=1,
-        x_ptr=x,
-        grad_ptr=grad,
-        out_ptr=out,
-        grad_x_ptr=grad_x,
-        n=len(x),
-        ACTIVATION=name or "none",
-        BLOCK=triton.next_power_of_2(len(x)),
-    )
+    tensors = {"x_ptr": x, "grad_ptr": grad, "out_ptr": out, "grad_x_ptr": grad_x, "n": len(x)}
+    constants = {"ACTIVATION": name or "none", "BLOCK": triton.next_power_of_2(len(x))}
+    launch(_activation_kernel, (1,), num_warps=4, num_stages=1, **tensors, **constants)
     return out, grad_x
 
 

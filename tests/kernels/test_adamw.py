@@ -100,13 +100,6 @@ def test_only_the_shard_is_written() -> None:
         assert (flat[8:31] != 7).all()
 
 
-def test_same_bits_in_every_run() -> None:
-    states = [_state(1000) for _ in range(3)]
-    for state in states:
-        _update(state, normal(4, 1000, dtype=torch.bfloat16), 3)
-    assert all(torch.equal(a, b) for state in states for a, b in zip(state, states[0], strict=True))
-
-
 test_bad_input = refusals(
     adamw_,
     dict.fromkeys(("master", "gradient", "exp_avg", "exp_avg_sq", "parameter"), torch.zeros(8))

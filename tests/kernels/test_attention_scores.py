@@ -1,6 +1,7 @@
 """Visibility, ranges of keys and dropout's mask in attention's kernels, and the arguments that they refuse."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -8,31 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfuse.kernels.attention_scores import (
-    aligned,
-    bounds,
-    dropout_rows,
-    key_range,
-    score_arguments,
-    visible,
-)
+from tpfuse.kernels.attention_scores import aligned, bounds, dropout_rows, key_range, score_arguments, visible
 from tpfuse.kernels.dropout import kept, threshold
 from tpfuse.kernels.launch import launch
 from tpfuse.ops.dropout import keep_mask
+from tpfuse.testing.cases import refusals
 
 
 @triton.jit(do_not_specialize=["dropout_key", "threshold"])
 def _kept_kernel(
-    out_ptr,
-    head_row,
-    q_offset,
-    k_offset,
-    width,
-    dropout_key: tl.int64,
-    threshold: tl.int64,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    out_ptr, head_row, q_offset, k_offset, width, dropout_key: tl.int64, threshold: tl.int64,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     offs_m, offs_n = tl.arange(0, M), tl.arange(0, N)
     rows = dropout_rows(tl.cast(head_row, tl.int64), q_offset + offs_m, width, dropout_key)
     keep = kept(rows[:, None], (k_offset + offs_n)[None, :], threshold)
@@ -130,41 +118,38 @@ def test_rows_that_cannot_be_loaded_16_bytes_at_a_time_are_copied() -> None:
         assert copied is not other and torch.equal(copied, other) and copied.is_contiguous()
 
 
-def _bad(message: str, **changed: object) -> None:
-    q, k = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 7, 16)
-    arguments = {"q": q, "k": k, "v": k, "causal": True, "window": None, "q_offset": 0, "k_offset": 0, "scale": None}
-    arguments |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "dropout_p": 0.0, "dropout_key": torch.tensor(0)}
-    arguments |= {"head_rows": None, "dropout_width": None}
-    score_arguments("attention", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        score_arguments("attention", **arguments | changed)  # type: ignore[arg-type]
+Q, K, LENGTHS = torch.zeros(1, 4, 5, 16), torch.zeros(1, 2, 7, 16), torch.zeros(3, dtype=torch.int32)
+GOOD = {"q": Q, "k": K, "v": K, "causal": True, "window": None, "q_offset": 0, "k_offset": 0, "scale": None}
+GOOD |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "dropout_p": 0.0, "dropout_key": torch.tensor(0)}
+GOOD |= {"head_rows": None, "dropout_width": None}
+BOTH = {"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS}
 
-
-def test_bad_input_is_refused() -> None:
-    k = torch.zeros(1, 2, 7, 16)
-    lengths = torch.zeros(3, dtype=torch.int32)
-    _bad(r"q is torch.int64: expected float32", q=torch.zeros(1, 4, 5, 16, dtype=torch.int64))
-    _bad(r"k is torch.float16, q is torch.float32", k=k.half(), v=k.half())
-    _bad(r"q has shape \(4, 5, 16\): expected \[B, H, Tq, D\]", q=torch.zeros(4, 5, 16))
-    _bad(r"k has shape \(2, 2, 7, 16\): expected \[1, Hk, Tk, 16\]", k=torch.zeros(2, 2, 7, 16))
-    _bad(r"k has shape \(1, 2, 7, 24\)", k=torch.zeros(1, 2, 7, 24))
-    _bad(r"v has shape \(1, 2, 6, 16\): expected \(1, 2, 7, 16\)", v=k[:, :, :6])
-    _bad(r"k has 3 heads, q 4: expected a divisor", k=torch.zeros(1, 3, 7, 16), v=torch.zeros(1, 3, 7, 16))
-    _bad(r"k has 0 heads, q 4", k=k[:, :0], v=k[:, :0])
-    for size in (8, 20, 264):
-        x = torch.zeros(1, 1, 2, size)
-        _bad(rf"head size {size}: expected a multiple of 8 from 16 to 256", q=x, k=x, v=x)
-    _bad(r"window 0: expected at least 1", window=0)
-    _bad(r"scale -1.0: expected a positive", scale=-1.0)
-    _bad(r"dropout_p 1.0: expected 0 <= dropout_p < 1", dropout_p=1.0)
-    _bad(r"head_rows is None: expected the number", dropout_p=0.1)
-    _bad(r"head_rows has shape \(4,\): expected \(1, 4\)", dropout_p=0.1, head_rows=torch.zeros(4, dtype=torch.int64))
-    _bad(r"head_rows is torch.int32: expected int64", dropout_p=0.1, head_rows=lengths)
-    _bad(r"cu_seqlens_k is None: expected both", cu_seqlens_q=lengths)
-    _bad(r"cu_seqlens_q is torch.int64: expected int32", cu_seqlens_q=lengths.long(), cu_seqlens_k=lengths)
-    _bad(r"cu_seqlens_k has shape \(2,\): expected \(3,\)", cu_seqlens_q=lengths, cu_seqlens_k=lengths[:2])
-    _bad(r"cu_seqlens_q has shape \(0,\): expected contiguous", cu_seqlens_q=lengths[:0], cu_seqlens_k=lengths)
-    two = torch.zeros(2, 2, 7, 16)
-    _bad(r"q has batch size 2: expected 1", q=two, k=two, v=two, cu_seqlens_q=lengths, cu_seqlens_k=lengths)
-    meta = torch.zeros(1, 2, 7, 16, device="meta")
-    _bad(r"k is on meta, q on cpu: expected one device", k=meta, v=meta)
+test_bad_input_is_refused = refusals(
+    partial(score_arguments, "attention"),
+    GOOD,
+    ".*",
+    ({"q": Q.long()}, r"q is torch.int64: expected float32"),
+    ({"k": K.half(), "v": K.half()}, r"k is torch.float16, q is torch.float32"),
+    ({"q": Q[0]}, r"q has shape \(4, 5, 16\): expected \[B, H, Tq, D\]"),
+    ({"k": K.expand(2, 2, 7, 16)}, r"k has shape \(2, 2, 7, 16\): expected \[1, Hk, Tk, 16\]"),
+    ({"k": torch.zeros(1, 2, 7, 24)}, r"k has shape \(1, 2, 7, 24\)"),
+    ({"v": K[:, :, :6]}, r"v has shape \(1, 2, 6, 16\): expected \(1, 2, 7, 16\)"),
+    (dict.fromkeys("kv", torch.zeros(1, 3, 7, 16)), r"k has 3 heads, q 4: expected a divisor"),
+    (dict.fromkeys("kv", K[:, :0]), r"k has 0 heads, q 4"),
+    *(
+        (dict.fromkeys("qkv", torch.zeros(1, 1, 2, size)), f"head size {size}: expected a multiple of 8 from 16 to 256")
+        for size in (8, 20, 264)
+    ),
+    ({"window": 0}, "window 0: expected at least 1"),
+    ({"scale": -1.0}, "scale -1.0: expected a positive"),
+    ({"dropout_p": 1.0}, "dropout_p 1.0: expected 0 <= dropout_p < 1"),
+    ({"dropout_p": 0.1}, "head_rows is None: expected the number"),
+    ({"dropout_p": 0.1, "head_rows": LENGTHS.long()}, r"head_rows has shape \(3,\): expected \(1, 4\)"),
+    ({"dropout_p": 0.1, "head_rows": LENGTHS}, "head_rows is torch.int32: expected int64"),
+    ({"cu_seqlens_q": LENGTHS}, "cu_seqlens_k is None: expected both"),
+    (BOTH | {"cu_seqlens_q": LENGTHS.long()}, "cu_seqlens_q is torch.int64: expected int32"),
+    (BOTH | {"cu_seqlens_k": LENGTHS[:2]}, r"cu_seqlens_k has shape \(2,\): expected \(3,\)"),
+    (BOTH | {"cu_seqlens_q": LENGTHS[:0]}, r"cu_seqlens_q has shape \(0,\): expected contiguous"),
+    (dict.fromkeys("qkv", torch.zeros(2, 2, 7, 16)) | BOTH, "q has batch size 2: expected 1"),
+    (dict.fromkeys("kv", K.to("meta")), "k is on meta, q on cpu: expected one device"),
+)
