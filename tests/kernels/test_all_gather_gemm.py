@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.activations import ACTIVATIONS, GATED
+from tpfuse.kernels.activations import ACTIVATIONS
 from tpfuse.kernels.all_gather_gemm import all_gather_gemm_forward
 from tpfuse.kernels.configurations import TABLE, override, read_table
 from tpfuse.kernels.engine_gather import open_copies
@@ -17,7 +17,6 @@ from tpfuse.kernels.gemm import gemm_forward
 from tpfuse.ops.linear.engine_gather import EngineGather
 from tpfuse.testing.cases import refusals
 from tpfuse.testing.channels import connect, explore_once, unconnected
-from tpfuse.testing.compare import Expected
 from tpfuse.testing.explore import SimulatedMemory
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
@@ -89,47 +88,24 @@ def test_sizes_one_after_another(way: str, world: int) -> None:
     ("activation", "dtype"),
     [
         ("swiglu", BF16),
+        ("gelu", F32),
         *exhaustive(*((name, (F32, F16, BF16)[i % 3]) for i, name in enumerate(ACTIVATIONS))),
     ],
 )
-def test_epilogue(activation: str | None, dtype: torch.dtype) -> None:
-    m, n, k = 17, 72, 40
-    rows = slice(0, 2 * m)
-    inputs = {"x": normal(1, 2 * m, k, dtype=dtype), "weight": normal(2, n, k, dtype=dtype) / 4}
-    for bias in (None, normal(3, n, dtype=dtype)):
-        given = inputs if bias is None else inputs | {"bias": bias}
-        pre = Expected(reference.linear, given, torch.zeros(2 * m, n))
-        width = n // 2 if activation in GATED else n
-
-        def whole(**tensors: Tensor) -> Tensor:
-            return reference.linear(activation_name=activation, **tensors)
-
-        full = Expected(whole, given, torch.zeros(2 * m, width))
-
-        def program(memory: SimulatedMemory, bias: Tensor | None = bias, pre: Any = pre, full: Any = full) -> None:
-            x = inputs["x"].chunk(2)[memory.rank]
-            channel = Channel(memory)
-            out, preactivation = channel.gather(
-                x, inputs["weight"], bias, activation=activation, keep_preactivation=True
-            )
-            full.check("out", out, rows)
-            pre.check("out", preactivation, rows)
-            again, nothing = channel.copy(x, inputs["weight"], bias, activation=activation)
-            assert nothing is None and torch.equal(again, out)
-
-        explore_once(program, 2)
-
-
-@pytest.mark.parametrize("dtype", [BF16, *exhaustive(F32)])
-def test_bitwise_equal_to_gemm_with_the_same_tiles_in_every_run(dtype: torch.dtype) -> None:
-    weight, bias = normal(3, 70, 60, dtype=dtype), normal(4, 70, dtype=dtype)
+def test_bitwise_equal_to_gemm_with_the_same_tiles(activation: str | None, dtype: torch.dtype) -> None:
     xs = [normal(rank, 65, 60, dtype=dtype) for rank in range(2)]
-    expected = torch.cat([gemm_forward(x, weight, bias, activation="gelu")[0] for x in xs])
+    weight, some_bias = normal(3, 72, 60, dtype=dtype) / 4, normal(4, 72, dtype=dtype)
+    options = {"activation": activation, "keep_preactivation": True}
 
     def program(memory: SimulatedMemory) -> None:
         channel = Channel(memory)
-        for way in (channel.gather, channel.copy):
-            assert torch.equal(way(xs[memory.rank], weight, bias, activation="gelu")[0], expected)
+        for bias in (None, some_bias):
+            products = [gemm_forward(x, weight, bias, **options) for x in xs]
+            expected = [torch.cat(parts) for parts in zip(*products, strict=True)]
+            for way in (channel.gather, channel.copy):
+                assert all(map(torch.equal, way(xs[memory.rank], weight, bias, **options), expected))
+            out, nothing = channel.copy(xs[memory.rank], weight, bias, activation=activation)
+            assert nothing is None and torch.equal(out, expected[0])
 
     explore_once(program, 2)
 

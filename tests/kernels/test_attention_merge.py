@@ -143,8 +143,5 @@ test_bad_input_is_refused = refusals(
     ({"lse_b": LSE.half()}, "lse_b is torch.float16: expected float32"),
     ({"lse_b": LSE.to("meta")}, "lse_b is on meta, out_a on cpu"),
     ({"out_b": OUT.half().mT.contiguous().mT}, "out_b has strides .*: expected contiguous rows"),
-    (
-        {"lse_a": LSE.mT.contiguous().mT, "in_place": True},
-        r"lse_a has strides \(10, 1, 2\): expected a contiguous",
-    ),
+    ({"lse_a": LSE.mT.contiguous().mT, "in_place": True}, r"lse_a has strides \(10, 1, 2\): expected a contiguous"),
 )

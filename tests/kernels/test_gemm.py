@@ -116,8 +116,7 @@ def test_tensors_that_tma_cannot_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [("gelu", F32), ("swiglu", BF16), *exhaustive((None, BF16), (None, F32), ("swiglu", F32))],
+    ("activation", "dtype"), [("gelu", F32), ("swiglu", BF16), *exhaustive((None, BF16), (None, F32), ("swiglu", F32))]
 )
 def test_split_reduction(activation: str | None, dtype: torch.dtype, launches: list[dict[str, Any]]) -> None:
     m, n, k = 5, 24, 700

@@ -94,10 +94,7 @@ test_bad_input = refusals(
     | {"squares": torch.zeros(2), "start": 8, "endpoint": unconnected(16, flag_count=6)},
     "shard_sum: ",
     ({"gradients": torch.zeros(3, 8)}, r"gradients has shape \(3, 8\): expected \(24,\)"),
-    (
-        {"gradients": torch.zeros(24).double()},
-        "gradients is torch.float64: expected float32 or float16 or bfloat16",
-    ),
+    ({"gradients": torch.zeros(24).double()}, "gradients is torch.float64: expected float32 or float16 or bfloat16"),
     ({"gradients": torch.zeros(48)[::2]}, r"gradients has strides \(2,\): expected contiguous"),
     ({"gradients": torch.zeros(24, device="meta")}, "gradients is on meta, the channel on cpu"),
     ({"addresses": torch.zeros(2).long()}, r"the addresses of gradients has shape \(2,\): expected \(3,\)"),

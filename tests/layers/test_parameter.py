@@ -39,11 +39,7 @@ def _shapes() -> list[tuple[int, ...]]:
 
 
 def test_shards_have_the_shape_of_dtensors() -> None:
-    assert pool(3).run(_shapes) == [
-        [(3, 5), (7, 2), (7, 5)],
-        [(3, 5), (7, 2), (7, 5)],
-        [(1, 5), (7, 1), (7, 5)],
-    ]
+    assert pool(3).run(_shapes) == [[(3, 5), (7, 2), (7, 5)], [(3, 5), (7, 2), (7, 5)], [(1, 5), (7, 1), (7, 5)]]
 
 
 LAYERS: dict[str, tuple[type[nn.Module], tuple[int, int], dict[str, Any]]] = {

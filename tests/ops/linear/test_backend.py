@@ -146,8 +146,7 @@ def _fused_ways(wanted: str, file: str) -> tuple[list[str], int, int, bool]:
 
 
 @pytest.mark.parametrize(
-    "wanted",
-    ["fused with copiers, other tiles", "fused with copy engines", *exhaustive("fused with copiers")],
+    "wanted", ["fused with copiers, other tiles", "fused with copy engines", *exhaustive("fused with copiers")]
 )
 def test_fused_products_use_the_variant_that_was_fastest(tmp_path: Path, wanted: str) -> None:
     found = pool(2).run(_fused_ways, wanted, str(tmp_path / "decisions.json"))
@@ -194,7 +193,7 @@ def _case(rows: int, *middle: int, dtype: torch.dtype = F32) -> Case:
     return Case(dtype, (rows, *middle), k=K, n=N, whole_numbers=True, seed=rows)
 
 
-def _late(name: Implementation, iterations: int) -> int:
+def _late(name: Implementation, iterations: int) -> None:
     """Run products on ranks that arrive in any order, repeatedly in the same memory."""
     group, late = dist.group.WORLD, random.Random(dist.get_rank())
     calls = list(itertools.product((1, 3, 8), PRODUCTS))
@@ -205,20 +204,6 @@ def _late(name: Implementation, iterations: int) -> int:
             rows, product = calls[i % len(calls)]
             with naming(f"iteration {i}, {product.function.__name__}, {rows} rows"):
                 product.check(_case(rows), group, backward=name != "fused" or i % 8 == 0)
-    return iterations
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "iterations"),
-    [
-        ("direct", 3, 60),
-        ("collective", 2, 30),
-        ("fused", 2, 18),
-        *exhaustive(("direct", 4, 200), ("fused", 2, 120)),
-    ],
-)
-def test_ranks_may_be_late_in_any_iteration(name: Implementation, world: int, iterations: int) -> None:
-    assert pool(world).run(_late, name, iterations) == [iterations] * world
 
 
 def _in_rounds() -> None:
@@ -235,11 +220,6 @@ def _in_rounds() -> None:
 
 def _serve_by(products: ParallelLinear, patch: pytest.MonkeyPatch) -> None:
     patch.setitem(parallel_linear_module._implementations, dist.group.WORLD, {type(products): products})
-
-
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_shards_that_take_several_rounds(world: int) -> None:
-    pool(world).run(_in_rounds)
 
 
 def _by_copy_engines() -> None:
@@ -261,11 +241,6 @@ def _several_by_copy_engines(rank: int, world: int) -> None:
     torch.autograd.backward(outs, [out.detach() for out in outs])
     for out, weight in zip(outs, weights, strict=True):
         assert torch.equal(out, x @ weight.t()) and torch.equal(weight.grad, out.t() @ x)
-
-
-@pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
-def test_copy_engines_gather_large_shards(world: int) -> None:
-    pool(world).run(_by_copy_engines)
 
 
 def _uneven(name: Implementation, known: tuple[int, ...]) -> list[str]:
@@ -366,28 +341,13 @@ def _sums(name: Implementation, dtype: torch.dtype) -> None:
     assert name == "collective" or torch.equal(whole, expected), "Gloo's all-reduce has an order of its own"
     assert torch.equal(leaf.grad, total.to(dtype)[own])
 
-    grad = integers(
-        5, 5 * world, 7, low=-100, high=100
-    )  # their sums are exact in float32, but not all of them in bfloat16
+    # Sums of these are exact in float32, but not all of them in bfloat16.
+    grad = integers(5, 5 * world, 7, low=-100, high=100)
     for wanted in (True, False):
         bias, last = bias.detach().requires_grad_(), weight[rank].detach().requires_grad_(wanted)
         with implementation(name):
             linear_reduce_scatter(x[rank], last, bias, group).backward(grad[own].to(dtype))
         assert torch.equal(bias.grad, grad.sum(0).to(dtype))
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "dtype"),
-    [
-        ("direct", 3, F32),
-        ("direct", 3, BF16),
-        ("collective", 3, F32),
-        ("fused", 3, BF16),
-        *exhaustive(("direct", 4, BF16), ("collective", 4, F32), ("fused", 3, F32)),
-    ],
-)
-def test_sums_are_taken_in_rank_order_and_rounded_once(name: Implementation, world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_sums, name, dtype)
 
 
 def _never_waits(name: Implementation) -> None:
@@ -403,6 +363,27 @@ def _never_waits(name: Implementation) -> None:
         set_settings(timeout=60.0)
 
 
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_a_group_of_one_rank_never_waits(name: Implementation) -> None:
-    pool(2).run(_never_waits, name)
+# (the check, the number of ranks, its arguments)
+Row = tuple[Callable[..., None], int, tuple[Any, ...]]
+FIRST: list[Row] = [
+    *((_late, world, arguments) for world, *arguments in ((3, "direct", 60), (2, "collective", 30), (2, "fused", 18))),
+    *((_in_rounds, world, ()) for world in (2, 3)),
+    (_by_copy_engines, 2, ()),
+    *((_sums, 3, arguments) for arguments in (("direct", F32), ("direct", BF16), ("collective", F32), ("fused", BF16))),
+    *((_never_waits, 2, (name,)) for name in IMPLEMENTATIONS),
+]
+MORE: list[Row] = [
+    (_late, 4, ("direct", 200)),
+    (_late, 2, ("fused", 120)),
+    *((_in_rounds, world, ()) for world in (1, 4)),
+    *((_by_copy_engines, world, ()) for world in (1, 3)),
+    *(
+        (_sums, world, arguments)
+        for world, *arguments in ((4, "direct", BF16), (4, "collective", F32), (3, "fused", F32))
+    ),
+]
+
+
+@pytest.mark.parametrize(("check", "world", "arguments"), [*FIRST, *exhaustive(*MORE)])
+def test_results_are_exact(check: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> None:
+    pool(world).run(check, *arguments)

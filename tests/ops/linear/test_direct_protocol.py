@@ -51,6 +51,7 @@ def _check_all_reduce(products: direct_linear.DirectLinear, rank: int, world: in
 LINEAR = direct_linear.DirectLinear
 PARTIAL = "torch.mm(rows[rank, part], weight.t(), out=slots[own][rank])"
 PRODUCT = "torch.mm(rows[part], weight.t(), out=slots[own])"
+STAGED, SLOT, SIGNAL = "slots[own].copy_(rows[part])", "part, slots[own]", "epoch = channel.signal()"
 
 
 class TestDirectLinear(ProtocolSuite):
@@ -63,30 +64,18 @@ class TestDirectLinear(ProtocolSuite):
         Fault("an epoch too old", replace(channel.Channel.wait_for, "epoch", by="epoch - 1", call="wait_signal")),
         Fault(
             "a shard that is staged after its signal",
-            replace(LINEAR._gathered, "slots[own].copy_(rows[part])", by="pass"),
-            replace(
-                LINEAR._gathered,
-                "yield own, part, slots[own]",
-                by="slots[own].copy_(rows[part])\nyield own, part, slots[own]",
-            ),
+            replace(LINEAR._gathered, STAGED, by="pass"),
+            replace(LINEAR._gathered, f"yield own, {SLOT}", by=f"{STAGED}\nyield own, {SLOT}"),
         ),
         Fault(
             "partial sums that are stored after their signal",
             replace(LINEAR.reduce_scatter, PARTIAL, by="pass"),
-            replace(
-                LINEAR.reduce_scatter,
-                "epoch = channel.signal()",
-                by=f"epoch = channel.signal()\nfor rank in range(world):\n    {PARTIAL}",
-            ),
+            replace(LINEAR.reduce_scatter, SIGNAL, by=f"{SIGNAL}\nfor rank in range(world):\n    {PARTIAL}"),
         ),
         Fault(
             "a product that is stored after its signal",
             replace(LINEAR.all_reduce, PRODUCT, by="pass"),
-            replace(
-                LINEAR.all_reduce,
-                "epoch = channel.signal()",
-                by=f"epoch = channel.signal()\n{PRODUCT}",
-            ),
+            replace(LINEAR.all_reduce, SIGNAL, by=f"{SIGNAL}\n{PRODUCT}"),
         ),
         Fault(
             "sums in the half that others read",

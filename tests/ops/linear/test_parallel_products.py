@@ -78,11 +78,7 @@ MANY = {
 OF_TORCH = {
     "all_gather_linear": [Case(F64, (21,), k=63, n=50), Case(F64, (5, 2), bias=False, activation="geglu")],
     "linear_reduce_scatter": [Case(F64, (21,)), Case(F64, (5, 2), bias=False, residual=False)],
-    "linear_all_reduce": [
-        Case(F64, (21,), n=9),
-        Case(F64, (131, 2)),
-        Case(F32, (307,), n=33, k=9, whole_numbers=True),
-    ],
+    "linear_all_reduce": [Case(F64, (21,), n=9), Case(F64, (131, 2)), Case(F32, (307,), n=33, k=9, whole_numbers=True)],
 }
 
 

@@ -47,6 +47,11 @@ def _check(ring: direct_ring.DirectRing, rank: int, world: int, n: int, in_order
 
 FORWARD, BACKWARD = direct_ring.DirectRing.forward, direct_ring.DirectRing.backward
 STAGE, SIGNAL = "_stage(slots[own], k[:, heads], v[:, heads])", "epoch = channel.signal()"
+LATE = f"{STAGE}\n{SIGNAL}", f"{SIGNAL}\n{STAGE}"
+BLOCKS = "_blocks(channel, k[:, heads], wide, self.memory.world)"
+ADD = "block.add(source, slots[{0}][0], slots[{0}][1], sums[own][source])"
+SUM = "_sum({}, [{}], gradients[:, :, heads])"
+EVERY, FIRST = "call.visible_keys(own, rank) for rank in range(len(parts))", "call.visible_keys(own, 0)"
 
 
 class TestDirectRing(ProtocolSuite):
@@ -55,37 +60,15 @@ class TestDirectRing(ProtocolSuite):
     worlds = ((3, 1), (2, 1))
     seeds = 30
     faults = (
-        Fault(
-            "keys that are staged after their signal",
-            replace(FORWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
-        ),
-        Fault(
-            "keys of backward that are staged after their signal",
-            replace(BACKWARD, f"{STAGE}\n{SIGNAL}", by=f"{SIGNAL}\n{STAGE}"),
-        ),
+        Fault("keys that are staged after their signal", replace(FORWARD, LATE[0], by=LATE[1])),
+        Fault("keys of backward that are staged after their signal", replace(BACKWARD, LATE[0], by=LATE[1])),
         Fault(
             "partial sums that are written before the half is free",
-            replace(
-                BACKWARD,
-                "_empty(k[:, heads], wide)",
-                by="_blocks(channel, k[:, heads], wide, self.memory.world)[own][own]",
-            ),
+            replace(BACKWARD, "_empty(k[:, heads], wide)", by=f"{BLOCKS}[own][own]"),
         ),
+        Fault("the first block again in backward", replace(BACKWARD, ADD.format("source"), by=ADD.format("own"))),
         Fault(
-            "the first block again in backward",
-            replace(
-                BACKWARD,
-                "block.add(source, slots[source][0], slots[source][1], sums[own][source])",
-                by="block.add(source, slots[own][0], slots[own][1], sums[own][source])",
-            ),
-        ),
-        Fault(
-            "sums of one rank alone",
-            replace(
-                BACKWARD,
-                "_sum(parts, [call.visible_keys(own, rank) for rank in range(len(parts))], gradients[:, :, heads])",
-                by="_sum(parts[:1], [call.visible_keys(own, 0)], gradients[:, :, heads])",
-            ),
+            "sums of one rank alone", replace(BACKWARD, SUM.format("parts", EVERY), by=SUM.format("parts[:1]", FIRST))
         ),
         Fault("sums of another's block", replace(BACKWARD, "part[own]", by="part[rank]")),
     )
@@ -93,9 +76,8 @@ class TestDirectRing(ProtocolSuite):
     def program(self, memory: SimulatedMemory) -> None:
         """Run several calls, of one round and of a round for each head."""
         rank, world = memory.rank, memory.world
-        ring = current(direct_ring).DirectRing(
-            memory, 8 * 2 * world * 2 * D
-        )  # forward of two tokens: all heads at once
+        # Slots have space for forward of two tokens with all heads at once.
+        ring = current(direct_ring).DirectRing(memory, 8 * 2 * world * 2 * D)
         for n, in_order in ((2, True), (1, False), (2, False)):
             _check(ring, rank, world, n, in_order)
         _check(ring, rank, world, 1, True)
