@@ -111,19 +111,25 @@ def norm_forward_kernel(
 
 
 def norm_forward(
-    operator: str,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
-    residual: Tensor | None,
+    residual: Tensor | None = None,
     *,
     centered: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Does `layer_norm_forward` for centered rows, else rms_norm's forward, whose mean is None.
+    """Returns (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
 
-    operator: the name in error messages.
+    centered: layer_norm; otherwise rms_norm, whose mean is None, rstd 1 / sqrt(mean(x²) + eps), and which multiplies by
+    the weight in float32, before the result is rounded, as torch.nn.functional.rms_norm does (arXiv:1910.07467).
+
+    x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (tensors whose columns have
+    another stride than 1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x +
+    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raises
+    ValueError for other shapes, dtypes or devices.
     """
+    operator = "layer_norm" if centered else "rms_norm"
     check_norm(operator, x, weight, bias, residual=residual)
     (m, c), device = x.shape, x.device
     x = unit_columns(x)
@@ -153,21 +159,6 @@ def norm_forward(
         eps=eps,
         **row.blocks,
     )
-    return out, summed, mean, rstd
-
-
-def layer_norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Returns (out, summed, mean, rstd), where out is the normalised x or, with a residual, the normalised summed.
-
-    x, residual: [M, C] of one dtype of float32, float16, bfloat16, rows of any stride (tensors whose columns have
-    another stride than 1 are copied first), C from 1 up; weight, bias: [C] of one such dtype. out and summed = x +
-    residual (None without a residual) have x's dtype; mean and rstd = 1 / sqrt(var + eps) are [M] float32. Raises
-    ValueError for other shapes, dtypes or devices.
-    """
-    out, summed, mean, rstd = norm_forward("layer_norm", x, weight, bias, eps, residual, centered=True)
-    assert mean is not None
     return out, summed, mean, rstd
 
 

@@ -153,17 +153,22 @@ def norm_sum_parts_kernel(
 
 
 def norm_backward(
-    operator: str,
     grad_out: Tensor,
     x: Tensor,
     weight: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     *,
-    grad_summed: Tensor | None,
+    grad_summed: Tensor | None = None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Does `layer_norm_backward`, or without mean rms_norm's backward. operator: the name in error messages."""
+    """Returns (dx, dweight, dbias or None) for the tensor that `norm_forward` normalised: x, or summed.
+
+    grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32; mean: None for rms_norm.
+    grad_summed is the gradient of summed itself; dx, in x's dtype, contains it and is the gradient of both x and
+    residual. dweight and dbias: [C] in weight's dtype. Raises ValueError for other shapes, dtypes or devices.
+    """
+    operator = "rms_norm_backward" if mean is None else "layer_norm_backward"
     check_norm(operator, x, weight, grad_out=grad_out, grad_summed=grad_summed)
     (m, c), device = x.shape, x.device
     for name, statistic in (("mean", mean), ("rstd", rstd)):
@@ -229,24 +234,3 @@ def _sum_parts(parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None
         **row.blocks,
     )
     return dweight, dbias
-
-
-def layer_norm_backward(
-    grad_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    grad_summed: Tensor | None = None,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns (dx, dweight, dbias or None) for the tensor that `layer_norm_forward` normalised: x, or summed.
-
-    grad_out, x, grad_summed: [M, C] of one dtype; weight: [C]; mean, rstd: [M] float32. grad_summed is the gradient of
-    summed itself; dx, in x's dtype, contains it and is the gradient of both x and residual. dweight and dbias: [C] in
-    weight's dtype. Raises ValueError for other shapes, dtypes or devices.
-    """
-    return norm_backward(
-        "layer_norm_backward", grad_out, x, weight, mean, rstd, grad_summed=grad_summed, with_bias=with_bias
-    )

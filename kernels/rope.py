@@ -73,9 +73,9 @@ def _rotate_heads(
 @triton.jit
 def rope_kernel(
     q_ptr,  # [B, T, H, D] bf16, read
-    k_ptr,  # [B, T, H_k, D] bf16, read; or None
+    k_ptr,  # [B, T, H_k, D] bf16, read
     q_out_ptr,  # [B, T, H, D] bf16, written; may be q_ptr
-    k_out_ptr,  # [B, T, H_k, D] bf16, written; may be k_ptr; or None
+    k_out_ptr,  # [B, T, H_k, D] bf16, written
     cos_ptr,  # [n_positions, R] float32, read
     sin_ptr,  # [n_positions, R] float32, read
     positions_ptr,  # [B, T] int64, read
@@ -126,7 +126,7 @@ def rope_kernel(
             q_ptr + shift, q_out_ptr + shift, first, min(first + HEADS, H), offs_q, offs_qo, stride_qh, stride_qoh,
             cos, sin, mask_m, R - first_r, R, INTERLEAVED, BLOCK_M, BLOCK_R,
         )  # fmt: skip
-    elif k_ptr is not None:
+    else:
         first -= behind_q
         offs_k, offs_ko = batch * stride_kb + time * stride_kt, batch * stride_kob + time * stride_kot
         _rotate_heads(
@@ -137,57 +137,35 @@ def rope_kernel(
 
 def rope_forward(
     q: Tensor,
-    k: Tensor | None,
+    k: Tensor,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
     *,
     interleaved: bool = False,
     inverse: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Rotates the first 2 R elements of every head by its position's angles and copies the others.
 
-    q: [B, T, H, D] and k: [B, T, H_k, D] or None, of one dtype of float32, float16, bfloat16; any strides with 1 for D
+    q: [B, T, H, D] and k: [B, T, H_k, D], of one dtype of float32, float16, bfloat16; any strides with 1 for D
     (pass a tensor [B, H, T, D] as its transpose(1, 2)); D even. cos, sin: [n_positions, R] float32, contiguous, 2 R <=
     D. positions: [B, T] or [T] int64; one outside the tables makes NaN. inverse: by the negative angles. Returns new
     tensors in the layout of torch.empty_like. Raises ValueError for other shapes, dtypes, strides, devices.
     """
     check_rope("rope_forward", q, k, cos, sin, positions)
-    width, outs = 2 * cos.shape[1], []
-    for x in (q, k):
-        out = None if x is None else torch.empty_like(x)
-        if x is not None and out is not None and width < x.shape[3]:
+    width, q_out, k_out = 2 * cos.shape[1], torch.empty_like(q), torch.empty_like(k)
+    for x, out in ((q, q_out), (k, k_out)):
+        if width < x.shape[3]:
             out[..., width:] = x[..., width:]
-        outs.append(out)
-    q_out, k_out = outs
-    assert q_out is not None
     _launch(q, k, q_out, k_out, cos, sin, positions, interleaved, inverse)
     return q_out, k_out
 
 
-def rope_(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    *,
-    interleaved: bool = False,
-    inverse: bool = False,
-) -> None:
-    """Does `rope_forward` in place. Also raises ValueError where elements of q or k share memory (expanded tensors)."""
-    check_rope("rope_", q, k, cos, sin, positions)
-    for name, x in (("q", q), ("k", k)):
-        if x is not None and any(s == 0 and size > 1 for s, size in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"rope_: {name} has strides {x.stride()}: expected elements that share no memory")
-    _launch(q, k, q, k, cos, sin, positions, interleaved, inverse)
-
-
 def _launch(
     q: Tensor,
-    k: Tensor | None,
+    k: Tensor,
     q_out: Tensor,
-    k_out: Tensor | None,
+    k_out: Tensor,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor,
@@ -196,14 +174,14 @@ def _launch(
 ) -> None:
     check_floats("rope", q=q, k=k)
     (b, t, heads, _), (n_positions, r) = q.shape, cos.shape
-    heads_k = 0 if k is None else k.shape[2]
+    heads_k = k.shape[2]
     positions = positions.expand(b, t)
     row = choose_configuration("rope", q.device, q.dtype, R=r)
     block_m, block_r, group = (row.blocks[name] for name in ("BLOCK_M", "BLOCK_R", "HEADS"))
     strides = {}
     for name, x in (("q", q), ("k", k), ("qo", q_out), ("ko", k_out)):
         for dimension, letter in enumerate("bth"):
-            strides[f"stride_{name}{letter}"] = 0 if x is None else x.stride(dimension)
+            strides[f"stride_{name}{letter}"] = x.stride(dimension)
     launch(
         rope_kernel,
         (
@@ -235,7 +213,7 @@ def _launch(
     )
 
 
-def check_rope(operator: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+def check_rope(operator: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     """Raises ValueError unless `rope_forward` takes these tensors; q and k in float64 are accepted too.
 
     The values of positions are not checked.
@@ -248,8 +226,6 @@ def check_rope(operator: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Ten
         )
     check_shape(operator, "sin", sin, tuple(cos.shape))
     for name, x in (("q", q), ("k", k)):
-        if x is None:
-            continue
         if x.ndim != 4 or x.shape[3] % 2 or x.shape[3] < 2 * cos.shape[1]:
             expected = f"[B, T, H, D], D even and at least {2 * cos.shape[1]}"
             raise ValueError(f"{operator}: {name} has shape {tuple(x.shape)}: expected {expected}")

@@ -1,4 +1,4 @@
-"""The launchers of layer_norm and rms_norm, which share kernels; the operators' numbers are in tests/ops."""
+"""The launchers that layer_norm and rms_norm share; the operators' numbers are in tests/ops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfuse.kernels.layer_norm import layer_norm_forward
-from tpfuse.kernels.layer_norm_backward import layer_norm_backward
-from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tpfuse.kernels.layer_norm import norm_forward
+from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.tiers import exhaustive
@@ -20,17 +19,14 @@ def _both(x: Tensor, grad: Tensor, *, rms: bool, residual: Tensor | None = None)
     """Returns all results of forward and backward, by name."""
     weight, bias = normal(8, x.shape[1], dtype=x.dtype), normal(9, x.shape[1], dtype=x.dtype)
     results: dict[str, Tensor | None] = {}
-    if rms:
-        results["out"], summed, rstd = rms_norm_forward(x, weight, 1e-5, residual=residual)
-        normalized = x if summed is None else summed
-        results["dx"], results["dweight"] = rms_norm_backward(grad, normalized, weight, rstd, grad_summed=residual)
-    else:
-        results["out"], summed, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5, residual=residual)
-        normalized = x if summed is None else summed
-        results["dx"], results["dweight"], results["dbias"] = layer_norm_backward(
-            grad, normalized, weight, mean, rstd, grad_summed=residual, with_bias=True
-        )
-        results["mean"] = mean
+    results["out"], summed, mean, rstd = norm_forward(
+        x, weight, None if rms else bias, 1e-5, residual, centered=not rms
+    )
+    normalized = x if summed is None else summed
+    results["dx"], results["dweight"], results["dbias"] = norm_backward(
+        grad, normalized, weight, mean, rstd, grad_summed=residual, with_bias=not rms
+    )
+    results["mean"] = mean
     return {name: y for name, y in (results | {"summed": summed, "rstd": rstd}).items() if y is not None}
 
 
@@ -82,7 +78,7 @@ def test_the_sum_is_rounded_before_it_is_normalised(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("offset", [1e3, 1e6])
 def test_a_large_mean_keeps_the_variance(columns: int, offset: float) -> None:
     x = integers(1, 33, columns) + offset  # exact in float32
-    results = layer_norm_forward(x, torch.ones(columns), None, 1e-5)
+    results = norm_forward(x, torch.ones(columns), None, 1e-5, centered=True)
     plain = torch.native_layer_norm(x, (columns,), None, None, 1e-5)
     truth = torch.native_layer_norm(x.double(), (columns,), None, None, 1e-5)
     for name, actual, index in (("out", results[0], 0), ("rstd", results[3], 2)):
@@ -93,7 +89,7 @@ def test_a_large_mean_keeps_the_variance(columns: int, offset: float) -> None:
 
 def test_huge_values_do_not_overflow() -> None:
     x = torch.full((2, 64), 2.0**100)
-    out, _, mean, _ = layer_norm_forward(x, torch.ones(64), None, 1e-5)
+    out, _, mean, _ = norm_forward(x, torch.ones(64), None, 1e-5, centered=True)
     assert torch.equal(mean, torch.full((2,), 2.0**100)) and torch.equal(out, torch.zeros(2, 64))
 
 
@@ -121,7 +117,7 @@ def test_values_that_are_not_finite_stay_in_their_row(rms: bool, columns: int, v
 def test_gradients_of_weights_are_exact_sums() -> None:
     x, grad = integers(1, 257, 100), integers(2, 257, 100)
     statistics = torch.zeros(257), torch.ones(257)
-    _, dweight, dbias = layer_norm_backward(grad, x, torch.ones(100), *statistics, with_bias=True)
+    _, dweight, dbias = norm_backward(grad, x, torch.ones(100), *statistics, with_bias=True)
     assert dbias is not None
     assert torch.equal(dweight, (x * grad).sum(0)) and torch.equal(dbias, grad.sum(0))
 
@@ -136,25 +132,34 @@ def test_no_rows(rms: bool) -> None:
 
 def test_weights_may_have_another_dtype() -> None:
     x, weight = normal(1, 20, 64, dtype=torch.bfloat16), normal(2, 64)
-    out, _, mean, rstd = layer_norm_forward(x, weight, None, 1e-5)
-    dx, dweight, _ = layer_norm_backward(x, x, weight, mean, rstd, with_bias=False)
+    out, _, mean, rstd = norm_forward(x, weight, None, 1e-5, centered=True)
+    dx, dweight, _ = norm_backward(x, x, weight, mean, rstd, with_bias=False)
     assert out.dtype == dx.dtype == torch.bfloat16 and dweight.dtype == torch.float32
 
 
 ROWS, ROW = torch.zeros(4, 8), torch.zeros(8)
 ERRORS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: layer_norm_forward(ROWS.int(), ROW, None, 1e-5), "layer_norm: x is torch.int32: expected float32"),
-    (lambda: layer_norm_forward(ROWS.double(), ROW, None, 1e-5), "x is torch.float64: expected float32"),
-    (lambda: layer_norm_forward(ROW, ROW, None, 1e-5), r"x has shape \(8,\): expected \[M, C\]"),
-    (lambda: layer_norm_forward(ROWS[:, :0], ROW, None, 1e-5), r"x has shape \(4, 0\)"),
-    (lambda: layer_norm_forward(ROWS, ROW[1:], None, 1e-5), r"weight has shape \(7,\): expected \(8,\)"),
-    (lambda: layer_norm_forward(ROWS, ROW, ROWS, 1e-5), r"bias has shape \(4, 8\): expected \(8,\)"),
-    (lambda: layer_norm_forward(ROWS, ROW, ROW.half(), 1e-5), "bias is torch.float16, weight is torch.float32"),
-    (lambda: layer_norm_forward(ROWS, ROW.to("meta"), None, 1e-5), "weight is on meta, x on cpu"),
-    (lambda: layer_norm_forward(ROWS, ROW, None, 1e-5, residual=ROWS[1:]), r"residual has shape \(3, 8\)"),
-    (lambda: rms_norm_forward(ROWS, ROW, 1e-5, residual=ROWS.half()), "rms_norm: residual is torch.float16"),
-    (lambda: rms_norm_backward(ROWS[1:], ROWS, ROW, ROW[:4]), r"rms_norm_backward: grad_out has shape \(3, 8\)"),
-    (lambda: rms_norm_backward(ROWS, ROWS, ROW, ROW), r"rstd has shape \(8,\): expected \(4,\)"),
+    (
+        lambda: norm_forward(ROWS.int(), ROW, None, 1e-5, centered=True),
+        "layer_norm: x is torch.int32: expected",
+    ),
+    (lambda: norm_forward(ROWS.double(), ROW, None, 1e-5, centered=True), "x is torch.float64: expected float32"),
+    (lambda: norm_forward(ROW, ROW, None, 1e-5, centered=True), r"x has shape \(8,\): expected \[M, C\]"),
+    (lambda: norm_forward(ROWS[:, :0], ROW, None, 1e-5, centered=True), r"x has shape \(4, 0\)"),
+    (lambda: norm_forward(ROWS, ROW[1:], None, 1e-5, centered=True), r"weight has shape \(7,\): expected \(8,\)"),
+    (lambda: norm_forward(ROWS, ROW, ROWS, 1e-5, centered=True), r"bias has shape \(4, 8\): expected \(8,\)"),
+    (
+        lambda: norm_forward(ROWS, ROW, ROW.half(), 1e-5, centered=True),
+        "bias is torch.float16, weight is",
+    ),
+    (lambda: norm_forward(ROWS, ROW.to("meta"), None, 1e-5, centered=True), "weight is on meta, x on cpu"),
+    (lambda: norm_forward(ROWS, ROW, None, 1e-5, ROWS[1:], centered=True), r"residual has shape \(3, 8\)"),
+    (lambda: norm_forward(ROWS, ROW, None, 1e-5, ROWS.half(), centered=False), "rms_norm: residual is torch.float16"),
+    (
+        lambda: norm_backward(ROWS[1:], ROWS, ROW, None, ROW[:4], with_bias=False),
+        "rms_norm_backward: grad_out has shape",
+    ),
+    (lambda: norm_backward(ROWS, ROWS, ROW, None, ROW, with_bias=False), r"rstd has shape \(8,\): expected \(4,\)"),
 ]
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tpfuse.comm.layout import copy_whole_
 from tpfuse.models.generate import generate
 from tpfuse.models.gpt import GPT, GPTConfig
-from tpfuse.parallel.whole import load_whole_
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -20,7 +20,7 @@ def _model(sharded: bool = False) -> GPT:
     """Returns a model with large weights, whose greedy text does not repeat one token."""
     model = GPT(CONFIG, device_mesh=tensor_mesh() if sharded else None, dtype=torch.float64)
     for seed, parameter in enumerate(model.parameters()):
-        load_whole_(parameter, normal(seed, *parameter.shape) * 0.5)
+        copy_whole_(parameter.detach(), normal(seed, *parameter.shape) * 0.5)
     return model
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tpfuse.comm.layout import copy_whole_
 from tpfuse.models.gpt import GPT, GPTConfig
 from tpfuse.models.huggingface import load_pretrained, save_pretrained
 from tpfuse.parallel.initialize import initialize
-from tpfuse.parallel.whole import gather_whole, load_whole_
+from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.inputs import integers, normal
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -86,7 +87,7 @@ def _save(folder: Path, bias: bool, dtype: torch.dtype) -> Tensor:
     config = GPTConfig(101, 16, 48, 2, 12, bias=bias, dropout=0.1)
     model = GPT(config, device_mesh=tensor_mesh(), dtype=dtype)
     for seed, parameter in enumerate(model.parameters()):
-        load_whole_(parameter, normal(seed, *parameter.shape) / 4)
+        copy_whole_(parameter.detach(), normal(seed, *parameter.shape) / 4)
     save_pretrained(model, folder)
     return model(IDS).detach()
 

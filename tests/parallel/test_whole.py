@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tpfuse.comm.layout import Slices
+from tpfuse.comm.layout import Slices, copy_whole_
 from tpfuse.layers.parameter import empty_parameter
-from tpfuse.parallel.whole import anywhere, gather_whole, load_part_, load_whole_
+from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -22,7 +22,7 @@ def _round_trip() -> None:
             return whole[tuple(slice(*bounds) for bounds in slices)]
 
         parameter = empty_parameter(shape, dim, tensor_mesh(), None, torch.float32)
-        load_whole_(parameter, whole)
+        copy_whole_(parameter.detach(), whole)
         assert torch.equal(gather_whole(parameter), whole.float()) and not gather_whole(parameter).requires_grad
         parameter.detach().zero_()
         load_part_(parameter, read)
@@ -37,10 +37,10 @@ def test_loading_and_gathering_return_the_same(world: int) -> None:
 
 def test_plain_tensors_and_wrong_shapes() -> None:
     x = torch.zeros(2, 3)
-    load_whole_(x, torch.ones(2, 3))
+    copy_whole_(x, torch.ones(2, 3))
     assert torch.equal(gather_whole(x), torch.ones(2, 3))
     with pytest.raises(ValueError, match="does not fit"):
-        load_whole_(x, torch.ones(3, 2))
+        copy_whole_(x, torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"read a tensor of shape \(1, 3\): expected \(2, 3\)"):
         load_part_(x, lambda slices: torch.ones(1, 3))
 

@@ -14,7 +14,7 @@ from tpfuse.testing.tiers import exhaustive
 from tpfuse.zero.bucket_layout import Kind, plan_buckets
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
-from tpfuse.zero.memory import ZERO_PAPER, MemoryAccount, Width, account, account_sharded, states
+from tpfuse.zero.memory import MemoryAccount, Width, Widths, account, account_sharded, states
 
 # A small model in bfloat16. Every parameter begins at a multiple of 16 elements:
 #     replicated: weight [10, 7] at 0 .. 70, bias [5] at 80 .. 85, which ends at 96; 75 are elements of parameters;
@@ -29,6 +29,8 @@ def _toy(world: int, stage: int, kept: Width = "float32", sent: Width | None = N
     worlds: Mapping[Kind, int] = {"sharded": world, "replicated": world, "partial": world}
     return account(plan_buckets(parameters, {"norm"}, worlds, 2**20), stage, kept, sent, **options)
 
+
+ZERO_PAPER = Widths(parameter=2, gradient=2, summed=2, master=4, moment=4)  # section 3.1, with K = 12 bytes of state
 
 HAND = {
     # world, stage: parameters, gradients, master, moments, buffers; then padding

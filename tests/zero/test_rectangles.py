@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from tpfuse.comm.layout import Slices
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.zero.rectangles import STATE_KINDS, rectangles, state_rectangles
+from tpfuse.zero.rectangles import StateKind, rectangles, state_rectangles
 
 SHAPES = [
     (),
@@ -70,7 +71,7 @@ def test_state_rectangles_are_views_at_their_slices_of_the_global_tensor() -> No
     local_slices = (2, 5), (1, 9)
     flat = whole[2:5, 1:9].flatten()
     owned = range(3, 21)
-    tensors = {kind: flat[3:21].clone() for kind in STATE_KINDS}
+    tensors = {kind: flat[3:21].clone() for kind in get_args(StateKind)}
     owned_rectangles = list(state_rectangles("w", (6, 10), local_slices, owned, tensors, True))
     assert [(p.kind, p.slices) for p in owned_rectangles if p.kind == "model"] == [
         ("model", ((2, 3), (4, 9))),

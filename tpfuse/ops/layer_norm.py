@@ -101,8 +101,7 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (out, summed, mean, rstd), with an empty tensor for None: all results of an operator are tensors."""
-    operator = "layer_norm" if centered else "rms_norm"
-    out, summed, mean, rstd = norm_forward(operator, x, weight, bias, eps, residual, centered=centered)
+    out, summed, mean, rstd = norm_forward(x, weight, bias, eps, residual, centered=centered)
     return out, _or_empty(summed, x), _or_empty(mean, rstd), rstd
 
 
@@ -131,9 +130,8 @@ def _gradients(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dx, dweight, dbias or an empty tensor)."""
-    operator = "layer_norm_backward" if centered else "rms_norm_backward"
     dx, dweight, dbias = norm_backward(
-        operator, grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed, with_bias=with_bias
+        grad, x, weight, mean if centered else None, rstd, grad_summed=grad_summed, with_bias=with_bias
     )
     return dx, dweight, _or_empty(dbias, dweight)
 

@@ -49,9 +49,7 @@ def rope(
 def _forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    q_out, k_out = rope_forward(q, k, cos, sin, positions, interleaved=interleaved, inverse=inverse)
-    assert k_out is not None
-    return q_out, k_out
+    return rope_forward(q, k, cos, sin, positions, interleaved=interleaved, inverse=inverse)
 
 
 @_forward.register_fake

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tpfuse.comm import collectives
-from tpfuse.comm.layout import Slices, copy_whole_, local_slices, local_tensor
+from tpfuse.comm.layout import Slices, local_slices, local_tensor
 from tpfuse.comm.mesh import group_of
 
 
@@ -16,15 +16,6 @@ from tpfuse.comm.mesh import group_of
 def gather_whole(parameter: Tensor) -> Tensor:
     """Return the whole parameter, on its device, on every rank. The call is a collective of the ranks of its mesh."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-
-@torch.no_grad()
-def load_whole_(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's shard out of `whole` (the parameter's global shape, any dtype and device).
-
-    No ranks communicate. Raise ValueError if the shapes differ.
-    """
-    copy_whole_(parameter, whole)
 
 
 @torch.no_grad()

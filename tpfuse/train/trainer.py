@@ -77,7 +77,7 @@ class Trainer:
         self.world_group = flat_group(mesh, *_REPLICAS, "tp")
         self.dp_rank, self.dp = rank_and_size(flat_group(mesh, "dp"))
         self.tp_rank, self.tp = rank_and_size(self.model_group)
-        self.replica_rank, self.replicas = rank_and_size(self.replica_group)
+        _, self.replicas = rank_and_size(self.replica_group)
         self.model = GPT(
             config,
             device_mesh=None if mesh is None or self.tp == 1 else mesh["tp"],

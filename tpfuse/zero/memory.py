@@ -74,10 +74,6 @@ class Widths:
     moment: int
 
 
-ZERO_PAPER = Widths(parameter=2, gradient=2, summed=2, master=4, moment=4)
-"""The widths of the ZeRO paper, section 3.1: half-precision parameters and gradients, K = 12 bytes of float32 state."""
-
-
 def states(whole: int, shard: int, stage: int, widths: Widths) -> MemoryAccount:
     """Return the bytes that a rank must hold at a stage of ZeRO, without temporary buffers.
 

@@ -9,14 +9,13 @@ contiguous, so it is a view of the flat buffer, and neither saving nor loading c
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 from tpfuse.comm.layout import Slices
 
 StateKind = Literal["model", "exp_avg", "exp_avg_sq"]
-STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
 
 
 @dataclass(frozen=True)

@@ -84,11 +84,10 @@ class DirectCollectives:
         """
         return self._run("all_gather", x, self._all_gather(x.view(-1), rows_of(out, self.memory.world)), later)
 
-    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+    def all_to_all(self, x: Tensor, out: Tensor) -> DirectHandle:
         """Makes out[r] rank r's x[this rank]. x, out: [world, ...]."""
-        return self._run(
-            "all_to_all", x, self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world)), later
-        )
+        rounds = self._all_to_all(rows_of(x, self.memory.world), rows_of(out, self.memory.world))
+        return self._run("all_to_all", x, rounds, later=False)
 
     def reduce_scatter(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
         """Makes out Σ over ranks of part `rank` of their x. x: [world * n, ...] or [world, n, ...]; out: [n, ...]."""
@@ -103,10 +102,10 @@ class DirectCollectives:
             rounds = self._all_reduce_two_shot(x.view(-1), out.view(-1))
         return self._run("all_reduce", x, rounds, later)
 
-    def all_reduce_max(self, x: Tensor, out: Tensor, *, later: bool = False) -> DirectHandle:
+    def all_reduce_max(self, x: Tensor, out: Tensor) -> DirectHandle:
         """Makes out the maximum over ranks of x, NaN if one is. x, out: of one shape; they may be the same tensor."""
         rounds = self._one_shot("all_reduce_max", x.view(-1), out.view(-1), max_in_rank_order)
-        return self._run("all_reduce_max", x, rounds, later)
+        return self._run("all_reduce_max", x, rounds, later=False)
 
     def _run(self, op: str, x: Tensor, rounds: Iterator[None], later: bool) -> DirectHandle:
         op = f"{op} {x.dtype} {list(x.shape)}"

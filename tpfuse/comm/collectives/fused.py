@@ -70,7 +70,7 @@ class FusedCollectives:
         rows = x.view(-1), rows_of(out, self.memory.world)
         return self._run("all_gather", x, rows, self._slot_bytes, all_gather_forward)
 
-    def all_to_all(self, x: Tensor, out: Tensor, *, later: bool = False) -> Handle:
+    def all_to_all(self, x: Tensor, out: Tensor) -> Handle:
         """Makes out[r] rank r's x[this rank]. x, out: [world, ...], of any dtype."""
         rows = rows_of(x, self.memory.world), rows_of(out, self.memory.world)
         return self._run("all_to_all", x, rows, self._slot_bytes // self.memory.world, all_to_all_forward)

@@ -62,10 +62,10 @@ def is_foreign(file: str) -> bool:
     return file.startswith(_FOREIGN)
 
 
-def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
-    """Return the lines on the stack that do not belong to torch, Triton or the explorer, up to a frame of a root.
+def lines_here(roots: frozenset[CodeType]) -> tuple[Line, ...]:
+    """Return at most three lines on the stack, not of torch, Triton or the explorer, up to a frame of a root.
 
-    roots: the code of the functions at which the search ends. limit: the largest number of lines.
+    roots: the code of the functions at which the search ends.
     """
     frame: FrameType | None = sys._getframe(1)
     lines: list[Line] = []
@@ -74,4 +74,4 @@ def lines_here(roots: frozenset[CodeType], limit: int = 3) -> tuple[Line, ...]:
         if not is_foreign(line[0]) and line not in lines[-1:]:
             lines.append(line)
         frame = frame.f_back
-    return tuple(lines[:limit]) or (("?", 0),)
+    return tuple(lines[:3]) or (("?", 0),)

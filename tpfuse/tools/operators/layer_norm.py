@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.layer_norm import layer_norm_forward
-from tpfuse.kernels.layer_norm_backward import layer_norm_backward
+from tpfuse.kernels.layer_norm import norm_forward
+from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.layer_norm import add_layer_norm, layer_norm
 from tpfuse.tools.operator import Cost, DifferentiableShape, Draw, Operator, Outputs, Tensors, Trial
 
@@ -62,10 +62,10 @@ class LayerNorm(Norm):
         return {"mean": wide.mean(1), "rstd": (wide.var(1, correction=0) + EPS).rsqrt()}
 
     def launch(self, x: Tensor, weight: Tensor, bias: Tensor, **_: Tensor) -> Outputs:
-        return (layer_norm_forward(x, weight, bias, EPS)[0],)
+        return (norm_forward(x, weight, bias, EPS, centered=True)[0],)
 
     def backward(self, x: Tensor, grad: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, **_: Tensor) -> Outputs:
-        dx, dweight, dbias = layer_norm_backward(grad, x, weight, mean, rstd, with_bias=True)
+        dx, dweight, dbias = norm_backward(grad, x, weight, mean, rstd, with_bias=True)
         assert dbias is not None
         return dx, dweight, dbias
 
@@ -82,8 +82,8 @@ def launches(dtype: torch.dtype) -> None:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual, bias = (x, weight) if with_residual else (None, None)
-        _, _, mean, rstd = layer_norm_forward(x, weight, bias, EPS, residual=residual)
-        layer_norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
+        _, _, mean, rstd = norm_forward(x, weight, bias, EPS, residual, centered=True)
+        norm_backward(x, x, weight, mean, rstd, grad_summed=residual, with_bias=bias is not None)
 
 
 _SMALL = (

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tpfuse.kernels import reference
-from tpfuse.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tpfuse.kernels.layer_norm import norm_forward
+from tpfuse.kernels.layer_norm_backward import norm_backward
 from tpfuse.ops.rms_norm import add_rms_norm, rms_norm
 from tpfuse.tools.operator import Operator
 from tpfuse.tools.operators.layer_norm import EPS, WIDTHS, Norm
@@ -31,8 +32,8 @@ def launches(dtype: torch.dtype) -> None:
         x = torch.empty(8192, columns, dtype=dtype, device="meta")
         weight = torch.empty(columns, dtype=dtype, device="meta")
         residual = x if with_residual else None
-        _, _, rstd = rms_norm_forward(x, weight, EPS, residual=residual)
-        rms_norm_backward(x, x, weight, rstd, grad_summed=residual)
+        *_, rstd = norm_forward(x, weight, None, EPS, residual, centered=False)
+        norm_backward(x, x, weight, None, rstd, grad_summed=residual, with_bias=False)
 
 
 _SMALL = (
