@@ -4,7 +4,6 @@ import ctypes
 import json
 import re
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tpfuse.comm import connect as connections
 from tpfuse.comm.cuda_calls import CudaCalls
@@ -20,10 +18,11 @@ from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import Disagreement, PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
 from tpfuse.comm.shared_memory import LocalMemory, SharedMemory
-from tpfuse.comm.symmetric_memory import SymmetricBuffer, wrapped
+from tpfuse.comm.symmetric_memory import SymmetricBuffer
 from tpfuse.testing.cuda_stand_in import StandIn
 from tpfuse.testing.patience import patient, wait_until
 from tpfuse.testing.ranks import on_ranks, pool
+from tpfuse.testing.symmetric_memories import check_buffers, check_names, check_ring, ring
 from tpfuse.testing.tiers import exhaustive
 
 
@@ -38,68 +37,25 @@ def _memory(timeout: float = 60.0) -> tuple[CudaMemory, StandIn]:
     return CudaMemory(_group(), torch.device("cpu"), timeout, calls), calls
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
-
-
 @pytest.mark.parametrize("world", [3, *exhaustive(2)])
 @on_ranks("world")
 def test_buffers_begin_at_their_offset() -> None:
     memory, _ = _memory()
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool, torch.complex128)
-    for dtype in dtypes:
-        buffer = memory.buffer(f"{dtype}", (5, 3), dtype)
-        assert buffer.dtype == dtype and not _bits(buffer.local).any() and len(buffer.peers) == memory.world
-        _bits(buffer.local).fill_(memory.rank + 1)
-        memory.barrier()
-        for rank, peer in enumerate(buffer.peers):
-            assert bool((_bits(peer) == rank + 1).all())
-        assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
-        memory.barrier()
-    assert memory.buffer("empty", (0, 2), torch.float32).local.shape == (0, 2)
-    x = memory.buffer("x", (4,), torch.int32)
-    with pytest.raises(ValueError, match="free it first"):
-        memory.buffer("x", (5,), torch.int32)
+    check_buffers(memory, dtypes)
+    check_names(memory)
     with pytest.raises(Disagreement, match=r"rank \d runs buffer 'y' .*, rank \d runs buffer 'y' "):
         memory.buffer("y", (1 + memory.rank,), torch.int32)
-    memory.free("x")
-    with pytest.raises(ValueError, match="'x' was freed"):
-        _ = x.local
-    assert memory.buffer("x", (5,), torch.int32).local.tolist() == [0] * 5
-    with pytest.raises(ValueError, match="signal 2 of rank 0"):
-        memory.signal(memory.signals("flags", 2), 0, 2, 1)
-    with pytest.raises(ValueError, match="signal 0 of rank 9"):
-        memory.wait_signal(memory.signals("flags", 2), 9, 0, 1, op="test")
 
 
-def _ring(rounds: int, first: int) -> None:
+@pytest.mark.parametrize(("world", "rounds", "first"), [(2, 200, 0), (3, 50, 2**31 - 20)])
+@on_ranks("world")
+def test_signals_order_copies_on_streams(rounds: int, first: int) -> None:
     """The stream does the copies and signals of all rounds; the host reads the results afterwards."""
     memory, calls = _memory()
-    x, flags = memory.buffer("x", (4,), torch.int64), memory.signals("flags", 2)
-    right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
-    out, stamp = torch.zeros(rounds, 4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    for index in range(2):
-        memory.signal(flags, memory.rank, index, first)
-    memory.barrier()
-    for turn in range(rounds):
-        epoch = first + 1 + turn
-        with memory.guard("turn"):
-            memory.wait_signal(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
-            calls.do(partial(x.local.fill_, turn * 10 + memory.rank))
-            memory.signal(flags, right, 0, epoch)
-            memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="written")
-            calls.do(partial(out[turn].copy_, x.peers[left]))
-            calls.do(partial(stamp.fill_, wrapped(epoch)))
-            memory.signal(flags, left, 1, stamp)
+    out = ring(memory, rounds, first, calls.do)
     calls.synchronize()
-    memory.check()
-    assert out.tolist() == [[turn * 10 + left] * 4 for turn in range(rounds)]
-    memory.barrier()
-
-
-def test_signals_order_copies_on_streams() -> None:
-    pool(2).run(_ring, 200, 0)
-    pool(3).run(_ring, 50, 2**31 - 20)
+    check_ring(memory, out)
 
 
 def _never(memory: CudaMemory, flags: SymmetricBuffer) -> None:

@@ -18,8 +18,8 @@ from tpfuse.comm.connect import connect
 from tpfuse.comm.cuda_memory import CudaMemory
 from tpfuse.comm.errors import PeerTimeout, Unavailable
 from tpfuse.comm.settings import set_settings
-from tpfuse.comm.symmetric_memory import wrapped
 from tpfuse.testing.ranks import GpuRankPool, RankError, RankPool
+from tpfuse.testing.symmetric_memories import check_buffers, check_names, check_ring, ring
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,31 +43,14 @@ def _memory(timeout: float = 30.0) -> CudaMemory:
 
 def _buffers() -> None:
     memory = _memory()
-    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)):
-        buffer = memory.buffer(f"x{number}", (1000, 3), dtype)
-        assert not buffer.local.any() and buffer.local.is_contiguous()
-        buffer.local.view(torch.uint8).fill_(memory.rank % 2)
-        memory.barrier()
-        for rank, peer in enumerate(buffer.peers):
-            assert peer.device == memory.device and peer.shape == (1000, 3)
-            assert bool((peer.view(torch.uint8) == rank % 2).all())
-        assert buffer.addresses.tolist() == [peer.data_ptr() for peer in buffer.peers]
-        memory.barrier()
-        left = buffer.peers[memory.rank - 1]
-        left.view(torch.uint8).fill_(1)
-        memory.barrier()
-        assert bool((buffer.local.view(torch.uint8) == 1).all())
-    assert memory.buffer("empty", (0, 3), torch.float32).local.shape == (0, 3)
-    memory.free("x0")
-    assert not memory.buffer("x0", (7,), torch.float32).local.any()
+    check_buffers(memory, (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool))
+    check_names(memory)
     free, _ = torch.cuda.mem_get_info()
     for _ in range(5):
         memory.buffer("large", (2**26,), torch.uint8)
         memory.free("large")
     memory.barrier()
     assert torch.cuda.mem_get_info()[0] > free - 2**25 * memory.world
-    for number in range(5):
-        memory.free(f"x{number}")
 
 
 def test_every_rank_reads_and_writes_every_ranks_part(ranks: RankPool) -> None:
@@ -76,29 +59,10 @@ def test_every_rank_reads_and_writes_every_ranks_part(ranks: RankPool) -> None:
 
 def _ring(first: int) -> None:
     """The stream does all copies and signals; the host reads nothing before the end."""
-    memory, rounds = _memory(), 500
-    x, flags = memory.buffer("x", (10000,), torch.int64), memory.signals("flags", 2)
-    right, left = (memory.rank + 1) % memory.world, (memory.rank - 1) % memory.world
-    out = torch.zeros(rounds, 10000, dtype=torch.int64, device=memory.device)
-    stamp = torch.zeros(1, dtype=torch.int32, device=memory.device)
-    for index in range(2):
-        memory.signal(flags, memory.rank, index, first)
-    memory.barrier()
-    for turn in range(rounds):
-        epoch = first + 1 + turn
-        with memory.guard("turn"):
-            memory.wait_signal(flags, memory.rank, 1, epoch - 1, peer=right, op="read")
-            x.local.fill_(turn * 10 + memory.rank)
-            memory.signal(flags, right, 0, epoch)
-            memory.wait_signal(flags, memory.rank, 0, epoch, peer=left, op="written")
-            out[turn].copy_(x.peers[left])
-            stamp.fill_(wrapped(epoch))
-            memory.signal(flags, left, 1, stamp)
+    memory = _memory()
+    out = ring(memory, 500, first)
     torch.cuda.synchronize()
-    memory.check()
-    expected = torch.arange(rounds, device=memory.device)[:, None] * 10 + left
-    assert bool((out == expected).all())
-    memory.barrier()
+    check_ring(memory, out)
 
 
 def test_signals_order_copies_on_streams(ranks: RankPool) -> None:
