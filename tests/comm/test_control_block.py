@@ -7,7 +7,7 @@ import pickle
 import resource
 import socket
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -279,45 +279,28 @@ def test_a_rank_has_left_only_if_it_did_not_end_the_operation() -> None:
 
 
 def _elsewhere() -> str:
-    if dist.get_rank() == 1:
-        real, host.node_identity = host.node_identity, lambda: "boot pid:[1] net:[1] elsewhere"
-    try:
-        _control_block()
-    except Unavailable as error:
-        return str(error)
-    finally:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Unavailable) as caught:
         if dist.get_rank() == 1:
-            host.node_identity = real
-    return "made"
+            patch.setattr(host, "node_identity", lambda: "boot pid:[1] net:[1] elsewhere")
+        _control_block()
+    return str(caught.value)
 
 
 def test_ranks_on_two_hosts_get_the_reason() -> None:
-    messages = pool(3).run(_elsewhere)
-    assert (
-        messages
-        == [f"the group spans hosts or containers: rank 0 is on {socket.gethostname()}, rank 1 on elsewhere"] * 3
-    )
+    reason = f"the group spans hosts or containers: rank 0 is on {socket.gethostname()}, rank 1 on elsewhere"
+    assert pool(3).run(_elsewhere) == [reason] * 3
 
 
 def _poor(rank: int, function: str) -> tuple[str, bool]:
     """Makes a system call fail on one rank."""
-
-    def fails(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(23, "Too many open files in system")
-
     before = _open()
-    if dist.get_rank() == rank:
-        owner = control_block if function == "_map" else os
-        real = getattr(owner, function)
-        setattr(owner, function, fails)
-    try:
-        _control_block()
-        message = "made"
-    except Unavailable as error:
-        message = str(error)
-    finally:
+    many = mock.Mock(side_effect=OSError(23, "Too many open files in system"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Unavailable) as caught:
         if dist.get_rank() == rank:
-            setattr(owner, function, real)
+            patch.setattr(control_block if function == "_map" else os, function, many)
+        _control_block()
+    message = str(caught.value)
+    del caught  # Its traceback keeps what was open.
     return message, _open() == before
 
 

@@ -68,11 +68,10 @@ def _wait_kernel(flags_ptr, abort_ptr, out_ptr):
 
 def _spin(memory: SharedMemory) -> None:
     """Runs a kernel that waits for a signal that never comes."""
-    flags = memory.signals("never", 1)
     out = torch.full((1,), 7, dtype=torch.int32)
     try:
         with memory.guard("kernel", kernel=True):
-            _wait_kernel[(1,)](flags.local, memory.abort, out)
+            _wait_kernel[(1,)](memory.signals("never", 1).local, memory.abort, out)
     finally:
         assert int(out) == 0, "the kernel came back and said that it was told to"
 
@@ -126,12 +125,8 @@ def _sums(rank: Rank, stopped: int) -> list[int]:
     """Computes sums; one rank is stopped in the middle of the second one."""
     total = Sum(connect(rank))
 
-    def pause() -> None:
-        rank.tell("here")
-        rank.hear()
-
     found = [total(1)]
-    found.append(total(10 + rank.rank, pause if rank.rank == stopped else lambda: None))
+    found.append(total(10 + rank.rank, rank.pause if rank.rank == stopped else lambda: None))
     found.append(total(100))
     return found
 
@@ -155,12 +150,8 @@ def _stopped_too_long(rank: Rank, stopped: int, timeout: float) -> tuple[PeerTim
     assert total(1) == 3
     set_timeout(memory, timeout)
 
-    def pause() -> None:
-        rank.tell("here")
-        rank.hear()
-
     try:
-        total(5, pause if rank.rank == stopped else lambda: None)
+        total(5, rank.pause if rank.rank == stopped else lambda: None)
     except PeerTimeout as error:
         caught = error
     else:
@@ -170,8 +161,7 @@ def _stopped_too_long(rank: Rank, stopped: int, timeout: float) -> tuple[PeerTim
         total(5)
     with pytest.raises(PeerTimeout):
         memory.barrier()
-    rank.tell("here")
-    rank.hear()
+    rank.pause()
     be_patient(memory)
     memory.reset()
     sums = [total(10**turn * (memory.rank + 1)) for turn in range(5)]
@@ -206,14 +196,10 @@ def _stopped_together(rank: Rank, operation: str, timeout: float) -> int:
     total, flags, out = Sum(memory), memory.signals("told", 1), torch.zeros(1, dtype=torch.int32)
     set_timeout(memory, timeout)
 
-    def pause() -> None:
-        rank.tell("here")
-        rank.hear()
-
     if operation == "sum":
-        return total(memory.rank + 1, pause if memory.rank == 1 else lambda: None)
+        return total(memory.rank + 1, rank.pause if memory.rank == 1 else lambda: None)
     if memory.rank == 1:
-        pause()
+        rank.pause()
         memory.signal(flags, 0, 0, 1)
         return 3
     with memory.guard("kernel", kernel=True):
@@ -368,7 +354,8 @@ def _interrupted(rank: Rank, operation: str) -> str:
     try:
         rank.tell("here")
         if operation == "kernel":
-            _wait_forever(memory)
+            with memory.guard("kernel", kernel=True):
+                _wait_kernel[(1,)](never.local, memory.abort, torch.zeros(1, dtype=torch.int32))
         elif operation == "wait":
             with memory.guard("wait"):
                 memory.wait_signal(never, memory.rank, 0, 1, op="wait")
@@ -383,12 +370,6 @@ def _interrupted(rank: Rank, operation: str) -> str:
         with memory.guard("the next operation"):
             return "free again"
     return "not interrupted"
-
-
-def _wait_forever(memory: SharedMemory) -> None:
-    out = torch.zeros(1, dtype=torch.int32)
-    with memory.guard("kernel", kernel=True):
-        _wait_kernel[(1,)](memory.signals("never", 1).local, memory.abort, out)
 
 
 @pytest.mark.parametrize("operation", ["wait", "barrier", "kernel"])

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -220,22 +221,14 @@ def test_two_runs_at_once_on_one_machine_leave_nothing_in_dev_shm() -> None:
 def _exhausted(rank: int, name: str) -> tuple[str, bool]:
     memory = _memory()
     before = _open()
-
-    def fails(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    if memory.rank == rank:
-        owner = control_block if name == "_map" else os
-        real = getattr(owner, name)
-        setattr(owner, name, fails)
-    try:
-        memory.buffer("x", (100,), torch.float32)
-        message = "made"
-    except Unavailable as error:
-        message = str(error)
-    finally:
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with pytest.MonkeyPatch.context() as patch:
         if memory.rank == rank:
-            setattr(owner, name, real)
+            patch.setattr(control_block if name == "_map" else os, name, full)
+        with pytest.raises(Unavailable) as caught:
+            memory.buffer("x", (100,), torch.float32)
+    message = str(caught.value)
+    del caught  # Its traceback keeps what was open.
     clean = _open() == before
     assert memory.buffer("x", (100,), torch.float32).local.shape == (100,)  # The next attempt may succeed.
     return message, clean

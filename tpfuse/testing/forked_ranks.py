@@ -53,6 +53,11 @@ class Rank:
         """Wait until the test calls `Ranks.go`."""
         self._connection.recv()
 
+    def pause(self) -> None:
+        """Send "here" to the test, and wait until it calls `Ranks.go`."""
+        self.tell("here")
+        self.hear()
+
 
 def _serve(rank: Rank, function: Callable[..., Any], *args: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # earlier tests may have left another handler
