@@ -1,6 +1,7 @@
 """The GPT computes the same losses, gradients and logits on any number of ranks, and refuses bad input."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def _model(config: GPTConfig = CONFIG, dtype: torch.dtype = torch.float64, shard
     return model
 
 
+def _gradients(model: GPT, plain: GPT) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each parameter's gradient on this rank, and that part of the gradient on one rank."""
+    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert parameter.grad is not None and wanted.grad is not None, name
+        yield local_tensor(parameter.grad), wanted.grad[tuple(slice(*bounds) for bounds in local_slices(parameter))]
+
+
 def _batch(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     ids = integers(1, batch, length, low=0, high=vocabulary - 1, dtype=torch.int64)
     targets = ids.roll(-1, 1)
@@ -55,10 +63,8 @@ def _losses_and_gradients(config: GPTConfig, batch: int, length: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
         (expected * weights).sum().backward()
         (actual * weights).sum().backward()
-        for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
-            part = tuple(slice(*bounds) for bounds in local_slices(parameter))
-            assert parameter.grad is not None and wanted.grad is not None, name
-            torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-10, atol=1e-12)
+        for found, wanted in _gradients(model, plain):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
     logits = model(ids)
     assert logits.shape == (batch, length, config.vocab_size), "exactly the vocabulary: nothing padded"
     torch.testing.assert_close(logits, plain(ids), rtol=1e-12, atol=1e-13)
@@ -80,10 +86,8 @@ def _weighted_sum(config: GPTConfig) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
     for total in (expected, actual):
         total.backward()
-    for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
-        part = tuple(slice(*bounds) for bounds in local_slices(parameter))
-        assert parameter.grad is not None and wanted.grad is not None, name
-        torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-10, atol=1e-12)
+    for found, expected_gradient in _gradients(model, plain):
+        torch.testing.assert_close(found, expected_gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("world", [2, *exhaustive(1, 3)])
@@ -123,15 +127,13 @@ def _spread(
                 losses = m(ids, targets, dropout_at=(3, 4))
                 totals.append((losses * weights).sum())
             totals[-1].backward()
-        whole = all_reduce(totals[1].detach(), group) if weighted else totals[1].detach()
-        torch.testing.assert_close(whole, totals[0].detach(), rtol=1e-12, atol=1e-12)
-        for (name, wanted), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
-            part = tuple(slice(*bounds) for bounds in local_slices(parameter))
-            assert parameter.grad is not None and wanted.grad is not None, name
-            found = all_reduce(local_tensor(parameter.grad), group)
-            error = (found - wanted.grad[part]).abs().max().item() if found.numel() else 0.0
-            assert error <= 1e-12 * max(1.0, wanted.grad.abs().max().item()), (name, error)
-            parameter.grad = wanted.grad = None
+        total = all_reduce(totals[1].detach(), group) if weighted else totals[1].detach()
+        torch.testing.assert_close(total, totals[0].detach(), rtol=1e-12, atol=1e-12)
+        for found, wanted in _gradients(model, plain):
+            whole, largest = all_reduce(found, group), max(1.0, wanted.abs().max().item() if wanted.numel() else 0.0)
+            torch.testing.assert_close(whole, wanted, rtol=0, atol=1e-12 * largest)
+        plain.zero_grad()
+        model.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -267,10 +269,8 @@ def test_torch_clips_by_the_norm_of_one_rank() -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
-    for wanted, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-        assert parameter.grad is not None and wanted.grad is not None
-        part = tuple(slice(*bounds) for bounds in local_slices(parameter))
-        torch.testing.assert_close(local_tensor(parameter.grad), wanted.grad[part], rtol=1e-9, atol=1e-14)
+    for found, wanted in _gradients(model, plain):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-14)
 
 
 def test_flops_per_token_are_counted() -> None:

@@ -100,10 +100,11 @@ def test_a_block_saves_the_bytes_of_the_formula_on_one_rank() -> None:
     assert _per_layer("full") == 4 * M * C
 
 
-def _kept_by_tensor_ranks(world: int) -> None:
+@on_ranks(2)
+def test_a_block_saves_the_bytes_of_the_formula_on_two_tensor_parallel_ranks() -> None:
     """Ranks save for m tokens: x, the first norm's output, x between the norms, the second norm's output, and twice
     mean and deviation."""
-    mesh = mesh_of(1, world)["tp"]
+    world, mesh = 2, mesh_of(1, 2)["tp"]
     m, share = M // world, C // world
     for impl in ("direct", "collective"):
         with implementation(impl):
@@ -112,24 +113,16 @@ def _kept_by_tensor_ranks(world: int) -> None:
             assert _per_layer("full", device_mesh=mesh) == 4 * m * C
 
 
-def test_a_block_saves_the_bytes_of_the_formula_on_two_tensor_parallel_ranks() -> None:
-    pool(2).run(_kept_by_tensor_ranks, 2)
-
-
-def _kept_by_context_ranks(world: int) -> None:
+@on_ranks(2)
+def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() -> None:
     """A ring saves q, k, v, out and lse of this rank's tokens, as one rank saves those of all tokens."""
-    context = context_mesh(mesh_of(1, 1, world))
-    n = M // world
+    context, n = context_mesh(mesh_of(1, 1, 2)), M // 2
     options = {"context_mesh": context, "context_schedule": "ring"}
     assert _per_layer("none", **options) == 4 * n * (16 * C + 4 + H)
     assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
     assert _per_layer("full", **options) == 4 * n * C
     options["context_schedule"] = "ulysses"  # also saves the exchanged tensors, which are q, k, v, out and lse again
     assert _per_layer("selective", **options) == 4 * n * (11 * C + 4)
-
-
-def test_a_block_saves_the_bytes_of_the_formula_on_two_context_parallel_ranks() -> None:
-    pool(2).run(_kept_by_context_ranks, 2)
 
 
 @pytest.mark.parametrize(
