@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,20 +12,21 @@ from tqdm import tqdm
 from tpfuse.models.gpt import GPTConfig
 from tpfuse.testing.command import Commands
 from tpfuse.testing.ranks import pool
-from tpfuse.testing.training import new_trainer, options_of, ranks_of
+from tpfuse.testing.tiers import exhaustive
+from tpfuse.testing.training import Result, options_of, ranks_of, train
 
 
-def _losses(layout: dict[str, Any], dropout: float, compiled: bool) -> list[float]:
+def _trained(layout: dict[str, Any], dropout: float, backend: str) -> Result:
+    """Returns losses, norms and weights of four steps of two micro-batches. backend: torch.compile's, or ""."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    options = options_of(
-        batch=4 * layout.get("dp", 1), micro_batch=2, compile=compiled, **{"dtype": "float32", **layout}
-    )
-    trainer, windows = new_trainer(options, GPTConfig(61, 8, 32, 2, 4, dropout=dropout))
-    losses = [trainer.train_step(windows, lambda: False).loss for _ in range(4)]
+    batch, real = 4 * layout.get("dp", 1), torch.compile
+    options = options_of(batch=batch, micro_batch=2, dtype="float32", compile=bool(backend), **layout)
+    with mock.patch.object(torch, "compile", lambda model, **more: real(model, **more, backend=backend)):
+        result = train(options, 4, config=GPTConfig(61, 8, 32, 2, 4, dropout=dropout))
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert (graphs > 0) == compiled, "steps are compiled, or not"
-    return losses
+    assert (graphs > 0) == bool(backend), "steps are compiled, or not"
+    return result
 
 
 @pytest.mark.compile
@@ -35,8 +37,25 @@ def _losses(layout: dict[str, Any], dropout: float, compiled: bool) -> list[floa
 )
 def test_compiled_steps_have_the_same_losses(layout: dict[str, Any], dropout: float) -> None:
     ranks = pool(ranks_of(options_of(**layout)))
-    plain, compiled = (ranks.run(_losses, layout, dropout, on)[0] for on in (False, True))
+    plain, compiled = (ranks.run(_trained, layout, dropout, backend)[0][0] for backend in ("", "inductor"))
     np.testing.assert_allclose(compiled, plain, rtol=3e-3 if "autocast" in layout else 1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "stage": 2},
+        *exhaustive({"dp": 2}, {"dp": 2, "stage": 1}, {"tp": 2, "stage": 2}, {"dp": 2, "tp": 2, "stage": 3}),
+    ],
+    ids=str,
+)
+def test_traced_steps_are_equal_to_the_bit(layout: dict[str, Any]) -> None:
+    ranks = pool(ranks_of(options_of(**layout)))
+    for plain, traced in zip(
+        *(ranks.run(_trained, layout, 0.0, backend) for backend in ("", "aot_eager")), strict=True
+    ):
+        assert plain[:2] == traced[:2]
+        assert all(torch.equal(weight, traced[2][name]) for name, weight in plain[2].items())
 
 
 def test_a_machine_without_a_compiler_is_an_error(commands: Commands) -> None:

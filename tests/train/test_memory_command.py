@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.long_context import SavedBytes
-from tpfuse.cli import run
 from tpfuse.comm.layout import local_tensor
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.testing.command import Commands
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import mesh_of
 from tpfuse.testing.ranks import pool
@@ -31,9 +31,8 @@ def _table(text: str) -> dict[str, list[int]]:
     return {row[0]: [int(x.replace(",", "")) for x in row[3::3]] for row in rows if len(row) > 3 and row[2] == "GiB"}
 
 
-def test_the_table_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
-    out = capsys.readouterr().out
+def test_the_table_of_a_preset(commands: Commands) -> None:
+    out = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60")
     assert out.startswith("gpt2-124m: 124,439,808 parameters, bfloat16; ranks 8: tp 1 x cp 1 x dp 8\n")
     assert "micro-batches of 60 x 1024 tokens, 1 in each step; recompute none" in out
     assert "stage 0" in out and "stage 3" in out and "workspaces are not counted" in out
@@ -49,37 +48,31 @@ def test_the_table_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
         assert sum(column[:6]) == column[6]
 
 
-def test_a_note_says_that_micro_batches_accumulate_whole_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60"]) == 0
-    alone = capsys.readouterr().out
+def test_a_note_says_that_micro_batches_accumulate_whole_gradients(commands: Commands) -> None:
+    alone = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "60")
     assert "Gradients:" not in alone
-    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15"]) == 0
-    out = capsys.readouterr().out
+    out = commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15")
     kept = [f"{_table(alone)['gradients'][stage] / 2**30:.3f} GiB at stage {stage}" for stage in (2, 3)]
     assert "Gradients: 4 micro-batches are accumulated in whole gradients before ranks exchange them" in out
     assert f"In a step of one micro-batch gradients would be {' and '.join(kept)}.\n" in out
-    assert run(["memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15", "--stage", "1"]) == 0
-    assert "Gradients:" not in capsys.readouterr().out
+    assert "Gradients:" not in commands.do("memory", "gpt2-124m", "--ranks", "8", "--micro-batch", "15", "--stage", "1")
 
 
-def test_recomputing_more_holds_less(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputing_more_holds_less(commands: Commands) -> None:
     found = []
     for recompute in ("none", "selective", "full"):
-        assert run(["memory", "tiny", "--stage", "1", "--recompute", recompute]) == 0
-        table = _table(capsys.readouterr().out)
+        table = _table(commands.do("memory", "tiny", "--stage", "1", "--recompute", recompute))
         assert all(len(values) == 1 for values in table.values())
         found += table["activations"]
     assert found[0] > found[1] > found[2]
 
 
-def test_a_file_gives_the_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gives_the_layout(tmp_path: Path, commands: Commands) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[model]\npreset = "gpt2-350m"\nn_layer = 2\n[parallel]\ntp = 4\ncp = 2\n[train]\nbatch = 24\n')
-    assert run(["memory", str(file), "--ranks", "16"]) == 0
-    out = capsys.readouterr().out
+    out = commands.do("memory", file, "--ranks", "16")
     assert "ranks 16: tp 4 x cp 2 x dp 2" in out and "12 x 1024 tokens, 1 in each step" in out
-    assert run(["memory", str(file)]) == 0
-    assert "ranks 8: tp 4 x cp 2 x dp 1" in capsys.readouterr().out
+    assert "ranks 8: tp 4 x cp 2 x dp 1" in commands.do("memory", file)
     assert not dist.is_initialized()
 
 
@@ -100,27 +93,21 @@ def test_the_automatic_schedule_is_the_one_that_ranks_choose(heads: int, impl: s
         assert activations("ulysses") > activations("all_gather")
 
 
-def test_the_options_of_zero_are_taken_from_the_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_options_of_zero_are_taken_from_the_configuration(tmp_path: Path, commands: Commands) -> None:
     file, tables = tmp_path / "run.toml", []
     for zero in ("", 'gradient_dtype = "parameter"', 'reduce_dtype = "parameter"'):
         file.write_text(f'[train]\ndtype = "bfloat16"\n[zero]\n{zero}\n')
-        assert run(["memory", str(file), "--ranks", "4"]) == 0
-        tables.append(_table(capsys.readouterr().out))
+        tables.append(_table(commands.do("memory", file, "--ranks", "4")))
     plain, narrow, apart = tables
     assert narrow["gradients"][0] * 2 == plain["gradients"][0] == apart["gradients"][0]
     assert narrow["buffers"][2] * 2 == plain["buffers"][2] == apart["buffers"][2] * 2
     file.write_text("[parallel]\nreplicas = 2\n")
-    assert run(["memory", str(file), "--ranks", "4"]) == 0
-    shared = _table(capsys.readouterr().out)["moments"]
+    shared = _table(commands.do("memory", file, "--ranks", "4"))["moments"]
     assert shared[3] > 1.9 * shared[2], "each copy of the model is on two of the four ranks"
     file.write_text('[zero]\noffload = "optimizer"\n')
-    assert run(["memory", str(file)]) == 0
-    assert "are in the host's memory" in capsys.readouterr().out
+    assert "are in the host's memory" in commands.do("memory", file)
     file.write_text("[parallel]\nreplicas = 3\n")
-    assert run(["memory", str(file), "--ranks", "4"]) == 2
-    assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in capsys.readouterr().err
+    assert "parallel.replicas 3 does not divide 4 data-parallel ranks" in commands.fail("memory", file, "--ranks", "4")
 
 
 def _real(tp: int, dp: int) -> MemoryAccount:
@@ -165,11 +152,8 @@ def test_the_size_of_buckets_is_that_of_training() -> None:
     assert inspect.signature(GradientBuckets).parameters["bucket_bytes"].default == BUCKET_BYTES
 
 
-def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tokenizer_chars_needs_the_size_of_the_vocabulary(tmp_path: Path, commands: Commands) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\ntokenizer = "chars"\n')
-    assert run(["memory", str(file)]) == 2
-    assert "give --vocab-size" in capsys.readouterr().err
-    assert run(["memory", str(file), "--vocab-size", "77"]) == 0
+    assert "give --vocab-size" in commands.fail("memory", file)
+    commands.do("memory", file, "--vocab-size", "77")

@@ -101,9 +101,6 @@ def test_values_that_have_the_schema_are_accepted(tmp_path: Path) -> None:
         (lambda m: m["state"].pop("updates"), "state has no 'updates'"),
         (lambda m: m["state"]["model"].update(wheels=4), "wheels"),
         (lambda m: m["state"]["model"].update(n_layer="x" * 10_000), "'n_layer' of the model is 'x"),
-        (lambda m: m.update(state=5), "'state' of the manifest is 5: expected dict"),
-        (lambda m: next(iter(m["tensors"].values()))["slices"][0].update(key=0), "'key' of .* is 0: expected str"),
-        (lambda m: m["files"].update({"../x.safetensors": {"size": 1, "sha256": ""}}), "'../x.safetensors'"),
     ],
 )
 def test_a_manifest_with_wrong_values_is_a_damaged_checkpoint(

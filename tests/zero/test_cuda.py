@@ -15,6 +15,7 @@ from tpfuse.comm import collectives
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.ranks import GpuRankPool, RankPool, pool
 from tpfuse.testing.tiers import exhaustive
+from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 from tpfuse.zero.offload import HostStore
@@ -47,13 +48,12 @@ def _loss(model: nn.Module, step: int, rank: int, world: int, like: Tensor) -> T
 def _plainly(world: int, dtype: torch.dtype, clip: bool) -> list[Tensor]:
     """Train with torch on one CPU rank with all ranks' inputs, in float32 as the masters of a half type."""
     model = _model(dtype).float()
-    weights, biases = (list(model.parameters())[first::2] for first in (0, 1))
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR)
+    named = dict(model.named_parameters())
+    optimizer = torchs_adamw(named, LR, betas=(0.9, 0.999), eps=1e-8)
     for step in range(STEPS):
         optimizer.zero_grad()
         for rank in range(world):
-            _loss(model, step, rank, world, weights[0]).backward()
+            _loss(model, step, rank, world, named["0.weight"]).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

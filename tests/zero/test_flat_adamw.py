@@ -12,7 +12,7 @@ from tpfuse.parallel.initialize import initialize
 from tpfuse.testing.compare import check_error
 from tpfuse.testing.inputs import normal
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.zero.bucket_layout import decays
+from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.flat_adamw import FlatAdamW
 from tpfuse.zero.gradient_buckets import GradientBuckets
 
@@ -27,12 +27,8 @@ def test_equals_adamw_on_the_parameters() -> None:
     torch.manual_seed(0)
     plain = _model(torch.float64, n_layer=2)
     model = copy.deepcopy(plain)
-    decayed = [p for n, p in plain.named_parameters() if decays(n, p)]
-    rest = [p for n, p in plain.named_parameters() if not decays(n, p)]
-    assert {p.ndim for p in rest} == {1, 2}  # norms and biases, also the packed bias of q, k, v
-    reference = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, betas=(0.8, 0.95)
-    )
+    reference = torchs_adamw(dict(plain.named_parameters()), betas=(0.8, 0.95), eps=1e-8, weight_decay=0.3)
+    assert {p.ndim for p in reference.param_groups[1]["params"]} == {1, 2}  # also the packed bias of q, k, v
     buckets = GradientBuckets(model, bucket_bytes=4000)
     assert len(buckets.buckets) > 2
     optimizer = FlatAdamW(buckets, betas=(0.8, 0.95), weight_decay=0.3)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tpfuse.testing.meshes import mesh_of, tensor_mesh
 from tpfuse.testing.nodes import pretended_nodes
 from tpfuse.testing.ranks import on_ranks, pool
 from tpfuse.testing.tiers import exhaustive
-from tpfuse.zero.bucket_layout import decays
+from tpfuse.testing.zero_training import torchs_adamw
 from tpfuse.zero.compression import PowerSGDCompression
 from tpfuse.zero.fully_sharded import FullySharded
 from tpfuse.zero.gradient_buckets import GradientBuckets
@@ -30,6 +31,7 @@ from tpfuse.zero.optimizer import ZeroOptimizer
 
 BATCH, CLIP = 18, 0.05
 BETAS, DECAY = (0.8, 0.95), 0.3
+ROWS = ROWS
 SCHEDULES: dict[str, Callable[[Any], LRScheduler]] = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=5),
@@ -83,28 +85,18 @@ def loss_of(model: nn.Module, step: int, rows: Tensor) -> Tensor:
 
 def one_rank(schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     model = made()
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named if decays(name, p)]},
-        {"params": [p for name, p in named if not decays(name, p)], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=BETAS, weight_decay=DECAY)
-    norms = loop(
-        model,
-        optimizer,
-        SCHEDULES[schedule](optimizer),
-        lambda clip: nn.utils.clip_grad_norm_(model.parameters(), clip),
-        torch.arange(BATCH),
-        range(4),
-    )
-    return {name: p.detach() for name, p in named}, norms
+    named = dict(model.named_parameters())
+    optimizer = torchs_adamw(named, betas=BETAS, eps=1e-8, weight_decay=DECAY)
+    scheduler = SCHEDULES[schedule](optimizer)
+    norms = loop(model, optimizer, scheduler, partial(nn.utils.clip_grad_norm_, named.values()), ROWS, range(4))
+    return {name: p.detach() for name, p in named.items()}, norms
 
 
 def zero(stage: int, schedule: str) -> tuple[dict[str, Tensor], list[float]]:
     model = made()
     optimizer = ZeroOptimizer(engine_of(model, stage), lr=1e-2, betas=BETAS, weight_decay=DECAY)
     # Every rank has the same number of rows of each micro-batch.
-    rows = torch.arange(BATCH).view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
+    rows = ROWS.view(3, dist.get_world_size(), -1)[:, dist.get_rank()].flatten()
     scheduler = SCHEDULES[schedule](optimizer)
     norms = loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, range(4), optimizer.no_sync)
     return {name: gather_whole(p).clone() for name, p in model.named_parameters()}, norms
@@ -136,7 +128,7 @@ def resumed(stage: int, dtype: torch.dtype, optimizer_first: bool) -> tuple[bool
     def run(model: nn.Module, optimizer: ZeroOptimizer, scheduler: LRScheduler, steps: range) -> None:
         loop(model, optimizer, scheduler, optimizer.clip_grad_norm_, rows, steps, optimizer.no_sync)
 
-    rows = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
+    rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
     models, optimizers, schedulers = [], [], []
     for seed in range(2):
         model = made(dtype)
@@ -246,7 +238,7 @@ def test_zero_grad_discards_gradients_that_no_step_has_used(stage: int, impl: Im
         model = made()
         with implementation(impl):
             optimizer = ZeroOptimizer(engine_of(model, stage))
-        rows = torch.arange(BATCH).chunk(dist.get_world_size())[dist.get_rank()]
+        rows = ROWS.chunk(dist.get_world_size())[dist.get_rank()]
         for step in range(2):
             if skip:
                 if dist.get_rank() and arrive == "the last":
@@ -275,7 +267,7 @@ def disagreeing(stage: int) -> tuple[str, float]:
     begin = time.monotonic()
     try:
         for step in range(3):
-            loss_of(model, step, torch.arange(BATCH)).backward()
+            loss_of(model, step, ROWS).backward()
             if step == 0 or dist.get_rank() == 0:
                 optimizer.step()
             optimizer.zero_grad()
@@ -298,7 +290,7 @@ def test_a_gradient_scaler_is_refused() -> None:
     """The errors say what to do instead. A scaler would skip updates without the agreement of other ranks."""
     model = made(torch.float32)
     optimizer, scaler = ZeroOptimizer(GradientBuckets(model)), torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, 0, torch.arange(BATCH))).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(loss_of(model, 0, ROWS)).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match=r"train in bfloat16, which needs no torch\.amp\.GradScaler"):
         scaler.unscale_(optimizer)
     scaler = torch.amp.GradScaler("cpu")
@@ -345,7 +337,7 @@ def test_hyperparameters_are_read_at_each_step() -> None:
                 group |= {"lr": 0.01 * (step + 1), "betas": (0.5 + 0.1 * step, 0.9), "eps": 1e-3}
         for each, x in ((optimizer, model), (reference, plain)):
             each.zero_grad()
-            loss_of(x, step, torch.arange(BATCH)).backward()
+            loss_of(x, step, ROWS).backward()
             each.step()
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -364,7 +356,7 @@ def test_a_closure_computes_the_loss() -> None:
 
     def closure(of: torch.optim.Optimizer, x: nn.Module) -> Tensor:
         of.zero_grad()
-        loss = loss_of(x, 0, torch.arange(BATCH))
+        loss = loss_of(x, 0, ROWS)
         loss.backward()
         return loss
 
@@ -375,7 +367,7 @@ def test_a_closure_computes_the_loss() -> None:
 
 
 def test_errors_explain_what_is_wrong_in_a_loop() -> None:
-    model, rows = made(), torch.arange(BATCH)
+    model, rows = made(), ROWS
     optimizer = ZeroOptimizer(GradientBuckets(model))
     loss_of(model, 0, rows).backward()
     with pytest.raises(ValueError, match=r"put earlier backward passes of a step into its no_sync\(\)"):

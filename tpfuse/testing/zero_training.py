@@ -1,7 +1,7 @@
 """Models that ZeRO trains on any layout in tests, and the same training by torch's AdamW on one rank."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import inf, nan
 from typing import Any
@@ -109,12 +109,13 @@ def gpt(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
 CASES = {"toy": toy, "gpt": gpt}
 
 
-def torchs_adamw(parameters: dict[str, Tensor]) -> torch.optim.AdamW:
+def torchs_adamw(parameters: Mapping[str, Tensor], lr: float = LR, **options: Any) -> torch.optim.AdamW:
+    """Return torch's AdamW, which decays the parameters that ZeRO decays; options replace those of `ADAMW`."""
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in parameters.items() if decays(name, p) == decay]} for decay in (True, False)
     ]
     groups[1]["weight_decay"] = 0.0
-    return torch.optim.AdamW(groups, lr=LR, **ADAMW)
+    return torch.optim.AdamW(groups, lr=lr, **{**ADAMW, **options})
 
 
 @functools.cache
