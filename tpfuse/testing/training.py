@@ -88,7 +88,8 @@ def train(
     config: GPTConfig = CONFIG,
 ) -> Result:
     """Train on this rank of a pool, from the checkpoint in `resume` if there is one, and save one in `save_to`."""
-    offload._IN_MEMORY = ()  # if the checkout is in memory, the file may be too
+    # If the checkout is in memory, the file may be too.
+    offload._IN_MEMORY = ()  # type: ignore[assignment]
     trainer, windows = new_trainer(options, config)
     if resume is not None:
         trainer.evaluate(windows, 1)  # at stage 3 it leaves parameters gathered

@@ -101,7 +101,9 @@ def gpt(dtype: torch.dtype = torch.float64, **options: Any) -> Case:
 
     def loss(rows: Tensor, step: int) -> Tensor:
         weight = 1 / ids.numel()
-        return model(ids[rows], ids[rows].roll(-1, 1), loss_weight=weight, dropout_at=(3, step), sequences_B=rows)
+        options = {"loss_weight": weight, "dropout_at": (3, step), "sequences_B": rows}
+        total: Tensor = model(ids[rows], ids[rows].roll(-1, 1), **options)
+        return total
 
     return Case(model, list(model.transformer.h), loss)
 
@@ -125,7 +127,7 @@ def plain(name: str, clip: float = CLIP, dtype: torch.dtype = torch.float64) -> 
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
     optimizer, norms = torchs_adamw(trained), []
     for step in range(STEPS):
-        case.loss(torch.arange(BATCH), step).backward()
+        case.loss(torch.arange(BATCH), step).backward()  # type: ignore[no-untyped-call]
         for parameter in trained.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(nn.utils.clip_grad_norm_(trained.values(), clip)))
@@ -190,12 +192,12 @@ def train_step(
     """Run a step and return the norm of the gradients before clipping; nan without clipping, which needs no norm."""
     for index, rows in enumerate(batches):
         engine.start(last=index == len(batches) - 1)
-        case.loss(rows, at).backward()
+        case.loss(rows, at).backward()  # type: ignore[no-untyped-call]
     engine.finish(sums=clip != inf)
     if clip == inf:
         optimizer.step(LR)
         return nan
-    norm = float(collectives.all_reduce(engine.squared_norm(), dist.group.WORLD)) ** 0.5
+    norm: float = collectives.all_reduce(engine.squared_norm(), dist.group.WORLD).item() ** 0.5
     optimizer.step(LR, min(1.0, clip / (norm + 1e-6)))
     return norm
 
