@@ -31,7 +31,7 @@ from tpfuse.zero.optimizer import ZeroOptimizer
 
 BATCH, CLIP = 18, 0.05
 BETAS, DECAY = (0.8, 0.95), 0.3
-ROWS = ROWS
+ROWS = torch.arange(BATCH)
 SCHEDULES: dict[str, Callable[[Any], LRScheduler]] = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=5),
