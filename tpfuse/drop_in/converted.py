@@ -10,6 +10,8 @@ tensor in its original shape.
 """
 
 import contextlib
+import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -28,11 +30,12 @@ from tpfuse.comm.mesh import rank_and_size
 from tpfuse.layers.column_parallel_linear import ColumnParallelLinear
 from tpfuse.layers.explain import LayerPlan
 from tpfuse.layers.layer_norm import LayerNorm
-from tpfuse.layers.parameter import OnMesh, local, sequence_back, sequence_first
+from tpfuse.layers.parameter import Borrowed, OnMesh, local, sequence_back, sequence_first
 from tpfuse.layers.rms_norm import RMSNorm
 from tpfuse.layers.row_parallel_linear import RowParallelLinear
 from tpfuse.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from tpfuse.ops.collectives import gather_last, replicate, split_last
+from tpfuse.ops.dropout import dropout
 from tpfuse.ops.gemm import gemm
 from tpfuse.ops.linear.all_gather_linear import all_gather_linear
 from tpfuse.ops.linear.linear_all_reduce import linear_all_reduce
@@ -47,7 +50,7 @@ class Original:
     """What `restore_module` needs: the class, attributes as they were, and the whole shapes of the parameters.
 
     attributes: the values that the conversion replaced; added: the names of attributes that it added; hooks: the
-    handles of the hooks that it registered.
+    handles of the hooks that `parallelize` saw it register.
     """
 
     kind: type[nn.Module]
@@ -117,7 +120,7 @@ def convert(
 
 def original_of(module: nn.Module) -> Original:
     """Return the module's `Original`, which is made at the first call."""
-    known: Original = module.__dict__.setdefault("original", Original(type(module)))
+    known: Original = module.__dict__.setdefault("unconverted", Original(type(module)))
     return known
 
 
@@ -134,20 +137,78 @@ def set_attributes(module: nn.Module, **attributes: Any) -> Original:
     return original
 
 
+@contextlib.contextmanager
+def recorded(module: nn.Module) -> Iterator[None]:
+    """Record in the module's `Original` the attributes and hooks that the code in the block adds, of whatever style."""
+    original = original_of(module)
+    names = set(module.__dict__)
+    known = {id(hooks): set(hooks) for hooks, _ in _hooks(module)}
+    yield
+    original.added += [name for name in module.__dict__ if name not in names and name not in original.added]
+    for hooks, options in _hooks(module):
+        for key in hooks:
+            if key not in known[id(hooks)]:
+                handle = RemovableHandle.__new__(RemovableHandle)
+                handle.__setstate__((hooks, key, options))
+                original.hooks.append(handle)
+
+
+def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], list[dict[int, Any]]]]:
+    """Return the module's hooks of forward, and with each kind the dictionaries of their options."""
+    return [
+        (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+        (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+    ]
+
+
+def outline(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module and of its children that has their attributes and hooks, but no values.
+
+    A style can be tried on it: parameters and buffers are on the meta device. memo: the copies made so far, by the id
+    of what they copy, so that what is shared stays shared.
+    """
+    known: nn.Module | None = memo.get(id(module))
+    if known is not None:
+        return known
+    copied = memo[id(module)] = module.__class__.__new__(module.__class__)
+    for name, value in module.__dict__.items():
+        copied.__dict__[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    for tensors in (copied._parameters, copied._buffers):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in memo:
+                empty = torch.empty_like(tensor, device="meta") if not isinstance(tensor, DTensor) else tensor
+                if isinstance(tensor, Parameter) and not isinstance(tensor, DTensor):
+                    empty = Parameter(empty, requires_grad=tensor.requires_grad)
+                memo[id(tensor)] = empty
+            tensors[name] = memo[id(tensor)]
+    for name, child in copied._modules.items():
+        copied._modules[name] = None if child is None else outline(child, memo)
+    return copied
+
+
 @torch.no_grad()
 def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
-    """Make a converted module again what it was, with whole parameters. The call is a collective of its mesh.
+    """Make a module again what it was, with whole parameters. The call is a collective of its mesh.
+
+    A module that a style of torch converted has no `Original` but the hooks in it; its parameters become whole too.
 
     memo: the parameters restored so far, by the id of their DTensor, so that shared parameters stay shared.
     """
-    original: Original = module.__dict__.pop("original")
+    original: Original = module.__dict__.pop("unconverted", None) or Original(type(module))
     parameters: dict[str, Any] = module._parameters
     for name, parameter in list(parameters.items()):
         if isinstance(parameter, DTensor):
             if id(parameter) not in memo:
-                whole = gather_whole(parameter).reshape(original.shapes[name])
+                whole = gather_whole(parameter).reshape(original.shapes.get(name, parameter.shape))
                 memo[id(parameter)] = Parameter(whole, requires_grad=parameter.requires_grad)
+                attributes = {key: x for key, x in parameter.__dict__.items() if not isinstance(x, Borrowed)}
+                memo[id(parameter)].__dict__.update(attributes)
             parameters[name] = memo[id(parameter)]
+    for name, buffer in module._buffers.items():
+        if isinstance(buffer, DTensor):  # torch's styles replicate buffers
+            module._buffers[name] = gather_whole(buffer)
     for hook in original.hooks:
         hook.remove()
     for name in original.added:
@@ -159,11 +220,11 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
 class Converted(OnMesh):
     """What all converted modules have in common: whole tensors in their original shapes in state dicts."""
 
-    original: Original
+    unconverted: Original
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
-        for name, shape in self.original.shapes.items():
+        for name, shape in self.unconverted.shapes.items():
             held = destination.get(prefix + name)
             if isinstance(held, DTensor) and held.shape != shape:
                 whole = gather_whole(held).reshape(shape)
@@ -171,7 +232,7 @@ class Converted(OnMesh):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
-        for name, shape in self.original.shapes.items():
+        for name, shape in self.unconverted.shapes.items():
             given, held = state_dict.get(prefix + name), parameters.get(name)
             if not isinstance(given, Tensor) or held is None or given.shape != shape:
                 continue  # torch says what is wrong
@@ -341,10 +402,34 @@ class ConvertedRMSNorm(Converted, RMSNorm):
     """An nn.RMSNorm on shards of the sequence."""
 
 
+class ConvertedDropout(Converted, nn.Dropout):
+    """An nn.Dropout on this rank's shard along `sequence_dim`, whose mask differs from those of the other ranks.
+
+    The mask follows from a key, which the default generator of the device draws, and from the numbers of the tokens
+    (`tpfuse.ops.dropout`). So checkpointing, which puts that generator's state back, computes the same mask again. The
+    generators must have equal states on the ranks, as `parallelize` leaves them.
+    """
+
+    sequence_dim: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's shard with elements zeroed, and the others multiplied by 1 / (1 - p)."""
+        if not self.training or self.p in (0.0, 1.0):
+            return super().forward(input)
+        key = torch.randint(2**62, (), device=input.device)
+        rank, ranks = rank_and_size(self.group)
+        dim, shape = self.sequence_dim % input.ndim, list(input.shape[:-1])
+        length = shape[dim]
+        shape[dim] *= ranks
+        rows = torch.arange(math.prod(shape), device=input.device).view(shape).narrow(dim, rank * length, length)
+        return dropout(input, self.p, rows.contiguous(), key)
+
+
 class ReplicatedModule(Converted):
     """A module with any forward, whose own parameters are DTensors that every rank holds whole.
 
-    During forward the module has plain tensors instead. sum_gradients: each rank computes a part of the gradients, for
+    During forward the module has plain tensors instead, and so have its children of this class, whose parameters it may
+    read without calling them. sum_gradients: each rank computes a part of the gradients, for
     its tokens or its heads, and they are summed. The class of an instance is made of this one and of the module's own
     by `combined_class`.
     """
@@ -353,8 +438,8 @@ class ReplicatedModule(Converted):
 
     def explained(self, name: str) -> LayerPlan:
         """Return the module's plan for `tpfuse.explain`."""
-        kind = self.original.kind.__name__
-        shape = next((tuple(shape) for shape in self.original.shapes.values()), ())
+        kind = self.unconverted.kind.__name__
+        shape = next((tuple(shape) for shape in self.unconverted.shapes.values()), ())
         computes = "computes a part, and gradients are summed" if self.sum_gradients else "computes the same"
         reason = self.__dict__.get("reason") or f"every rank {computes}"
         return LayerPlan(name, kind, shape, shape, "its own forward", "replicated", reason)
@@ -366,14 +451,20 @@ class ReplicatedModule(Converted):
 
     @contextlib.contextmanager
     def _plain_parameters(self) -> Iterator[None]:
-        parameters: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        held = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
-        group = self.group if self.sum_gradients else None
-        parameters.update({name: replicate(local(x), group) for name, x in held.items()})
+        held: list[tuple[dict[str, Any], dict[str, DTensor]]] = []
+        for module in self.modules():  # type: ignore[attr-defined]
+            if not isinstance(module, ReplicatedModule) or (module.sum_gradients and module is not self):
+                continue
+            parameters: dict[str, Any] = module._parameters  # type: ignore[attr-defined]
+            sharded = {name: x for name, x in parameters.items() if isinstance(x, DTensor)}
+            group = self.group if self.sum_gradients else None
+            parameters.update({name: replicate(local(x), group) for name, x in sharded.items()})
+            held.append((parameters, sharded))
         try:
             yield
         finally:
-            parameters.update(held)
+            for parameters, sharded in held:
+                parameters.update(sharded)
 
 
 _combined: dict[tuple[type, type], type[nn.Module]] = {}

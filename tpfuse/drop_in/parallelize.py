@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from tpfuse.comm.mesh import group_of
 from tpfuse.drop_in.check import compare, small_forward
-from tpfuse.drop_in.converted import Converted, Original, restore_module
+from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
 from tpfuse.drop_in.structure import recognise
 
 Plan = str | Mapping[str, ParallelStyle]
@@ -41,13 +44,16 @@ def parallelize(
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
 
+    The ranks of the mesh must draw equal random numbers, for dropout and for sampled tokens. So the call sets the
+    states of torch's default generators to those of the mesh's first rank; whoever seeds them later must seed them
+    equally.
+
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
     dimension, a pattern that matches no module, and for modules that a style cannot convert: sizes that the ranks do
     not divide, weights that are not floats. The model is then as it was.
     """
     mesh = _tensor_mesh(mesh)
-    if any("original" in module.__dict__ for module in model.modules()):
-        raise ValueError("the model is parallelized already: call tpfuse.restore(model) first")
+    _check_whole(model)
     if isinstance(plan, str):
         if plan not in ("auto",):
             raise ValueError(f'plan {plan!r}: expected "auto", or styles by patterns of module names')
@@ -56,28 +62,16 @@ def parallelize(
     else:
         styles, kept = _matched(model, plan), {}
     before = small_forward(model, mesh.size()) if check else None
+    outlined = outline(model, {})
+    _apply(outlined, mesh, styles, kept, None)  # it finds all errors before the model is changed
+    _check_ties(model, outlined)
+    done = _apply(model, mesh, styles, kept, 0)
     modules = dict(model.named_modules())
-    for name, its_styles in styles.items():
-        for style in its_styles:
-            fits = getattr(style, "check", None)
-            try:
-                if fits is not None:
-                    fits(modules[name], mesh)
-            except ValueError as error:
-                raise ValueError(f"{name or 'the model'}: {error}") from None
-    done = []
-    for name, its_styles in styles.items():
-        for style in its_styles:
-            kind = type(modules[name]).__name__
-            style.src_data_rank = 0
-            style._apply(modules[name], mesh)
-            done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
-        if isinstance(modules[name], Converted):
-            modules[name].__dict__.update(module_name=name, reason=kept.get(name, ""))
     rest = [
         Replacement(name, type(modules[name]).__name__, None, why) for name, why in kept.items() if name not in styles
     ]
     model.__dict__["replacements"] = [*done, *rest]
+    share_generators(mesh)
     if check:
         try:
             compare(before, small_forward(model, mesh.size()), mesh)
@@ -104,10 +98,24 @@ def restore(model: nn.Module) -> nn.Module:
     replacements(model)
     memo: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
-        if isinstance(module.__dict__.get("original"), Original):
-            restore_module(module, memo)
+        restore_module(module, memo)
     del model.__dict__["replacements"]
     return model
+
+
+def share_generators(mesh: DeviceMesh) -> None:
+    """Set the states of torch's default generators, of the CPU and of the devices, to those of the first rank."""
+    group = group_of(mesh)
+    if group is None:
+        return
+    state = torch.get_rng_state().to(mesh.device_type)
+    dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(state.cpu())
+    if mesh.device_type != "cpu":
+        devices = torch.get_device_module(mesh.device_type)
+        state = devices.get_rng_state().to(mesh.device_type)
+        dist.broadcast(state, group=group, group_src=0)
+        devices.set_rng_state(state.cpu())
 
 
 def _tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -120,6 +128,58 @@ def _tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim != 1:
         raise ValueError(f'mesh has the dimensions {names or mesh.ndim}: expected one named "tp", or one dimension')
     return mesh
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise ValueError, which names a module, if a part of the model is parallelized already, here or by torch."""
+    for name, module in model.named_modules():
+        called = name or "the model"
+        if isinstance(module.__dict__.get("unconverted"), Original):
+            raise ValueError(f"{called} is parallelized already: call tpfuse.restore(model) first")
+        for own, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise ValueError(f"{called}: its {own} is a DTensor: expected a model that is not parallelized yet")
+
+
+def _apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    styles: Mapping[str, list[ParallelStyle]],
+    kept: Mapping[str, str],
+    source: int | None,
+) -> list[Replacement]:
+    """Apply styles to the modules of a model. source: the rank of the mesh whose values count; None for no values.
+
+    Raise ValueError, with the name of the module, for a module that a style cannot convert.
+    """
+    modules, done = dict(model.named_modules()), []
+    for name, its_styles in styles.items():
+        module = modules[name]
+        kind = type(module).__name__
+        with recorded(module):
+            for style in its_styles:
+                style.src_data_rank = source
+                try:
+                    style._apply(module, mesh)
+                except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+                    called = f"{name or 'the model'}: {type(style).__name__}: "
+                    raise ValueError(called + str(error)) from error
+                done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
+            set_attributes(module, module_name=name, reason=kept.get(name, ""))
+    return done
+
+
+def _check_ties(model: nn.Module, outlined: nn.Module) -> None:
+    """Raise ValueError if modules that share a parameter share none in `outlined`, to which the plan was applied."""
+    converted = dict(outlined.named_parameters(remove_duplicate=False))
+    first: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(parameter, name)
+        if converted[name] is not converted[other]:
+            raise ValueError(
+                f"{name} is {other}, the same parameter: expected a plan with styles of tpfuse that keep equal shards"
+                " for both modules"
+            )
 
 
 def _matched(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str, list[ParallelStyle]]:

@@ -55,6 +55,7 @@ _MLP = (
 )
 _LAST_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
 _TOKEN_EMBEDDINGS = ("embed_tokens", "wte", "embed_in")
+_LENGTHS = ("position_ids", "cache_position")  # GPT-2 of transformers 4 gives its attention the latter alone
 _HEADS = ("lm_head", "embed_out")
 
 
@@ -158,13 +159,18 @@ def _plan_layer(
 ) -> None:
     for child, module in layer.named_children():
         path = _join(name, child)
+        if type(module) is nn.Dropout and sequence_parallel:
+            plan.add(path, FusedSequenceParallel(use_local_output=True))
         attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
         try:
             if attention is not None:
                 _plan_attention(plan, path, module, *attention, ranks, sequence_parallel)
-                continue
-            if mlp is not None:
+            elif mlp is not None:
                 _plan_mlp(plan, path, module, *mlp, sequence_parallel)
+            if attention is not None or mlp is not None:
+                for dropout, part in module.named_children():
+                    if type(part) is nn.Dropout and sequence_parallel:
+                        plan.add(_join(path, dropout), FusedSequenceParallel(use_local_output=True))
                 continue
         except NotImplementedError as reason:
             plan.kept[path] = str(reason)
@@ -175,8 +181,9 @@ def _plan_layer(
             plan.add(path, style)
         else:
             plan.kept.setdefault(path, f"{type(module).__name__} is no attention or MLP that tpfuse knows")
+            plan.add(path, ReplicatedParallel())
             if sequence_parallel:
-                plan.add(path, WholeSequences(length_argument="position_ids"))
+                plan.add(path, WholeSequences(length_arguments=_LENGTHS))
 
 
 def _input(projections: tuple[str, ...], sequence_parallel: bool, **attributes: Any) -> FusedPrepareModuleInput:
@@ -185,7 +192,7 @@ def _input(projections: tuple[str, ...], sequence_parallel: bool, **attributes: 
         desired_input_layouts=Replicate(),
         use_local_output=True,
         projections=projections,
-        length_argument="position_ids",
+        length_arguments=_LENGTHS,
         attributes=attributes,
     )
 

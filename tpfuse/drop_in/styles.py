@@ -4,7 +4,7 @@
 |-------------------------|-------------------------------------------------|--------------------------------------|
 | FusedColwiseParallel    | nn.Linear, transformers' Conv1D                 | a gather inside the product          |
 | FusedRowwiseParallel    | nn.Linear, Conv1D, nn.Embedding (by rows)       | a sum inside the product             |
-| FusedSequenceParallel   | nn.LayerNorm, nn.RMSNorm, any other norm        | the parameters' gradients            |
+| FusedSequenceParallel   | nn.LayerNorm, nn.RMSNorm, other norms, Dropout  | the parameters' gradients            |
 | FusedPrepareModuleInput | nothing: it prepares a module's input           | one gather for several products      |
 | ReplicatedParallel      | any module                                      | nothing, or its gradients            |
 | WholeSequences          | nothing: it gathers the input, splits the output| whole sequences                      |
@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tpfuse.drop_in.converted import (
     ConvertedColumnLinear,
+    ConvertedDropout,
     ConvertedEmbedding,
     ConvertedLayerNorm,
     ConvertedRMSNorm,
@@ -46,7 +47,6 @@ from tpfuse.drop_in.converted import (
     combined_class,
     convert,
     gather_sequence,
-    original_of,
     set_attributes,
     shard_as_dtensor,
     split_sequence,
@@ -223,7 +223,7 @@ class FusedRowwiseParallel(RowwiseParallel):
 
 
 class FusedSequenceParallel(SequenceParallel):
-    """torch's SequenceParallel without DTensor's dispatch, and with the kernels of nn.LayerNorm and nn.RMSNorm.
+    """torch's SequenceParallel without DTensor's dispatch: for nn.LayerNorm, nn.RMSNorm and nn.Dropout.
 
     sequence_dim, use_local_output: as in torch's style. gather_output: return whole sequences, of the length in this
     object, on every rank; their gradients are equal on all ranks. A module of any other class runs its own forward on
@@ -242,14 +242,14 @@ class FusedSequenceParallel(SequenceParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
-        known = {nn.LayerNorm: ConvertedLayerNorm, nn.RMSNorm: ConvertedRMSNorm}.get(type(module))
-        fits = known is not None and len(module.normalized_shape) == 1  # type: ignore[arg-type]
-        replicate_(module, device_mesh, True, self.src_data_rank, known if fits else None)
+        known: dict[type[nn.Module], type[nn.Module]] = {nn.Dropout: ConvertedDropout}
+        if len(getattr(module, "normalized_shape", ())) == 1:
+            known |= {nn.LayerNorm: ConvertedLayerNorm, nn.RMSNorm: ConvertedRMSNorm}
+        replicate_(module, device_mesh, True, self.src_data_rank, known.get(type(module)))
         hook = SequenceShards(device_mesh, self.sequence_dim, self.use_local_output, self.gather_output)
-        original_of(module).hooks += [
-            module.register_forward_pre_hook(hook.before),
-            module.register_forward_hook(hook.after),
-        ]
+        set_attributes(module, sequence_dim=self.sequence_dim)
+        module.register_forward_pre_hook(hook.before)
+        module.register_forward_hook(hook.after)
         return module
 
 
@@ -326,9 +326,9 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     projections: the names of the column-parallel children that read the module's first input (or the keyword argument
     `hidden_states`); the module uses that input for nothing else but its shape. They share one gather, fused into their
     products, and their parts of the input's gradient are summed once. attributes: values that the module's attributes
-    take, for a module that computes with sizes that are smaller on a rank. length_argument: the name of a keyword
-    argument of the module whose last dimension is the length of the whole sequence without padding. length: where the
-    length of a whole input is kept that is split here.
+    take, for a module that computes with sizes that are smaller on a rank. length_arguments: the
+    names of keyword arguments of the module; the last dimension of the first that is a tensor is the length of the
+    whole sequence without padding. length: where the length of a whole input is kept that is split here.
 
     With projections or attributes the layouts are those of the first input: Shard(d) or Replicate() to Replicate(), or
     Replicate() to Shard(d). Without them this is torch's style.
@@ -343,7 +343,7 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
         projections: Sequence[str] = (),
-        length_argument: str | None = None,
+        length_arguments: Sequence[str] = (),
         attributes: dict[str, Any] | None = None,
         length: SequenceLength | None = None,
     ) -> None:
@@ -354,7 +354,7 @@ class FusedPrepareModuleInput(PrepareModuleInput):
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_output,
         )
-        self.projections, self.length_argument = tuple(projections), length_argument
+        self.projections, self.length_arguments = tuple(projections), tuple(length_arguments)
         self.attributes, self.length = attributes or {}, length
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -376,13 +376,13 @@ class FusedPrepareModuleInput(PrepareModuleInput):
             source.dim if isinstance(source, Shard) else None,
             target.dim if isinstance(target, Shard) else None,
             self.projections,
-            self.length_argument,
+            self.length_arguments,
             self.length,
         )
         set_attributes(module, **self.attributes)
         for name in self.projections:
             set_attributes(module.get_submodule(name), shares_gather=isinstance(source, Shard))
-        original_of(module).hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
 
@@ -390,21 +390,19 @@ class WholeSequences(ParallelStyle):
     """A module that every rank runs on whole sequences, between modules that pass shards of them.
 
     sequence_dim: the dimension of the sequence in its first input (or keyword argument `hidden_states`), and in its
-    output or the first entry of it. length_argument: as in `FusedPrepareModuleInput`.
+    output or the first entry of it. length_arguments: as in `FusedPrepareModuleInput`.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, length_argument: str | None = None) -> None:
-        self.sequence_dim, self.length_argument = sequence_dim, length_argument
+    def __init__(self, *, sequence_dim: int = 1, length_arguments: Sequence[str] = ()) -> None:
+        self.sequence_dim, self.length_arguments = sequence_dim, tuple(length_arguments)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Accept every module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_argument, None)
-        original_of(module).hooks += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim)),
-        ]
+        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, None)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim))
         return module
 
 
@@ -423,11 +421,18 @@ class SplitOutput:
         return (split_sequence(out[0], self.dim, self.mesh.get_group()), *out[1:])
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Return whether somebody's hook would read or change the module's input, or its gradient."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks)
+
+
 class PreparedInput:
     """A hook that prepares the first input of a module, or its keyword argument `hidden_states`.
 
     held, wanted: the dimension along which the input is this rank's shard, and along which the module wants it; None
-    for a whole input. projections, length_argument: as in `FusedPrepareModuleInput`.
+    for a whole input. If a projection has hooks of its own, all get
+    the true input, and nothing is fused. projections, length_arguments: as in `FusedPrepareModuleInput`.
     """
 
     def __init__(
@@ -436,19 +441,19 @@ class PreparedInput:
         held: int | None,
         wanted: int | None,
         projections: tuple[str, ...],
-        length_argument: str | None,
+        length_arguments: tuple[str, ...],
         length: SequenceLength | None,
     ) -> None:
         self.mesh, self.held, self.wanted = mesh, held, wanted
-        self.projections, self.length_argument, self.length = projections, length_argument, length
+        self.projections, self.length_arguments, self.length = projections, length_arguments, length
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the prepared input."""
         x = args[0] if args else kwargs["hidden_states"]
-        given = kwargs.get(self.length_argument) if self.length_argument else None
-        x = self._prepared(module, x, given.shape[-1] if isinstance(given, Tensor) else None)
+        given = (kwargs.get(name) for name in self.length_arguments)
+        x = self._prepared(module, x, next((each.shape[-1] for each in given if isinstance(each, Tensor)), None))
         if args:
             return (x, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": x}
@@ -457,6 +462,14 @@ class PreparedInput:
         group = self.mesh.get_group() if self.mesh.size() > 1 else None
         if isinstance(x, DTensor) and self.held is not None:
             length = x.shape[self.held] if length is None else length
+        elif self.held is not None and length is not None:
+            share = -(-length // self.mesh.size())
+            if x.shape[self.held] != share:
+                whole = f", not all {length}" if x.shape[self.held] == length else ""
+                raise ValueError(
+                    f"{module.__dict__.get('module_name', type(module).__name__)}: the input has {x.shape[self.held]}"
+                    f" tokens: expected the {share} of this rank{whole}"
+                )
         x, partial = as_local(x, self.held, self.mesh)
         if group is None:
             return x
@@ -465,7 +478,9 @@ class PreparedInput:
                 self.length.value = x.shape[self.wanted]
             return x if self.held is not None else split_sequence(x, self.wanted, group)
         linears = [module.get_submodule(name) for name in self.projections]
-        if not linears or not all(isinstance(linear, ConvertedColumnLinear) for linear in linears):
+        if not linears or not all(
+            isinstance(linear, ConvertedColumnLinear) and not _hooked(linear) for linear in linears
+        ):
             return x if self.held is None else gather_sequence(x, self.held, group, length)
         parameters = [linear.parameters_of_rank() for linear in linears]  # type: ignore[operator]
         weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]

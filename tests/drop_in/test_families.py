@@ -1,0 +1,140 @@
+"""`parallelize(plan="auto")` leaves what a decoder of each family computes as it is: outputs, gradients and steps."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tpfuse.drop_in.parallelize import parallelize
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.compare import check_error
+from tpfuse.testing.decoders import FAMILIES, decoder, exact_norms
+from tpfuse.testing.meshes import tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive, pairwise
+
+# The structures that differ: packed projections in [in, out]; separate ones; packed with unequal parts; head by head.
+STRUCTURES = ["gpt2", "llama", "phi3_shared", "neox"]
+
+
+def _batch(sequences: int, length: int, padding: str) -> dict[str, Tensor]:
+    """Returns tokens, labels and, if there is padding, the mask: sequence i has 2 i tokens of padding on that side."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 101, (sequences, length), generator=generator)
+    if padding == "none":
+        return {"input_ids": ids, "labels": ids}
+    mask = torch.ones_like(ids)
+    for sequence in range(sequences):
+        missing = min(2 * sequence, length - 1)
+        mask[sequence, slice(0, missing) if padding == "left" else slice(length - missing, length)] = 0
+    ids = ids * mask
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def _evaluate(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the logits, the loss and, by name, the whole gradients of all parameters."""
+    out = model(**batch)
+    out.loss.backward()
+    logits = out.logits
+    if "attention_mask" in batch:  # what padded tokens give is nobody's concern
+        logits = logits[batch["attention_mask"].bool()]
+    found = {"logits": logits.detach(), "loss": out.loss.detach()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = gather_whole(parameter.grad)
+    return found
+
+
+def _agree(family: str, dtype: torch.dtype, sequence_parallel: bool, sequences: int, length: int, padding: str) -> None:
+    whole, batch = decoder(family), _batch(sequences, length, padding)
+    model = copy.deepcopy(whole).to(dtype)
+    same = copy.deepcopy(model)
+    with exact_norms(whole):
+        exact = _evaluate(whole, batch)
+        if dtype == torch.float64:
+            actual = _evaluate(parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel), batch)
+    if dtype != torch.float64:
+        actual = _evaluate(parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel), batch)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    plain = exact if dtype == torch.float64 else _evaluate(same, batch)
+    assert list(actual) == list(exact)
+    for name, expected in exact.items():
+        scale = expected.abs().max().item()
+        error = (plain[name].double() - expected).abs().max().item()
+        bound = 1e-10 * max(scale, 1.0) if dtype == torch.float64 else 3 * error + 4 * torch.finfo(dtype).eps * scale
+        check_error(name, actual[name].reshape(expected.shape), plain[name], expected, bound)
+
+
+def _structures_agree(sequence_parallel: bool) -> None:
+    for family in STRUCTURES:
+        _agree(family, torch.float64, sequence_parallel, 3, 7, "left")
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_each_structure_agrees_with_the_untouched_model(sequence_parallel: bool) -> None:
+    pool(2).run(_structures_agree, sequence_parallel)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    *pairwise(
+        first=0,
+        family=list(FAMILIES),
+        world=[3, 4, 2, 1],
+        dtype=[torch.float64, torch.float32],
+        sequence_parallel=[True, False],
+        padding=["right", "none", "left"],
+        shape=[(3, 13), (1, 3), (2, 8)],
+    )
+)
+def test_every_family_agrees_with_the_untouched_model(
+    family: str, world: int, dtype: torch.dtype, sequence_parallel: bool, padding: str, shape: tuple[int, int]
+) -> None:
+    pool(world).run(_agree, family, dtype, sequence_parallel, *shape, padding)
+
+
+def _steps_agree(family: str, sequence_parallel: bool) -> None:
+    whole, batches = decoder(family), [_batch(2, length, "none") for length in (5, 9, 4, 8, 7)]
+    model = parallelize(copy.deepcopy(whole), tensor_mesh(), sequence_parallel=sequence_parallel)
+    with exact_norms(whole):
+        for each in (whole, model):
+            # Keys' biases have no gradient but rounding, which a smaller eps would scale to steps of the learning rate.
+            optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4)
+            for batch in batches:
+                optimizer.zero_grad()
+                each(**batch).loss.backward()
+                optimizer.step()
+    for (name, expected), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
+        actual = gather_whole(parameter).reshape(expected.shape)
+        assert (actual - expected).abs().max() < 1e-10, name
+
+
+@pytest.mark.parametrize("world", exhaustive(2, 3))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_five_steps_of_adamw_agree(family: str, world: int) -> None:
+    pool(world).run(_steps_agree, family, world == 2)
+
+
+def _tokens_agree(families: list[str], sequence_parallel: bool) -> None:
+    prompts = _batch(2, 5, "left")
+    del prompts["labels"]
+    for family in families:
+        model = decoder(family).eval()
+        expected = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+        parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
+        actual = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+        assert expected.shape[1] > 6 and torch.equal(actual, expected), family
+
+
+def test_generate_with_its_cache_gives_the_tokens_of_one_rank() -> None:
+    pool(2).run(_tokens_agree, ["llama"], True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_family_generates_the_tokens_of_one_rank(world: int, sequence_parallel: bool) -> None:
+    pool(world).run(_tokens_agree, list(FAMILIES), sequence_parallel)

@@ -1,0 +1,85 @@
+"""Tiny decoders of Hugging Face's transformers with random weights, one for each structure that `parallelize` knows."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+SIZES = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_PHI = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_NEOX = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+
+# By name: the class of the model, the class of its configuration, and the settings that differ from SIZES.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama_one_kv_head": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 1}),
+    "llama_three_kv_heads": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 3}),
+    "llama_tied": ("LlamaForCausalLM", "LlamaConfig", {"num_key_value_heads": 12, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {"num_key_value_heads": 4, "sliding_window": 5}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"num_key_value_heads": 4}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"num_key_value_heads": 4, "head_dim": 8}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {"num_key_value_heads": 4, "head_dim": 8}),
+    "gemma2": (
+        "Gemma2ForCausalLM", "Gemma2Config", {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 5},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        {"num_key_value_heads": 4, "head_dim": 8, "sliding_window": 5,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi": ("PhiForCausalLM", "PhiConfig", {"num_key_value_heads": 4, **_PHI}),
+    "phi_norms": ("PhiForCausalLM", "PhiConfig", {"qk_layernorm": True, **_PHI}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {"num_key_value_heads": 12, **_PHI}),
+    "phi3_shared": ("Phi3ForCausalLM", "Phi3Config", {"num_key_value_heads": 4, **_PHI}),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": True, **_NEOX}),
+    "neox_sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"use_parallel_residual": False, **_NEOX}),
+}  # fmt: skip
+
+
+def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """Return a model of the family in training mode, with the same weights at every call and on every rank.
+
+    settings: what differs from SIZES and from the family's own. No parameter is zero or constant, so that none can be
+    forgotten without a trace. The state of torch's default generator stays as it was.
+    """
+    import transformers
+
+    model_class, config_class, own = FAMILIES[family]
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**{**SIZES, **own, **settings})
+    config._attn_implementation = "eager" if family == "gemma2" else "sdpa"  # soft caps need eager attention
+    model = getattr(transformers, model_class)(config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) / 20)
+    torch.set_rng_state(state)
+    return model.to(dtype).train()
+
+
+@contextlib.contextmanager
+def exact_norms(*models: nn.Module) -> Iterator[None]:
+    """Let the RMS norms of these models compute in the dtype of their input.
+
+    The families' norms compute in float32, whose reciprocal square root differs by one unit in the last place between
+    vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that.
+    """
+    kinds = {type(module).__mro__ for model in models for module in model.modules()}
+    norms = {kind for kinds_of_one in kinds for kind in kinds_of_one if kind.__name__.endswith("RMSNorm")}
+    with contextlib.ExitStack() as stack:
+        for kind in norms:
+            if kind.__module__.startswith("transformers."):
+                stack.enter_context(mock.patch.object(kind, "forward", _exact_norm))
+        yield
+
+
+def _exact_norm(self: Any, x: Tensor) -> Tensor:
+    eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
+    out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return out * (1.0 + self.weight) if "Gemma" in type(self).__name__ else out * self.weight
