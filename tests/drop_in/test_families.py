@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tpfuse.drop_in.parallelize import parallelize
 from tpfuse.parallel.whole import gather_whole
 from tpfuse.testing.compare import check_error
-from tpfuse.testing.decoders import FAMILIES, decoder, exact_norms
+from tpfuse.testing.decoders import FAMILIES, decoder, exact
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
 from tpfuse.testing.tiers import exhaustive, pairwise
@@ -52,16 +52,16 @@ def _agree(family: str, dtype: torch.dtype, sequence_parallel: bool, sequences: 
     whole, batch = decoder(family), _batch(sequences, length, padding)
     model = copy.deepcopy(whole).to(dtype)
     same = copy.deepcopy(model)
-    with exact_norms(whole):
-        exact = _evaluate(whole, batch)
+    with exact(whole):
+        wide = _evaluate(whole, batch)
         if dtype == torch.float64:
             actual = _evaluate(parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel), batch)
     if dtype != torch.float64:
         actual = _evaluate(parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel), batch)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    plain = exact if dtype == torch.float64 else _evaluate(same, batch)
-    assert list(actual) == list(exact)
-    for name, expected in exact.items():
+    plain = wide if dtype == torch.float64 else _evaluate(same, batch)
+    assert list(actual) == list(wide)
+    for name, expected in wide.items():
         scale = expected.abs().max().item()
         error = (plain[name].double() - expected).abs().max().item()
         bound = 1e-10 * max(scale, 1.0) if dtype == torch.float64 else 3 * error + 4 * torch.finfo(dtype).eps * scale
@@ -99,7 +99,7 @@ def test_every_family_agrees_with_the_untouched_model(
 def _steps_agree(family: str, sequence_parallel: bool) -> None:
     whole, batches = decoder(family), [_batch(2, length, "none") for length in (5, 9, 4, 8, 7)]
     model = parallelize(copy.deepcopy(whole), tensor_mesh(), sequence_parallel=sequence_parallel)
-    with exact_norms(whole):
+    with exact(whole):
         for each in (whole, model):
             # Keys' biases have no gradient but rounding, which a smaller eps would scale to steps of the learning rate.
             optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4)
@@ -123,9 +123,10 @@ def _tokens_agree(families: list[str], sequence_parallel: bool) -> None:
     del prompts["labels"]
     for family in families:
         model = decoder(family).eval()
-        expected = model.generate(**prompts, max_new_tokens=6, do_sample=False)
-        parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
-        actual = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+        with exact(model):
+            expected = model.generate(**prompts, max_new_tokens=6, do_sample=False)
+            parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
+            actual = model.generate(**prompts, max_new_tokens=6, do_sample=False)
         assert expected.shape[1] > 6 and torch.equal(actual, expected), family
 
 

@@ -64,11 +64,12 @@ def decoder(family: str, dtype: torch.dtype = torch.float64, **settings: Any) ->
 
 
 @contextlib.contextmanager
-def exact_norms(*models: nn.Module) -> Iterator[None]:
-    """Let the RMS norms of these models compute in the dtype of their input.
+def exact(*models: nn.Module) -> Iterator[None]:
+    """Let the RMS norms of these models, and the softmax of eager attention, compute in the dtype of their input.
 
-    The families' norms compute in float32, whose reciprocal square root differs by one unit in the last place between
-    vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that.
+    The families' own compute in float32, whose reciprocal square root differs by one unit in the last place between
+    vector and scalar code, so with the shape. Float64 results of shards and of the whole would differ by that; and the
+    least number of float64, which masks a score, is -inf in float32 and makes rows NaN in which all is masked.
     """
     kinds = {type(module).__mro__ for model in models for module in model.modules()}
     norms = {kind for kinds_of_one in kinds for kind in kinds_of_one if kind.__name__.endswith("RMSNorm")}
@@ -76,6 +77,7 @@ def exact_norms(*models: nn.Module) -> Iterator[None]:
         for kind in norms:
             if kind.__module__.startswith("transformers."):
                 stack.enter_context(mock.patch.object(kind, "forward", _exact_norm))
+        stack.enter_context(mock.patch.object(nn.functional, "softmax", lambda x, dim, **_: x.softmax(dim)))
         yield
 
 
