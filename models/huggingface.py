@@ -1,27 +1,23 @@
 """Reads and writes GPT-2 in Hugging Face's form: config.json and model.safetensors.
 
 Parameter names are equal. Linear weights are stored [in, out] there (its Conv1D) and [out, in] here, and the packed
-c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds. Safetensors files hold no
-code, and nothing is unpickled. The tensors are in model.safetensors, or in several files that
-model.safetensors.index.json lists.
+c_attn is [C, 3C] there and [3, C, C] here. Each rank reads only the slices that it holds (`tpfuse.parallel.stored`).
 """
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpfuse.models.gpt import GPT, GPTConfig
+from tpfuse.parallel.stored import StoredTensor, stored_tensors
 from tpfuse.parallel.whole import anywhere, gather_whole, load_part_
 
 _PREFIX = "transformer."
@@ -41,28 +37,26 @@ _FIXED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A GPT-2 in Hugging Face's form whose files are open."""
+    """A GPT-2 in Hugging Face's form."""
 
     config: GPTConfig
-    _tensors: dict[str, Any]  # slices that read from the files, by name without the prefix
+    _tensors: dict[str, StoredTensor]  # by name without the prefix
 
     def read(self, name: str, slices: tuple[tuple[int, int], ...]) -> Tensor:
         """Returns the slice [start, stop) … of parameter `name` of `GPT`, in the dtype of the file."""
         return _read(self._tensors[name.removeprefix(_PREFIX)], name, self.config.n_embd, slices)
 
 
-@contextlib.contextmanager
-def open_pretrained(folder_or_file: str | Path) -> Iterator[Pretrained]:
-    """Opens the files that `load_pretrained` loads, and checks the names and shapes of all tensors.
+def open_pretrained(folder_or_file: str | Path) -> Pretrained:
+    """Finds the tensors that `load_pretrained` loads, and checks the names and shapes of all of them.
 
     Raises ValueError as `load_pretrained` does.
     """
     path = Path(folder_or_file)
     config = read_config(path)
-    with contextlib.ExitStack() as stack:
-        tensors = _find_tensors(path, stack)
-        _check_tensors(config, tensors, path)
-        yield Pretrained(config, tensors)
+    tensors = _find_tensors(path)
+    _check_tensors(config, tensors, path)
+    return Pretrained(config, tensors)
 
 
 def load_pretrained(
@@ -80,10 +74,10 @@ def load_pretrained(
     that are missing, unexpected or of another shape, for a configuration that is not GPT-2's or has settings that `GPT`
     does not support, and if the mesh cannot hold the model.
     """
-    with open_pretrained(folder_or_file) as pretrained:
-        model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
-        for name, parameter in model.named_parameters():
-            load_part_(parameter, partial(pretrained.read, name))
+    pretrained = open_pretrained(folder_or_file)
+    model = GPT(pretrained.config, device_mesh=device_mesh, device=device, dtype=dtype)
+    for name, parameter in model.named_parameters():
+        load_part_(parameter, partial(pretrained.read, name))
     return model
 
 
@@ -194,83 +188,43 @@ def _shapes(config: GPTConfig) -> dict[str, list[int]]:
     return shapes
 
 
-def _files(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        if path.suffix == ".bin":
-            raise ValueError(_pickled(path))
-        yield path
-        return
-    index = path / "model.safetensors.index.json"
-    if (path / "model.safetensors").is_file() or not index.is_file():
-        pickles = sorted(path.glob("pytorch_model*.bin"))
-        if pickles and not (path / "model.safetensors").is_file():
-            raise ValueError(_pickled(pickles[0]))
-        yield path / "model.safetensors"
-        return
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index}: cannot be read as an index of safetensors files") from error
-    for name in sorted(names, key=str):
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index}: {name!r} is not the name of a file beside it")
-        yield path / name
-
-
-def _pickled(file: Path) -> str:
-    folder = str(file.parent)
-    return (
-        f"{file} is a pickle, which can run code when it is read, and model.safetensors is missing: if you trust the"
-        " file, convert it with transformers:"
-        f' python -c "from transformers import GPT2LMHeadModel as M; M.from_pretrained({folder!r})'
-        f'.save_pretrained({folder!r})"'
-    )
-
-
-def _find_tensors(path: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Returns the tensors of the file(s) by name without the prefix, as slices that read from the file."""
-    tensors: dict[str, Any] = {}
-    for file in _files(path):
-        try:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            stored = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file}: cannot be read as a safetensors file: {error}") from error
-        for stored_name, tensor in stored.items():
-            name = stored_name.removeprefix(_PREFIX)
-            if name in tensors:
-                raise ValueError(f"{file}: {name} appears twice")
-            if not _BUFFERS.fullmatch(name):
-                tensors[name] = tensor
+def _find_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of the file(s) by name without the prefix."""
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name, tensor in stored_tensors(path).items():
+        name = stored_name.removeprefix(_PREFIX)
+        if name in tensors:
+            raise ValueError(f"{tensor.file}: {name} appears twice")
+        if not _BUFFERS.fullmatch(name):
+            tensors[name] = tensor
     return tensors
 
 
-def _check_tensors(config: GPTConfig, tensors: dict[str, Any], path: Path) -> None:
+def _check_tensors(config: GPTConfig, tensors: dict[str, StoredTensor], path: Path) -> None:
     expected = _shapes(config)
     if missing := [name for name in expected if name not in tensors]:
         raise ValueError(f"{path}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
     if extra := [name for name in tensors if name not in expected and name != _HEAD]:
         raise ValueError(f"{path}: {len(extra)} tensors are not GPT-2's: {', '.join(extra[:5])}")
     for name, shape in expected.items():
-        if tensors[name].get_shape() != shape:
-            raise ValueError(f"{path}: {name} has shape {tensors[name].get_shape()}, expected {shape}")
+        if list(tensors[name].shape) != shape:
+            raise ValueError(f"{path}: {name} has shape {list(tensors[name].shape)}, expected {shape}")
     if _HEAD in tensors and not _equal(tensors[_HEAD], tensors["wte.weight"]):
         raise ValueError(f"{path}: {_HEAD} is not wte.weight: the output embedding must be tied to the input's")
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if a.get_shape() != b.get_shape():
+def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+    if a.shape != b.shape:
         return False
-    return all(torch.equal(a[i : i + _ROWS], b[i : i + _ROWS]) for i in range(0, a.get_shape()[0], _ROWS))
+    return all(torch.equal(a[i : i + _ROWS], b[i : i + _ROWS]) for i in range(0, a.shape[0], _ROWS))
 
 
-def _read(tensor: Any, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
+def _read(tensor: StoredTensor, name: str, width: int, slices: tuple[tuple[int, int], ...]) -> Tensor:
     """Reads the slice [start, stop) … of parameter `name` of `GPT` from the stored tensor."""
     rows = [slice(*bounds) for bounds in slices]
     packed = "c_attn" in name
     if not packed:
-        part: Tensor = tensor[rows[1], rows[0]].t() if _LINEAR.search(name) else tensor[tuple(rows)]
-        return part
+        return tensor[rows[1], rows[0]].t() if _LINEAR.search(name) else tensor[tuple(rows)]
     parts, height = range(*slices[0]), slices[1]
     columns = [slice(p * width + height[0], p * width + height[1]) for p in parts]
     if name.endswith("bias"):

@@ -94,8 +94,7 @@ def find_source(options: TrainCommand) -> Source | None:
         return None
     if _is_huggingface(name):
         try:
-            with open_pretrained(name) as pretrained:
-                source = Source(name, name, pretrained.config, None)
+            source = Source(name, name, open_pretrained(name).config, None)
         except ValueError as error:
             raise UserError(f"--init-from {error}") from None
     else:
@@ -133,10 +132,10 @@ def load_weights(folder: Path, shards: Shards) -> None:
     held = {name: shards[name] for name in shards if name.startswith("model.")}
     if _is_huggingface(folder):
         try:
-            with open_pretrained(folder) as pretrained:
-                for name, each in held.items():
-                    for shard in (shard for shard in each if shard.tensor.numel()):
-                        shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
+            pretrained = open_pretrained(folder)
+            for name, each in held.items():
+                for shard in (shard for shard in each if shard.tensor.numel()):
+                    shard.tensor.detach().copy_(pretrained.read(name.removeprefix("model."), shard.slices))
         except ValueError as error:
             raise UserError(f"--init-from {error}") from None
         return
