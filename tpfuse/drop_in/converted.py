@@ -218,7 +218,10 @@ def restore_module(module: nn.Module, memo: dict[int, Parameter]) -> None:
 
 
 class Converted(OnMesh):
-    """What all converted modules have in common: whole tensors in their original shapes in state dicts."""
+    """What all converted modules have in common: tensors in their original shapes in state dicts.
+
+    A packed parameter is a DTensor there too, but a copy, which a collective of its mesh makes.
+    """
 
     unconverted: Original
 
@@ -227,8 +230,10 @@ class Converted(OnMesh):
         for name, shape in self.unconverted.shapes.items():
             held = destination.get(prefix + name)
             if isinstance(held, DTensor) and held.shape != shape:
-                whole = gather_whole(held).reshape(shape)
-                destination[prefix + name] = DTensor.from_local(whole, held.device_mesh, [Replicate()], run_check=False)
+                # No placement that torch.distributed.checkpoint accepts describes this rank's rows of all parts.
+                whole, mesh = gather_whole(held).reshape(shape), held.device_mesh
+                shards = distribute_tensor(whole, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
+                destination[prefix + name] = shards.clone()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         parameters: dict[str, Tensor] = self._parameters  # type: ignore[attr-defined]
@@ -240,7 +245,8 @@ class Converted(OnMesh):
                 if given.placements == cast(DTensor, held).placements and given.shape == held.shape:
                     continue
                 given = gather_whole(given)
-            part = torch.empty_like(held.detach(), dtype=given.dtype)
+            device = held.device if has_values(held) else given.device  # load_state_dict(assign=True)
+            part = torch.empty_like(held.detach(), dtype=given.dtype, device=device)
             copy_whole_(part, given.detach().reshape(held.shape))
             state_dict[prefix + name] = part
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from tpfuse.comm.mesh import group_of
 from tpfuse.drop_in.check import compare, small_forward
 from tpfuse.drop_in.converted import Original, outline, recorded, restore_module, set_attributes
 from tpfuse.drop_in.structure import recognise
+from tpfuse.drop_in.weights import agreement, find_weights, load_weights, offer_save_pretrained
+from tpfuse.parallel.stored import StoredTensor
 
 Plan = str | Mapping[str, ParallelStyle]
 
@@ -30,7 +33,13 @@ class Replacement:
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan = "auto", *, sequence_parallel: bool = True, check: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan = "auto",
+    *,
+    sequence_parallel: bool = True,
+    weights: str | Path | None = None,
+    check: bool = False,
 ) -> nn.Module:
     """Convert a model in place for the ranks of a mesh, and return it.
 
@@ -38,8 +47,11 @@ def parallelize(
     mesh: one-dimensional, or with a dimension "tp". plan: "auto" recognises decoders of Hugging Face's transformers by
     their structure; or styles of `tpfuse.drop_in` and of torch.distributed.tensor.parallel by patterns of module names,
     in which * stands for any text (fnmatch). sequence_parallel: plan "auto" shards the activations between attention
-    and MLP along the sequence. check: run the model on a few tokens before and after; if the logits differ by more than
-    rounding, or between ranks, the model is restored and the call raises ValueError.
+    and MLP along the sequence. weights: the folder of a Hugging Face model, or a safetensors file, that fills the
+    model, which may be empty (`tpfuse.drop_in.weights.empty_model`): each rank reads only its shards, and converts them
+    to the dtype of the model's parameters. check: run the model on a few tokens before and after; if the logits differ
+    by more than rounding (with weights: are not finite), or between ranks, the model is restored and the call raises
+    ValueError.
 
     Parameters become DTensors under their names. What was converted, and what was not and why, is in
     `replacements(model)`, and `tpfuse.explain` prints it. The call is a collective of the mesh.
@@ -50,7 +62,8 @@ def parallelize(
 
     Raise ValueError, with the name of the module, for a model that is parallelized already, a mesh without the
     dimension, a pattern that matches no module, and for modules that a style cannot convert: sizes that the ranks do
-    not divide, weights that are not floats. The model is then as it was.
+    not divide, weights that are not floats; and for files of `weights` with tensors that are missing, unexpected or of
+    another shape, or that cannot be read. The model is then as it was.
     """
     mesh = _tensor_mesh(mesh)
     _check_whole(model)
@@ -61,16 +74,24 @@ def parallelize(
         styles, kept = recognised.styles, recognised.kept
     else:
         styles, kept = _matched(model, plan), {}
-    before = small_forward(model, mesh.size()) if check else None
+    before = small_forward(model, mesh.size()) if check and weights is None else None
     outlined = outline(model, {})
     _apply(outlined, mesh, styles, kept, None)  # it finds all errors before the model is changed
     _check_ties(model, outlined)
-    done = _apply(model, mesh, styles, kept, 0)
+    found: dict[str, list[StoredTensor]] = {}
+    if weights is not None:
+        with agreement(f"reading weights={str(weights)!r}", mesh):
+            found = find_weights(model, Path(weights))
+    done = _apply(model, mesh, styles, kept, 0 if weights is None else None)
     modules = dict(model.named_modules())
     rest = [
         Replacement(name, type(modules[name]).__name__, None, why) for name, why in kept.items() if name not in styles
     ]
     model.__dict__["replacements"] = [*done, *rest]
+    if weights is not None:
+        with agreement(f"reading weights={str(weights)!r}", mesh):
+            load_weights(model, found, mesh.device_type)
+    offer_save_pretrained(model)
     share_generators(mesh)
     if check:
         try:

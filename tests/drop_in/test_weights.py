@@ -1,0 +1,461 @@
+"""Parallelized models are filled from Hugging Face folders slice by slice, and saved with the same names and bits."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tpfuse.comm.layout import local_tensor
+from tpfuse.drop_in.parallelize import parallelize, restore
+from tpfuse.drop_in.styles import FusedColwiseParallel
+from tpfuse.drop_in.weights import empty_model, find_weights
+from tpfuse.parallel.stored import StoredTensor
+from tpfuse.testing.inputs import integers
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+IDS = integers(1, 2, 13, low=3, high=100, dtype=torch.int64)
+_SIZES = {
+    "vocab_size": 101, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 12,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Conv1D with packed projections and a tied head; packed linear layers; a packed layer with few key/value heads, which
+# every rank holds whole; one key/value head; projections packed head by head, whose head has another name in the file.
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {
+        "vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_positions": 64, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }),
+    "phi3": ("Phi3Config", _SIZES),
+    "phi3_few": ("Phi3Config", _SIZES | {"num_key_value_heads": 4}),
+    "llama": ("LlamaConfig", _SIZES | {"num_key_value_heads": 1, "attention_bias": True}),
+    "gemma2": ("Gemma2Config", _SIZES | {"num_key_value_heads": 4, "head_dim": 8}),
+    "neox": ("GPTNeoXConfig", _SIZES),
+}  # fmt: skip
+
+
+def _make(family: str) -> nn.Module:
+    """Return a model of a family with random weights and biases."""
+    import transformers
+
+    name, sizes = _FAMILIES[family]
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 20)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return a function that writes the folder of a family once, in files of at most 60 KB."""
+    root, made = tmp_path_factory.mktemp("folders"), {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = root / family
+            _make(family).save_pretrained(made[family], max_shard_size="60KB")  # type: ignore[operator]
+        return made[family]
+
+    yield folder
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def _whole(folder: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def _empty(folder: Path, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    return empty_model(AutoModelForCausalLM.from_config, AutoConfig.from_pretrained(folder), **options).eval()
+
+
+def _loaded(folder: Path, mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    return parallelize(_empty(folder), tensor_mesh() if mesh is None else mesh, weights=folder, **options)
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[list[tuple[str, int]]]:
+    """Yield a list of (tensor, bytes) of every read from a file."""
+    reads: list[tuple[str, int]] = []
+    read = StoredTensor.__getitem__
+
+    def counting(stored: StoredTensor, slices: Any) -> Tensor:
+        part = read(stored, slices)
+        reads.append((stored.name, part.nbytes))
+        return part
+
+    with mock.patch.object(StoredTensor, "__getitem__", counting):
+        yield reads
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    for name, x in a.items():
+        whole = b[name].full_tensor() if isinstance(b[name], DTensor) else b[name]
+        assert x.dtype == whole.dtype and torch.equal(x, whole), name
+
+
+def _load(folder: Path) -> None:
+    theirs = _whole(folder)
+    model = _empty(folder)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with _counted() as reads:
+        parallelize(model, tensor_mesh(), weights=folder)
+    shards = {id(parameter): local_tensor(parameter).nbytes for parameter in model.parameters()}
+    assert sum(size for _, size in reads) == sum(shards.values())
+    assert max(size for _, size in reads) <= max(shards.values())
+    _same(theirs.state_dict(), model.state_dict())
+    _same(dict(theirs.named_buffers()), dict(model.named_buffers()))
+    assert len(list(model.parameters())) == len(list(theirs.parameters()))  # tied weights are tied
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+        assert (model(IDS).logits - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("world", "family"),
+    [
+        (2, "gpt2"), (2, "phi3"), (2, "llama"), *exhaustive((2, "phi3_few"), (2, "gemma2"), (2, "neox")),
+        *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
+    ],
+)  # fmt: skip
+def test_each_rank_reads_its_shards_and_no_more(folders: Any, world: int, family: str) -> None:
+    pool(world).run(_load, folders(family))
+
+
+def _load_into_values(folder: Path) -> None:
+    model = _make("phi3")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(dist.get_rank())
+    parallelize(model, tensor_mesh(), weights=folder)
+    _same(_whole(folder).state_dict(), model.state_dict())
+
+
+def test_a_model_with_values_takes_those_of_the_files(folders: Any) -> None:
+    pool(2).run(_load_into_values, folders("phi3"))
+
+
+def _load_dtypes(folder: Path) -> None:
+    narrow = parallelize(_empty(folder, dtype=torch.bfloat16), tensor_mesh(), weights=folder)
+    _same(_whole(folder, dtype=torch.bfloat16).state_dict(), narrow.state_dict())
+    halves = folder.parent / "halves"
+    if dist.get_rank() == 0:
+        _whole(folder, dtype=torch.float16).save_pretrained(halves)
+    dist.barrier()
+    wide = parallelize(_empty(halves, dtype=torch.float32), tensor_mesh(), weights=halves)
+    _same(_whole(halves, dtype=torch.float32).state_dict(), wide.state_dict())
+
+
+@pytest.mark.exhaustive
+def test_tensors_are_converted_to_the_dtype_of_the_model(folders: Any) -> None:
+    pool(2).run(_load_dtypes, folders("phi3"))
+
+
+class _Own(nn.Module):
+    """A model that is not of transformers: persistent and other buffers, a shared parameter and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.two.weight = self.one.weight
+        self.scale = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+
+class _Uninitialised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(3))
+
+
+def _load_own(folder: Path) -> None:
+    model = empty_model(_Own)
+    assert model.one.weight.is_meta and model.one.weight is model.two.weight and not model.scale.requires_grad
+    plan = {"one": FusedColwiseParallel(), "two": FusedColwiseParallel()}
+    parallelize(model, tensor_mesh(), plan, weights=folder / "model.safetensors")
+    assert model.one.weight is model.two.weight and isinstance(model.one.weight, DTensor)
+    assert model.scale == 5 and not model.scale.requires_grad and model.count == 7 and model.table[7] == 7
+    tensors = load_file(folder / "model.safetensors")
+    assert torch.equal(model.one.weight.full_tensor(), tensors["two.weight"])
+    with pytest.raises(ValueError, match=r"two.weight differs from another tensor, but the model shares them"):
+        parallelize(empty_model(_Own), tensor_mesh(), plan, weights=folder / "differing.safetensors")
+
+
+def test_shared_parameters_scalars_and_buffers_are_filled(tmp_path: Path) -> None:
+    tensors = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in _Own().state_dict().items()}
+    tensors |= {"scale": torch.tensor(5.0), "count": torch.tensor(7)}
+    del tensors["one.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    tensors["one.weight"] = tensors["two.weight"] + 1
+    save_file(tensors, tmp_path / "differing.safetensors")
+    pool(2).run(_load_own, tmp_path)
+    with pytest.raises(ValueError, match="table is a buffer without values"):
+        empty_model(_Uninitialised)
+
+
+def test_names_without_the_prefix_and_buffers_in_the_file(folders: Any, tmp_path: Path) -> None:
+    tensors = {name.removeprefix("transformer."): x for name, x in _tensors(folders("gpt2")).items()}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.1.attn.bias": torch.ones(1, 1, 64, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = find_weights(_empty(folders("gpt2")), tmp_path)
+    assert found["transformer.wte.weight"] == found["lm_head.weight"]
+    assert [x.name for x in found["transformer.h.1.ln_1.bias"]] == ["h.1.ln_1.bias"]
+    tensors["transformer.ln_f.bias"] = tensors["ln_f.bias"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"ln_f\.bias appears twice, also as"):
+        find_weights(_empty(folders("gpt2")), tmp_path)
+
+
+def test_wrong_tensors_and_files_are_refused_with_their_names(folders: Any, tmp_path: Path) -> None:
+    source = folders("llama")
+    cases: list[tuple[dict[str, Tensor | None], str]] = [
+        ({"model.norm.weight": None}, "1 tensors are missing: model.norm.weight"),
+        (
+            {"model.layers.2.mlp.up_proj.weight": torch.ones(96, 48)},
+            "1 tensors are not the model's: model.layers.2",
+        ),
+        ({"lm_head.weight": torch.ones(100, 48)}, r"lm_head.weight has shape \[100, 48\]: the model has \[101, 48\]"),
+        ({"model.norm.weight": torch.ones(48, dtype=torch.int8)}, "model.norm.weight is I8: expected F64, F32"),
+    ]
+    model = _empty(source)
+    for index, (change, message) in enumerate(cases):
+        copy = tmp_path / str(index)
+        copy.mkdir()
+        kept = {name: x for name, x in (_tensors(source) | change).items() if x is not None}
+        save_file(kept, copy / "model.safetensors")
+        with pytest.raises(ValueError, match=message) as refused:
+            find_weights(model, copy)
+        assert "\n" not in str(refused.value) and str(copy) in str(refused.value)
+    copy = shutil.copytree(source, tmp_path / "damaged")
+    last = sorted(copy.glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{last.name}: cannot be read as a safetensors file"):
+        find_weights(model, copy)
+    last.unlink()
+    with pytest.raises(ValueError, match=f"{last.name}: cannot be read as a safetensors file"):
+        find_weights(model, copy)
+
+
+def _refused(folder: Path) -> str:
+    model = _empty(folder)
+    state = {name: id(x) for name, x in model.named_parameters()}
+    with pytest.raises(ValueError) as refused:
+        parallelize(model, tensor_mesh(), weights=folder if dist.get_rank() else folder / "nothing")
+    assert {name: id(x) for name, x in model.named_parameters()} == state
+    assert not any("original" in module.__dict__ for module in model.modules())
+    return str(refused.value)
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_leaves_the_model_as_it_was(folders: Any) -> None:
+    first, second = pool(2).run(_refused, folders("llama"))
+    assert "nothing: cannot be read" in first and "failed on another rank" in second
+
+
+def _save(folder: Path, out: Path, **options: Any) -> None:
+    _loaded(folder).save_pretrained(out, **options)
+    assert (out / "config.json").is_file()  # every rank returns when the files are there
+
+
+@pytest.mark.parametrize(
+    ("world", "family"),
+    [
+        (2, "phi3"), (2, "gpt2"), *exhaustive((2, "neox"), (2, "phi3_few"), (2, "gemma2"), (2, "llama")),
+        *exhaustive(*((world, family) for world in (1, 3, 4) for family in _FAMILIES)),
+    ],
+)  # fmt: skip
+def test_save_pretrained_writes_the_files_that_were_read(folders: Any, tmp_path: Path, world: int, family: str) -> None:
+    pool(world).run(_save_in_files, folders(family), tmp_path / "out")
+    _same(_tensors(folders(family)), _tensors(tmp_path / "out"))
+    for file in folders(family).glob("*.json"):
+        assert json.loads(file.read_text()) == json.loads((tmp_path / "out" / file.name).read_text()), file.name
+
+
+def _save_in_files(folder: Path, out: Path) -> None:
+    _save(folder, out, max_shard_size="60KB")
+
+
+def _save_other_things(folder: Path, out: Path) -> None:
+    model = _loaded(folder)
+    model.model.save_pretrained(out / "inner")
+    model.save_pretrained(out / "given", state_dict=_whole(folder).state_dict())
+    model.save_pretrained(out / "nobody", is_main_process=False)
+    (out / "file").touch()
+    dist.barrier()
+    with pytest.raises((OSError, ValueError), match=r"another rank|file") as refused:
+        model.save_pretrained(out / "file" / "below")
+    assert isinstance(refused.value, OSError) == (dist.get_rank() == 0)
+    restore(model)
+    assert "save_pretrained" not in model.__dict__
+
+
+def test_save_pretrained_of_parts_of_given_states_and_errors(folders: Any, tmp_path: Path) -> None:
+    pool(2).run(_save_other_things, folders("llama"), tmp_path)
+    inner = {f"model.{name}": x for name, x in _tensors(tmp_path / "inner").items()}
+    _same({name: x for name, x in _tensors(folders("llama")).items() if name != "lm_head.weight"}, inner)
+    _same(_tensors(folders("llama")), _tensors(tmp_path / "given"))
+    assert not (tmp_path / "nobody").exists()
+
+
+def _train(model: nn.Module, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _gathered(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _gathered(x) for name, x in state.items()}
+    if isinstance(state, list):
+        return [_gathered(x) for x in state]
+    return state.full_tensor() if isinstance(state, DTensor) else state
+
+
+def _checkpoint(folder: Path, out: Path) -> Any:
+    model = _loaded(folder)
+    optimizer = _train(model)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=out)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    _same(full, model.state_dict())
+    _same(full, {name: x.clone() for name, x in model.state_dict().items()})
+    return _gathered(state)
+
+
+def _resume(folder: Path, out: Path) -> Any:
+    """Load a checkpoint into a parallelized model, and the model's part of it into an untouched one."""
+    untouched = _whole(folder)
+    plain = untouched.state_dict()
+    dcp.load({"model": plain}, checkpoint_id=out)
+    model = _loaded(folder)
+    optimizer = _train(model, 1)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=out)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _same(plain, model.state_dict())
+    return _gathered({"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)})
+
+
+def _equal_states(a: Any, b: Any, name: str = "") -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), name
+        for key in a:
+            _equal_states(a[key], b[key], f"{name}.{key}")
+    elif isinstance(a, list):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            _equal_states(x, y, f"{name}.{index}")
+    elif isinstance(a, Tensor):
+        assert torch.equal(a, b), name
+    else:
+        assert a == b, name
+
+
+@pytest.mark.parametrize(
+    ("family", "world"),
+    [
+        ("phi3", 2), *exhaustive(("gpt2", 2)),
+        *exhaustive(*((family, world) for family in ("gpt2", "phi3", "llama") for world in (1, 3, 4))),
+    ],
+)  # fmt: skip
+def test_distributed_checkpoints_load_at_another_tp(folders: Any, tmp_path: Path, family: str, world: int) -> None:
+    saved = pool(2).run(_checkpoint, folders(family), tmp_path / "dcp")[0]
+    loaded = pool(world).run(_resume, folders(family), tmp_path / "dcp")[0]
+    _equal_states(saved, loaded)
+
+
+def _load_states(folder: Path, out: Path) -> None:
+    """Load whole tensors, sharded ones and those of a file of this rank into models with and without values."""
+    whole = _whole(folder).state_dict()
+    model = parallelize(_make("gpt2"), tensor_mesh())
+    changed = {name: x + 1 for name, x in whole.items()}
+    model.load_state_dict(changed)
+    _same(changed, model.state_dict())
+    torch.save(model.state_dict(), out / f"{dist.get_rank()}.pt")
+    model.load_state_dict(whole)
+    model.load_state_dict(torch.load(out / f"{dist.get_rank()}.pt", weights_only=False))
+    _same(changed, model.state_dict())
+    bare = parallelize(_empty(folder), tensor_mesh())
+    bare.load_state_dict(whole, assign=True)
+    bare.tie_weights()
+    _same(whole, bare.state_dict())
+    with pytest.raises(RuntimeError, match=r"size mismatch for transformer.h.0.attn.c_attn.weight"):
+        model.load_state_dict(whole | {"transformer.h.0.attn.c_attn.weight": torch.ones(3, 48, 48)})
+
+
+@pytest.mark.exhaustive
+def test_state_dicts_of_whole_and_of_sharded_tensors_are_loaded(folders: Any, tmp_path: Path) -> None:
+    pool(2).run(_load_states, folders("gpt2"), tmp_path)
+
+
+def _fully_sharded(folder: Path, out: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = mesh_of(2, 2)
+    model = _loaded(folder, mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    _same(_whole(folder).state_dict(), model.state_dict())
+    dcp.save(get_model_state_dict(model), checkpoint_id=out / "dcp")
+    plain = _make("phi3").state_dict()
+    dcp.load(plain, checkpoint_id=out / "dcp")
+    _same(_whole(folder).state_dict(), plain)
+    state = model.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(state)
+    _same(plain, model.state_dict())
+    model.save_pretrained(out / "files")
+
+
+@pytest.mark.exhaustive
+def test_models_under_fully_shard_are_saved(folders: Any, tmp_path: Path) -> None:
+    pool(4).run(_fully_sharded, folders("phi3"), tmp_path)
+    _same(_tensors(folders("phi3")), _tensors(tmp_path / "files"))
+
+
+def _two_meshes(folder: Path, out: Path) -> None:
+    halves = [DeviceMesh("cpu", ranks, mesh_dim_names=("tp",)) for ranks in ([0, 1], [2, 3])]
+    half = dist.get_rank() // 2
+    _loaded(folder, halves[half]).save_pretrained(out / str(half))
+
+
+@pytest.mark.exhaustive
+def test_models_on_two_meshes_are_saved_by_the_first_rank_of_each(folders: Any, tmp_path: Path) -> None:
+    pool(4).run(_two_meshes, folders("llama"), tmp_path)
+    for half in ("0", "1"):
+        _same(_tensors(folders("llama")), _tensors(tmp_path / half))

@@ -1,0 +1,274 @@
+"""Weights of parallelized models: read from safetensors files slice by slice, and written in Hugging Face's form.
+
+    model = empty_model(AutoModelForCausalLM.from_config, AutoConfig.from_pretrained(folder))
+    parallelize(model, mesh, weights=folder)
+    model.save_pretrained(other_folder)
+
+No rank ever holds more than its shards and one whole parameter while it loads.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tpfuse.comm.layout import Slices, has_values, local_slices, local_tensor
+from tpfuse.drop_in.converted import set_attributes
+from tpfuse.parallel.stored import StoredTensor, stored_tensors
+from tpfuse.parallel.whole import anywhere, gather_whole
+
+_P = ParamSpec("_P")
+_M = TypeVar("_M", bound=nn.Module)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_EARLIER, _TODAY = "embed_out.", "lm_head."  # the output projection of GPT-NeoX, in its files and in transformers 5
+
+
+def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> _M:
+    """Return `make(*args, **kwargs)`, a model, with its parameters on the meta device: they take no memory.
+
+    Its buffers have their values, unlike those of a model made under `torch.device("meta")`: rotary embeddings and
+    masks are not in a model's files. Raise ValueError for a buffer that `make` leaves uninitialised.
+    """
+    hook = register_module_parameter_registration_hook(_Emptied())
+    try:
+        with _EmptyOnMeta():
+            model = make(*args, **kwargs)
+    finally:
+        hook.remove()
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"{name} is a buffer without values: expected a model that computes it when it is made")
+    return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes uninitialised tensors, such as torch's own layers begin with, on the meta device."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return function(*args, **kwargs)
+
+
+class _Emptied:
+    """A hook that moves every parameter that a module registers to the meta device, shared ones once."""
+
+    def __init__(self) -> None:
+        self.moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __call__(self, module: nn.Module, name: str, parameter: Parameter | None) -> Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None
+        known: Parameter | None = self.moved.get(parameter)  # type: ignore[no-untyped-call]
+        if known is None:
+            known = Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            self.moved[parameter] = known
+        return known
+
+
+@contextlib.contextmanager
+def agreement(what: str, mesh: DeviceMesh) -> Iterator[None]:
+    """Run the block on all ranks of a mesh. If it fails on one rank, raise on all: an error elsewhere is a ValueError.
+
+    The end of the block is a collective of the mesh.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as own:
+        error = own
+    failed = error is not None
+    for axis in mesh.mesh_dim_names or (None,):
+        failed = anywhere(failed, mesh if axis is None else mesh[axis])
+    if error is not None:
+        raise error
+    if failed:
+        raise ValueError(f"{what} failed on another rank, which says why")
+
+
+def find_weights(model: nn.Module, folder_or_file: Path) -> dict[str, list[StoredTensor]]:
+    """Return the tensors in the files of every parameter and persistent buffer of a whole model, by its name.
+
+    A parameter that modules share may have several. Names may lack the model's `base_model_prefix`, or have it where
+    the model does not. Tensors that the model's class ignores, and those of buffers that the model computes, may be in
+    the files too. Raise ValueError for files as `stored_tensors` does, and for tensors that are missing, unexpected, of
+    another shape, or not floats where the model has floats.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+
+    def short(name: str) -> str:
+        name = name.removeprefix(f"{prefix}.") if prefix else name
+        return _TODAY + name.removeprefix(_EARLIER) if name.startswith(_EARLIER) else name
+
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in stored_tensors(folder_or_file).items():
+        if short(name) in stored:
+            raise ValueError(f"{tensor.file}: {name} appears twice, also as {stored[short(name)].name}")
+        stored[short(name)] = tensor
+    values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    computed = dict(model.named_buffers(remove_duplicate=False))
+    values |= {name: computed.pop(name) for name in list(computed) if _is_persistent(model, name)}
+    groups: dict[int, list[str]] = {}
+    for name, value in values.items():
+        groups.setdefault(id(value), []).append(name)
+    found: dict[str, list[StoredTensor]] = {}
+    missing: list[str] = []
+    for names in groups.values():
+        tensors = [stored[short(name)] for name in names if short(name) in stored]
+        if not tensors:
+            missing.append(names[0])
+        for tensor in tensors:
+            _check_tensor(tensor, values[names[0]])
+        found |= dict.fromkeys(names, tensors)
+    if missing:
+        raise ValueError(f"{folder_or_file}: {len(missing)} tensors are missing: {', '.join(missing[:5])}")
+    expected = {short(name) for name in (*values, *computed)}
+    ignored = re.compile("|".join(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ("(?!)",)))
+    extra = [tensor.name for name, tensor in stored.items() if name not in expected and not ignored.search(tensor.name)]
+    if extra:
+        raise ValueError(f"{folder_or_file}: {len(extra)} tensors are not the model's: {', '.join(extra[:5])}")
+    return found
+
+
+def _is_persistent(model: nn.Module, buffer: str) -> bool:
+    module, _, name = buffer.rpartition(".")
+    return name not in model.get_submodule(module)._non_persistent_buffers_set
+
+
+def _check_tensor(tensor: StoredTensor, value: Tensor) -> None:
+    if tensor.shape != value.shape:
+        raise ValueError(
+            f"{tensor.file}: {tensor.name} has shape {list(tensor.shape)}: the model has {list(value.shape)}"
+        )
+    if value.dtype.is_floating_point and tensor.dtype not in _FLOATS:
+        raise ValueError(f"{tensor.file}: {tensor.name} is {tensor.dtype}: expected {', '.join(_FLOATS)}")
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, found: dict[str, list[StoredTensor]], device: torch.device | str) -> None:
+    """Fill a parallelized model with what `find_weights` found for it before: each rank reads its own slices alone.
+
+    Parameters on the meta device are replaced by parameters on `device`, shared ones by one, and buffers move there.
+    Tensors of any float dtype are converted to the dtype that the parameter has. Raise ValueError for files that cannot
+    be read any more, and for tensors of one shared parameter that differ.
+    """
+    filled: dict[int, tuple[Parameter, Parameter]] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in filled:
+                new = parameter if has_values(parameter) else _allocated(parameter, device)
+                for index, tensor in enumerate(found[prefix + name]):
+                    _read(new, tensor, compare=index > 0)
+                filled[id(parameter)] = parameter, new
+            module._parameters[name] = filled[id(parameter)][1]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            for tensor in found.get(prefix + name, ()):
+                buffer.copy_(tensor[...])
+            module._buffers[name] = buffer.to(device)
+
+
+def _allocated(parameter: Parameter, device: torch.device | str) -> Parameter:
+    new = Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
+    new.__dict__.update(parameter.__dict__)
+    return new
+
+
+def _read(parameter: Parameter, tensor: StoredTensor, *, compare: bool) -> None:
+    """Read this rank's shard of a parameter, or (compare) raise ValueError if it differs from the shard that is there."""
+    local = local_tensor(parameter)
+    if not local.numel():
+        return
+    for target, slices in _pieces(local, local_slices(parameter), parameter.shape, tensor.shape):
+        part = tensor[tuple(slice(*bounds) for bounds in slices)]
+        if not compare:
+            target.copy_(part)
+        elif not torch.equal(target, part.to(target)):
+            raise ValueError(f"{tensor.file}: {tensor.name} differs from another tensor, but the model shares them")
+
+
+def _pieces(
+    local: Tensor, slices: Slices, shape: torch.Size, stored: torch.Size
+) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
+    """Yield (piece of this rank's shard, [start, stop) of it in the dimensions of the tensor in the file).
+
+    A parameter whose `shape` is not that of the tensor in the file has a dimension of it as two: (parts, rows).
+    """
+    if shape == stored:
+        yield local, slices
+        return
+    dim = next(dim for dim in range(len(stored)) if shape[dim] * shape[dim + 1] == stored[dim] != shape[dim])
+    rows = shape[dim + 1]
+    for index, part in enumerate(range(*slices[dim])):
+        start, stop = slices[dim + 1]
+        yield (
+            local.select(dim, index),
+            (*slices[:dim], (part * rows + start, part * rows + stop), *slices[dim + 2 :]),
+        )
+
+
+def offer_save_pretrained(model: nn.Module) -> None:
+    """Make `save_pretrained` of the model, and of its modules that have it, the function below."""
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            set_attributes(module, save_pretrained=partial(save_pretrained, module))
+
+
+@torch.no_grad()
+def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> None:
+    """Write a parallelized model of transformers as its own `save_pretrained` does, with the same names and shapes.
+
+    options: those of transformers' method, such as max_shard_size. All ranks that hold the model's parameters call
+    this; the first of them gathers the whole parameters and writes. If several replicas call it, only the first writes.
+    An error on the writing rank is raised on all. `parallelize` makes this the model's own `save_pretrained`.
+    """
+    write = cast(Callable[..., None], type(model).save_pretrained)
+    given: dict[str, Any] | None = options.pop("state_dict", None)
+    state = model.state_dict(keep_vars=True) if given is None else given
+    meshes = [value.device_mesh for value in state.values() if isinstance(value, DTensor)]
+    if not meshes:
+        write(model, folder, state_dict=state, **options)
+        return
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)
+    writes = options.pop("is_main_process", True) and not any(mesh._get_root_mesh().get_coordinate() or ())
+    whole: dict[int, tuple[Any, Any]] = {}
+    tensors: dict[str, Any] = {}
+    for name, value in state.items():
+        if id(value) not in whole:
+            gathered = gather_whole(value) if isinstance(value, Tensor) else value
+            whole[id(value)] = value, _compact(gathered) if writes else None
+        tensors[name] = whole[id(value)][1]
+    with agreement(f"save_pretrained({str(folder)!r})", mesh):
+        if writes:
+            # transformers 5 asks the model which rank writes, and would answer rank 0 of all ranks.
+            model.__dict__["should_save_on_this_rank"] = bool
+            try:
+                write(model, folder, state_dict=tensors, **options)
+            finally:
+                del model.__dict__["should_save_on_this_rank"]
+
+
+def _compact(value: Any) -> Any:
+    """Return a tensor on the CPU whose storage holds nothing else, since transformers takes its size for the tensor's."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.cpu().contiguous()
+    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
