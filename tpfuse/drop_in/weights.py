@@ -193,7 +193,7 @@ def _allocated(parameter: Parameter, device: torch.device | str) -> Parameter:
 
 
 def _read(parameter: Parameter, tensor: StoredTensor, *, compare: bool) -> None:
-    """Read this rank's shard of a parameter, or (compare) raise ValueError if it differs from the shard that is there."""
+    """Read this rank's shard of a parameter, or (compare) raise ValueError if it is not the one in memory."""
     local = local_tensor(parameter)
     if not local.numel():
         return
@@ -267,7 +267,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
 
 
 def _compact(value: Any) -> Any:
-    """Return a tensor on the CPU whose storage holds nothing else, since transformers takes its size for the tensor's."""
+    """Return a tensor on the CPU whose storage has its size: transformers takes the storage's for the tensor's."""
     if not isinstance(value, Tensor):
         return value
     value = value.cpu().contiguous()
