@@ -1,8 +1,8 @@
 """Fixtures that the tests of communicating kernels share."""
 
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from tpfuse.testing.inputs import integers
 from tpfuse.testing.tiers import exhaustive
 
 SUMS = ("reduce_scatter", "one_shot", "two_shot")
-MOVES = ("all_gather", "all_to_all")
-
-
-def _launcher(operator: str) -> Any:
-    """Returns the operator's launcher, looked up at each call: for mutants it is another module's."""
-    return getattr(importlib.import_module(f"tpfuse.kernels.{operator}"), f"{operator}_forward")
 
 
 def _summed(rows: list[Tensor]) -> Tensor:
@@ -35,49 +29,39 @@ def _summed(rows: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective: run(x [world, n], endpoint) on each rank; plain(every rank's x, rank): the expected result."""
+    """A collective of every rank's x [world, n].
+
+    takes_all, gives_all: whether the operator takes all rows of x or the first one, and returns all rows or one. plain:
+    (every rank's input, rank) -> the expected result.
+    """
 
     name: str
-    run: Callable[[Tensor, Endpoint], Tensor]
+    operator: str
+    takes_all: bool
+    gives_all: bool
     plain: Callable[[list[Tensor], int], Tensor]
+    options: Mapping[str, bool] = field(default_factory=dict)
+
+    def run(self, x: Tensor, endpoint: Endpoint) -> Tensor:
+        """Calls the launcher, which is looked up at each call: for mutants it is another module's."""
+        launcher = getattr(importlib.import_module(f"tpfuse.kernels.{self.operator}"), f"{self.operator}_forward")
+        out = torch.empty_like(x if self.gives_all else x[0])
+        launcher(x if self.takes_all else x[0], out, endpoint, **self.options)
+        return out
 
 
-def _all_gather(x: Tensor, endpoint: Endpoint) -> Tensor:
-    out = torch.empty_like(x)
-    _launcher("all_gather")(x[0], out, endpoint)
-    return out
-
-
-def _all_to_all(x: Tensor, endpoint: Endpoint) -> Tensor:
-    out = torch.empty_like(x)
-    _launcher("all_to_all")(x, out, endpoint)
-    return out
-
-
-def _reduce_scatter(x: Tensor, endpoint: Endpoint) -> Tensor:
-    out = torch.empty_like(x[0])
-    _launcher("reduce_scatter")(x, out, endpoint)
-    return out
-
-
-def _all_reduce(x: Tensor, endpoint: Endpoint, two_shot: bool) -> Tensor:
-    out = torch.empty_like(x[0])
-    _launcher("all_reduce")(x[0], out, endpoint, two_shot=two_shot)
-    return out
-
-
-def _first_rows(xs: list[Tensor]) -> list[Tensor]:
-    return [x[0] for x in xs]
+def _sum_of_first_rows(xs: list[Tensor], rank: int) -> Tensor:
+    return _summed([x[0] for x in xs])
 
 
 COLLECTIVES = {
     collective.name: collective
     for collective in (
-        Collective("all_gather", _all_gather, lambda xs, rank: torch.stack(_first_rows(xs))),
-        Collective("all_to_all", _all_to_all, lambda xs, rank: torch.stack([x[rank] for x in xs])),
-        Collective("reduce_scatter", _reduce_scatter, lambda xs, rank: _summed([x[rank] for x in xs])),
-        Collective("one_shot", lambda x, end: _all_reduce(x, end, False), lambda xs, rank: _summed(_first_rows(xs))),
-        Collective("two_shot", lambda x, end: _all_reduce(x, end, True), lambda xs, rank: _summed(_first_rows(xs))),
+        Collective("all_gather", "all_gather", False, True, lambda xs, rank: torch.stack([x[0] for x in xs])),
+        Collective("all_to_all", "all_to_all", True, True, lambda xs, rank: torch.stack([x[rank] for x in xs])),
+        Collective("reduce_scatter", "reduce_scatter", True, False, lambda xs, rank: _summed([x[rank] for x in xs])),
+        Collective("one_shot", "all_reduce", False, False, _sum_of_first_rows, {"two_shot": False}),
+        Collective("two_shot", "all_reduce", False, False, _sum_of_first_rows, {"two_shot": True}),
     )
 }
 

@@ -24,7 +24,7 @@ def _state(n: int) -> list[Tensor]:
 def _update(state: list[Tensor], gradient: Tensor, step: float = 1, **options: Any) -> Tensor | None:
     """Changes `state`; returns the parameter."""
     parameter = options.pop("parameter", None)
-    lr, number = torch.tensor([options.pop("lr", 1e-2)]), torch.tensor([step], dtype=options.pop("step_dtype", None))
+    lr, number = torch.tensor([options.pop("lr", 1e-2)]), torch.tensor([step])
     master, exp_avg, exp_avg_sq = state
     adamw_(master, gradient, exp_avg, exp_avg_sq, parameter, lr=lr, step=number, **(RATES | options))
     return parameter
@@ -60,20 +60,6 @@ def test_bias_corrections_keep_their_digits(beta2: float) -> None:
         state = [torch.zeros(8), torch.full((8,), 1 - 0.9 ** (step - 1)) * 0.5, torch.full((8,), share) * 0.25]
         _update(state, torch.full((8,), 0.5), step, lr=1.0, beta2=beta2, eps=0.0, weight_decay=0.0)
         torch.testing.assert_close(state[0], torch.full((8,), -1.0), rtol=3e-7 / (1 - 0.9**step), atol=0)
-
-
-def test_gradient_is_scaled_and_clipped() -> None:
-    gradient, expected, actual = normal(4, 100), _state(100), _state(100)
-    _update(expected, gradient * 0.25)
-    _update(actual, gradient * 8, scale=torch.tensor(1 / 8), clip=torch.tensor([0.25]))
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-
-
-def test_the_number_of_the_update_may_be_an_integer() -> None:
-    expected, actual = _state(100), _state(100)
-    _update(expected, normal(4, 100), 5)
-    _update(actual, normal(4, 100), 5, step_dtype=torch.int64)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

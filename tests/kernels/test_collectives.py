@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tpfuse.kernels.all_gather import all_gather_forward
 from tpfuse.kernels.all_reduce import all_reduce_forward
@@ -173,15 +172,3 @@ test_invalid_endpoints_are_refused = refusals(
     ({"state": torch.zeros(3, dtype=torch.int32)}, r"state has shape \(3,\): expected \(2,\)"),
     ({"abort": torch.zeros(1, dtype=torch.int32, device="meta")}, "abort is on meta, slots on cpu"),
 )
-
-
-def test_a_wrong_program_fails() -> None:
-    """The checks of this file do run in the ranks."""
-
-    def program(memory: SimulatedMemory) -> Tensor:
-        out = torch.empty(2, 4)
-        all_gather_forward(torch.full((4,), float(memory.rank)), out, connect(memory))
-        raise AssertionError(int(out.sum()))
-
-    with pytest.raises(Exception, match="AssertionError: 4"):
-        explore_once(program, 2)

@@ -122,14 +122,6 @@ def test_gradients_of_weights_are_exact_sums() -> None:
     assert torch.equal(dweight, (x * grad).sum(0)) and torch.equal(dbias, grad.sum(0))
 
 
-@pytest.mark.parametrize("rms", [False, True])
-def test_no_rows(rms: bool) -> None:
-    x = torch.empty(0, 100, dtype=torch.bfloat16)
-    results = _both(x, x, rms=rms, residual=x)
-    assert results["out"].shape == results["summed"].shape == results["dx"].shape == (0, 100)
-    assert torch.equal(results["dweight"], torch.zeros(100, dtype=torch.bfloat16))
-
-
 def test_weights_may_have_another_dtype() -> None:
     x, weight = normal(1, 20, 64, dtype=torch.bfloat16), normal(2, 64)
     out, _, mean, rstd = norm_forward(x, weight, None, 1e-5, centered=True)

@@ -47,15 +47,11 @@ def _check(dtype: torch.dtype, bias: bool, sequence_parallel: bool) -> None:
         expected.check(name, parameter.grad.to_local())
 
 
-def _every_case() -> None:
-    for case in itertools.product((torch.float32, torch.float64, torch.bfloat16), (True, False), (True, False)):
-        with naming(case):
-            _check(*case)
-
-
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
 def test_results_and_gradients_match_the_reference(world: int) -> None:
-    pool(world).run(_every_case)
+    for case in itertools.product((torch.float32, torch.float64, torch.bfloat16), (True, False), (True, False)):
+        with naming(case):
+            pool(world).run(_check, *case)
 
 
 def _without_the_sum() -> None:

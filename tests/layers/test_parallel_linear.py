@@ -113,18 +113,14 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def _every_option(kind: str, dtype: torch.dtype) -> None:
-    for options in OPTIONS[kind]:
-        with naming(options):
-            _check(kind, dtype, options)
-
-
 @EVERY_LAYER
 @pytest.mark.parametrize(
     ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F64), (3, BF16), (4, F64), (4, BF16))]
 )
 def test_results_and_gradients_match_the_reference(kind: str, world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_every_option, kind, dtype)
+    for options in OPTIONS[kind]:
+        with naming(options):
+            pool(world).run(_check, kind, dtype, options)
 
 
 def _parameters() -> None:

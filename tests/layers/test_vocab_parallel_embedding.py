@@ -45,17 +45,13 @@ def _tied(dtype: torch.dtype, table: int, sequence_parallel: bool, gather: bool)
     expected.check("weight", local_tensor(layer.weight.grad), slices)
 
 
-def _every_use(dtype: torch.dtype, tables: tuple[int, ...]) -> None:
-    for case in itertools.product(tables, (False, True), (False, True)):
-        with naming(case):
-            _tied(dtype, *case)
-
-
 @pytest.mark.parametrize(
     ("world", "dtype"), [(2, BF16), (3, F32), *exhaustive((1, F32), (2, F64), (3, BF16), (4, F64), (4, BF16))]
 )
 def test_embedding_and_projection_match_the_reference(world: int, dtype: torch.dtype) -> None:
-    pool(world).run(_every_use, dtype, (2, 63, 100))
+    for case in itertools.product((2, 63, 100), (False, True), (False, True)):
+        with naming(case):
+            pool(world).run(_tied, dtype, *case)
 
 
 def _exact(table: int) -> None:
@@ -72,15 +68,10 @@ def _exact(table: int) -> None:
         assert torch.equal(layer(ids.t()), whole[ids.t()][tokens])
 
 
-def _every_table() -> None:
-    for table in (1, 3, 63, 1000):
-        with naming(table):
-            _exact(table)
-
-
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_rows_are_copied_exactly(world: int) -> None:
-    pool(world).run(_every_table)
+@pytest.mark.parametrize("table", [1, 3, 63, 1000])
+def test_rows_are_copied_exactly(table: int, world: int) -> None:
+    pool(world).run(_exact, table)
 
 
 def _parameters() -> None:

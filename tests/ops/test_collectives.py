@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from tpfuse.comm.mesh import group_of
 from tpfuse.ops import collectives
-from tpfuse.testing.cases import naming
 from tpfuse.testing.inputs import integers
 from tpfuse.testing.meshes import tensor_mesh
 from tpfuse.testing.ranks import pool
@@ -48,15 +47,10 @@ def _forward_and_backward(name: str) -> None:
     assert torch.equal(leaf.grad, expected)
 
 
-def _every_collective() -> None:
-    for name in NAMES:
-        with naming(name):
-            _forward_and_backward(name)
-
-
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_forward_and_backward(world: int) -> None:
-    pool(world).run(_every_collective)
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_and_backward(name: str, world: int) -> None:
+    pool(world).run(_forward_and_backward, name)
 
 
 @pytest.mark.parametrize("name", NAMES)

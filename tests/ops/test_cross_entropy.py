@@ -61,22 +61,19 @@ MANY: list[Case] = [
 ]
 
 
-def _every_case(kind: str, cases: list[Case]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world", "cases"),
+    [
+        *(("torch", world, OF_TORCH) for world in (2, 3)),
+        *(("triton", world, cases) for world, cases in ((2, FEW), (3, FEW[:1]))),
+        *exhaustive(*(("torch", world, OF_TORCH) for world in (1, 4))),
+        *exhaustive(*(("triton", world, cases) for world, cases in ((1, MANY), (2, MANY), (3, MANY), (4, FEW)))),
+    ],
+)
+def test_losses_and_gradients_match_the_reference(kind: str, world: int, cases: list[Case]) -> None:
     for case in cases:
         with naming(case):
-            _against_reference(kind, *case)
-
-
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_losses_and_gradients_match_the_reference(world: int) -> None:
-    pool(world).run(_every_case, "torch", OF_TORCH)
-
-
-@pytest.mark.parametrize(
-    ("world", "cases"), [(2, FEW), (3, FEW[:1]), *exhaustive((1, MANY), (2, MANY), (3, MANY), (4, FEW))]
-)
-def test_kernels_match_the_reference(world: int, cases: list[Case]) -> None:
-    pool(world).run(_every_case, "triton", cases)
+            pool(world).run(_against_reference, kind, *case)
 
 
 def _nothing_to_learn(kind: str) -> None:

@@ -292,18 +292,14 @@ IN_RANKS = [
 ]
 
 
-def _every_case_in_ranks(cases: list[tuple[str, torch.dtype, int, bool]]) -> None:
-    for case in cases:
-        with naming(case):
-            _in_ranks(*case)
-
-
 @pytest.mark.parametrize(
     ("world", "cases"),
     [(2, IN_RANKS[:3] + IN_RANKS[5:]), (3, IN_RANKS[:4]), *exhaustive(*((world, IN_RANKS) for world in (1, 2, 3, 4)))],
 )
 def test_slices_of_the_vocabulary(world: int, cases: list[tuple[str, torch.dtype, int, bool]]) -> None:
-    pool(world).run(_every_case_in_ranks, cases)
+    for case in cases:
+        with naming(case):
+            pool(world).run(_in_ranks, *case)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -117,18 +117,14 @@ def _on_shards(key: str, name: Kernels, dtype: torch.dtype, left_out: str, summe
             expected.check(key, parameter.grad)
 
 
-def _every_case_on_shards() -> None:
+@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
+def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
     without = ("residual", "residual bias", "")
     by_torch = itertools.product(NORMS, ("torch",), (F32, F64, BF16), without, (True, False))
     by_kernels = itertools.product(NORMS, ("triton",), (F32,), without[::2], (True,))
     for case in (*by_torch, *by_kernels):
         with naming(case):
-            _on_shards(*case)
-
-
-@pytest.mark.parametrize("world", [2, 3, *exhaustive(1, 4)])
-def test_gradients_on_shards_are_those_of_all_rows(world: int) -> None:
-    pool(world).run(_every_case_on_shards)
+            pool(world).run(_on_shards, *case)
 
 
 @EVERY_NORM

@@ -25,10 +25,10 @@ def refusals(
     cases: (changes, message). prefix, message: regular expressions that match the error's message, one after the other.
     """
 
-    @pytest.mark.parametrize(("changes", "message"), cases)
     def test(changes: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=prefix + message):
             function(**{**good, **changes})
         function(**good)
 
-    return test
+    parametrized: Callable[..., None] = pytest.mark.parametrize(("changes", "message"), cases)(test)
+    return parametrized

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -170,16 +169,6 @@ class ParallelProduct:
             more.backward(given.float())  # type: ignore[no-untyped-call]
             assert more.dtype == torch.float32 and torch.equal(more, out.float() + 1000)
             assert added["residual"].grad is not None and torch.equal(added["residual"].grad, given.float())
-
-    def check_second_derivative(self, group: dist.ProcessGroup) -> None:
-        """Check that the gradient of a gradient raises an error instead of giving a wrong number."""
-        case = Case(rows=(2,), k=3, n=4)
-        leaves = self.leaves(case, group)
-        out = self.run(case, leaves, group)
-        for loss in (out.square().sum(), out.sum()):
-            (grad,) = torch.autograd.grad(loss, leaves["x"], create_graph=True, retain_graph=True)
-            with pytest.raises(RuntimeError, match="has no second derivative"):
-                grad.sum().backward()  # type: ignore[no-untyped-call]
 
     def check_without_gradients(self, group: dist.ProcessGroup) -> None:
         """Check that without gradients the result is the same and requires no gradient."""

@@ -3,8 +3,6 @@
 test_parallel_products.py compares the results and gradients of all products with plain torch.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,20 +19,13 @@ from tpfuse.testing.tiers import exhaustive
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("direct", "collective", "fused")
 
 
-class _Counted:
-    """The numbers of whole collectives that gathered and scattered the ranks' rows."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        for name in ("all_gather", "start_all_gather", "start_reduce_scatter"):
-            patch.setattr(collectives, name, self._counting(name, getattr(collectives, name)))
-
-    def _counting(self, name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            self.calls.append(name)
-            return function(*args)
-
-        return call
+def _count(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the names of the whole collectives that move rows are added as they are called."""
+    calls: list[str] = []
+    for name in ("all_gather", "start_all_gather", "start_reduce_scatter"):
+        function = getattr(collectives, name)
+        patch.setattr(collectives, name, lambda *args, f=function, n=name: calls.append(n) or f(*args))
+    return calls
 
 
 def _several(name: Implementation, activation: str | None) -> None:
@@ -53,7 +44,7 @@ def _several(name: Implementation, activation: str | None) -> None:
         x1, ws1, bs1 = leaves()
         apart = [all_gather_linear(x1, w, b, group, activation=activation) for w, b in zip(ws1, bs1, strict=True)]
         torch.autograd.backward(apart, grads)
-        calls = _Counted(patch).calls
+        calls = _count(patch)
         x2, ws2, bs2 = leaves()
         together = all_gather_linear(x2, ws2, bs2, group, activation=activation)
         torch.autograd.backward(together, grads)

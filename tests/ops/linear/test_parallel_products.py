@@ -123,9 +123,7 @@ def _check_what(product: str, name: Implementation, what: str) -> None:
         getattr(PRODUCTS[product], what)(dist.group.WORLD)
 
 
-@pytest.mark.parametrize(
-    "what", ["check_each_gradient_alone", "check_autocast", "check_second_derivative", "check_without_gradients"]
-)
+@pytest.mark.parametrize("what", ["check_each_gradient_alone", "check_autocast", "check_without_gradients"])
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_gradients_obey_the_rules_of_autograd(product: str, name: Implementation, what: str) -> None:

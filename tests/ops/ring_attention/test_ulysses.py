@@ -12,7 +12,6 @@ from tpfuse.comm import channel
 from tpfuse.ops.ring_attention import ulysses
 from tpfuse.ops.ring_attention.layout import BALANCES, Balance, SequenceLayout
 from tpfuse.ops.ring_attention.ulysses import find_token_slices, to_heads, to_tokens
-from tpfuse.testing.cases import naming
 from tpfuse.testing.explore import PCT, SimulatedMemory, explore
 from tpfuse.testing.explore.mutants import mutants_of, surviving
 from tpfuse.testing.inputs import integers
@@ -37,16 +36,11 @@ def _there_and_back(name: Implementation, balance: Balance) -> None:
     assert all(torch.equal(z.grad, grad) for z, grad in zip(shards, grads, strict=True))
 
 
-def _every_balance(name: Implementation) -> None:
-    for balance in BALANCES:
-        with naming(balance):
-            _there_and_back(name, balance)
-
-
 @pytest.mark.parametrize("name", ["direct", "collective"])
 @pytest.mark.parametrize("world", [2, 3, *exhaustive(4)])
-def test_every_element_reaches_its_destination(world: int, name: Implementation) -> None:
-    pool(world).run(_every_balance, name)
+@pytest.mark.parametrize("balance", BALANCES)
+def test_every_element_reaches_its_destination(balance: Balance, world: int, name: Implementation) -> None:
+    pool(world).run(_there_and_back, name, balance)
 
 
 def _program_of(channel: ModuleType, ulysses: ModuleType) -> Callable[[SimulatedMemory], None]:
