@@ -86,8 +86,7 @@ def test_context_parallel_models_are_one_graph(ulysses: int) -> None:
 def test_layers_are_one_graph(sequence_parallel: bool) -> None:
     options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device_mesh": tensor_mesh()}
     mlp = nn.Sequential(
-        ColumnParallelLinear(12, 24, activation="swiglu", parts=2, **options),
-        RowParallelLinear(12, 10, **options),
+        ColumnParallelLinear(12, 24, activation="swiglu", parts=2, **options), RowParallelLinear(12, 10, **options)
     )
     results = []
     for function in (mlp, _compiled(mlp)):

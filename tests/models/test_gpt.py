@@ -185,8 +185,7 @@ def test_impossible_context_parallel_layouts_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype"),
-    [(2, torch.bfloat16), *exhaustive((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))],
+    ("world", "dtype"), [(2, torch.bfloat16), *exhaustive((1, torch.float32), (2, torch.float32), (4, torch.bfloat16))]
 )
 @on_ranks("world")
 def test_errors_are_those_of_one_rank_in_the_same_dtype(dtype: torch.dtype) -> None:

@@ -106,11 +106,7 @@ PLANTED = {  # name: (protocol, kind, substitutions)
     "barrier, relaxed wait": (SCATTER, "weak", [_in(GIVE, "acquire", "relaxed")]),
     "barrier, signal of scope gpu": (SCATTER, "weak", [_in(TAKE, "sys", "gpu")]),
     "barrier, wait of scope gpu": (SCATTER, "weak", [_in(GIVE, "sys", "gpu")]),
-    "barrier, semantics swapped": (
-        SCATTER,
-        "weak",
-        [_in(TAKE, "release", "acquire"), _in(GIVE, "acquire", "release")],
-    ),
+    "barrier, semantics swapped": (SCATTER, "weak", [_in(TAKE, "release", "acquire"), _in(GIVE, "acquire", "release")]),
     "signal in the receiver's place": (SCATTER, "hang", [("+ pid * W + rank\n", "+ pid * W + peer\n")]),
     "signal overwrites": (SCATTER, "hang", [XCHG]),
     "wait does not reset": (SCATTER, "hang", [KEEP]),

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from tpfuse.testing.patience import patient
 from tpfuse.train import durable, hardware, loop, metrics, options
 from tpfuse.train.checkpoint import newest_good
 from tpfuse.train.config import parse_train
+from tpfuse.train.launch import STOP_SIGNALS
 from tpfuse.train.metrics import Reporter, Row, described, draw_losses, read_metrics
 from tpfuse.train.sample import BETWEEN
 from tpfuse.train.setup import prepare_run, with_layout
@@ -489,6 +491,18 @@ def test_a_second_signal_ends_a_single_rank_at_once() -> None:
     for _ in range(3):
         os.kill(os.getpid(), signal.SIGTERM)
     assert patient()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_two_signals_at_once_are_one_request() -> None:
+    """Ctrl-C sends SIGINT to all ranks while their parent passes SIGTERM on."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        for number in STOP_SIGNALS:
+            signal.pthread_kill(threading.get_ident(), number)  # another thread would receive it at once
+        assert StopRequest(insistent=False)(), "it unblocks both signals"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(commands: Commands) -> None:

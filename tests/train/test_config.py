@@ -1,7 +1,6 @@
 """The sources of an option's value, and the errors for unknown options."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,7 +113,3 @@ def test_lengths_of_the_schedule_are_steps_or_tokens(tmp_path: Path) -> None:
 
 def test_the_option_kernels_is_kept_in_the_configuration() -> None:
     assert resolved(parse_train(["--kernels", "torch"]))["kernels"] == "torch"
-
-
-def test_resolved_is_plain_toml() -> None:
-    assert tomllib.loads(tomli_w.dumps(resolved(TrainCommand())))["optim"]["beta1"] == 0.9

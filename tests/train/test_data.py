@@ -362,7 +362,3 @@ def test_unigram_loss_counts_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unigram_loss(tokens, tokens[:1000], 50) == whole
     assert tracemalloc.get_traced_memory()[1] < 400_000
     tracemalloc.stop()
-
-
-def test_header_constants() -> None:
-    assert (MAGIC, HEADER_BYTES) == (20240520, 256 * 4)

@@ -14,10 +14,7 @@ from tpfuse.cli import run
 from tpfuse.testing.nodes import torchrun_on_nodes, why_not_permitted
 from tpfuse.train.metrics import read_metrics
 
-pytestmark = [
-    pytest.mark.nodes,
-    pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted()),
-]
+pytestmark = [pytest.mark.nodes, pytest.mark.skipif(bool(why_not_permitted()), reason=why_not_permitted())]
 
 
 def _losses(folder: Path) -> list[float]:

@@ -125,8 +125,7 @@ def traffic(layout: Layout, accumulation: int, dtype: torch.dtype, reduce_dtype:
         (Layout(dp=3), 1, torch.float32, "float32", 4),
         (Layout(dp=4, replicas=2), 3, torch.bfloat16, "parameter", 2),
         *exhaustive(
-            (Layout(dp=2), 3, torch.bfloat16, "float32", 4),
-            (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8),
+            (Layout(dp=2), 3, torch.bfloat16, "float32", 4), (Layout(tp=2, dp=2), 1, torch.float64, "parameter", 8)
         ),
     ],
 )

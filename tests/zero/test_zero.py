@@ -59,8 +59,7 @@ def sizes(world: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "clip"),
-    [(2, 1, CLIP), *exhaustive((0, 3, CLIP), (1, 1, CLIP), (1, 3, inf), (2, 3, inf))],
+    ("stage", "accumulation", "clip"), [(2, 1, CLIP), *exhaustive((0, 3, CLIP), (1, 1, CLIP), (1, 3, inf), (2, 3, inf))]
 )
 def test_training_on_two_nodes_equals_that_of_one_rank(stage: int, accumulation: int, clip: float) -> None:
     """A rank of 4 on 2 nodes receives half of the gradients within its node, and half of those between nodes."""

@@ -7,12 +7,7 @@ import triton.language as tl
 @triton.jit
 def signal(flag_ptr, epoch):
     tl.debug_barrier()
-    tl.atomic_xchg(
-        flag_ptr,
-        epoch,
-        sem="release",
-        scope="sys",
-    )
+    tl.atomic_xchg(flag_ptr, epoch, sem="release", scope="sys")
 
 
 @triton.jit
