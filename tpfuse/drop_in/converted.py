@@ -272,14 +272,15 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     use_local_output: return a plain tensor, not a DTensor.
 
     shares_gather: the module that the layer is a child of gathers the input, in one product for all its projections.
-    offered: the output that a module has computed for this one, with that of its siblings (`PreparedInput`).
+    offered: the output that a module has computed for this one, with that of its siblings (`PreparedInput`), after the
+    input for which it is returned.
     """
 
     input_dim: int | None
     ranges: Ranges | None
     transposed: bool
     use_local_output: bool
-    offered: Tensor | None
+    offered: tuple[Tensor, Tensor] | None
     shares_gather: bool = False
 
     @property
@@ -309,9 +310,15 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's features of the output, or (gather_output) all of them."""
         if self.offered is not None:
-            out, self.offered = self.offered, None
+            (expected, out), self.offered = self.offered, None
+            if x is not expected:
+                raise ValueError(
+                    f"{self.called}: the input is not the first input of its module, whose style computes this"
+                    " projection: expected a plan that does not name it among the projections"
+                )
             return self.finish(out)
         group = self.group
+        length = x.shape[self.input_dim] if isinstance(x, DTensor) and self.input_dim is not None else None
         x, partial = as_local(x, self.input_dim, self.device_mesh)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.called}: the input has {x.shape[-1]} features: expected {self.in_features}")
@@ -320,6 +327,7 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
             out = sequence_back(
                 all_gather_linear(sequence_first(x, self.input_dim), weight, bias, group), self.input_dim
             )
+            out = out if length is None else out.narrow(self.input_dim, 0, length)
         else:
             out = gemm(x if partial else replicate(x, group), weight, bias)
         return self.finish(out)

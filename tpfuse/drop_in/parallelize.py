@@ -24,11 +24,11 @@ Plan = str | Mapping[str, ParallelStyle]
 
 @dataclass(frozen=True)
 class Replacement:
-    """What `parallelize` did with one module. style: None if the module was left alone, for the reason given."""
+    """What `parallelize` did with one module, by a style. reason: why it keeps its own forward, empty if it does not."""
 
     module: str
     kind: str
-    style: str | None
+    style: str
     reason: str
 
 
@@ -82,12 +82,7 @@ def parallelize(
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             found = find_weights(model, Path(weights))
-    done = _apply(model, mesh, styles, kept, 0 if weights is None else None)
-    modules = dict(model.named_modules())
-    rest = [
-        Replacement(name, type(modules[name]).__name__, None, why) for name, why in kept.items() if name not in styles
-    ]
-    model.__dict__["replacements"] = [*done, *rest]
+    model.__dict__["replacements"] = _apply(model, mesh, styles, kept, 0 if weights is None else None)
     if weights is not None:
         with agreement(f"reading weights={str(weights)!r}", mesh):
             load_weights(model, found, mesh.device_type)
@@ -183,8 +178,8 @@ def _apply(
                 try:
                     style._apply(module, mesh)
                 except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
-                    called = f"{name or 'the model'}: {type(style).__name__}: "
-                    raise ValueError(called + str(error)) from error
+                    line = str(error).partition("\n")[0]
+                    raise ValueError(f"{name or 'the model'}: {type(style).__name__}: {line}") from error
                 done.append(Replacement(name, kind, type(style).__name__, kept.get(name, "")))
             set_attributes(module, module_name=name, reason=kept.get(name, ""))
     return done

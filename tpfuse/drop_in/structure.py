@@ -1,8 +1,8 @@
 """The plan of `parallelize(plan="auto")`: recognises transformers by the structure of their modules.
 
-A decoder is a ModuleList of layers with an attention and an MLP each, between an embedding and a last norm, with or
-without a projection to the vocabulary. Attention and MLP are recognised by the names of their linear layers, which
-model families share:
+A decoder is a ModuleList of layers, one or more of them with an attention that is known, between an embedding and a
+last norm, with or without a projection to the vocabulary. Attention and MLP are recognised by the names of their linear
+layers, which model families share:
 
 | part      | projections in                             | projection out   | families                       |
 |-----------|--------------------------------------------|------------------|--------------------------------|
@@ -90,7 +90,7 @@ def recognise(model: nn.Module, ranks: int, sequence_parallel: bool) -> Recognis
     decoders = list(_decoders(model))
     if not decoders:
         raise ValueError(
-            'plan "auto": found no list of layers with an attention and an MLP each; give a plan {"pattern": style, …}'
+            'plan "auto": found no list of layers with an attention that it knows; give a plan {"pattern": style, …}'
         )
     for name, base, layers in decoders:
         _plan_decoder(plan, model, name, base, layers, ranks, length if sequence_parallel else None)
@@ -107,10 +107,8 @@ def _decoders(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name of a decoder, the decoder, name of its list of layers) of all decoders in a model."""
     for name, module in model.named_modules():
         for child, layers in module.named_children():
-            if (
-                isinstance(layers, nn.ModuleList)
-                and len(layers)
-                and all(any(_match(part, _ATTENTION) for part in layer.children()) for layer in layers)
+            if isinstance(layers, nn.ModuleList) and any(
+                _match(part, _ATTENTION) for layer in layers for part in layer.children()
             ):
                 yield name, module, child
 
@@ -148,15 +146,16 @@ def _plan_decoder(
         )
         plan.add(_join(name, norm), FusedSequenceParallel(gather_output=length))
     for index, layer in enumerate(stack):
-        _plan_layer(plan, model, _join(name, layers, str(index)), layer, ranks, length is not None)
+        _plan_layer(plan, model, _join(name, layers, str(index)), layer, ranks, length)
     for child, module in model.named_children():
         if child in _HEADS and isinstance(module, nn.Linear):
             plan.add(child, FusedColwiseParallel(output_layouts=Replicate()))
 
 
 def _plan_layer(
-    plan: Recognised, model: nn.Module, name: str, layer: nn.Module, ranks: int, sequence_parallel: bool
+    plan: Recognised, model: nn.Module, name: str, layer: nn.Module, ranks: int, length: SequenceLength | None
 ) -> None:
+    sequence_parallel = length is not None
     for child, module in layer.named_children():
         path = _join(name, child)
         if type(module) is nn.Dropout and sequence_parallel:
@@ -164,7 +163,7 @@ def _plan_layer(
         attention, mlp = _match(module, _ATTENTION), _match(module, _MLP)
         try:
             if attention is not None:
-                _plan_attention(plan, path, module, *attention, ranks, sequence_parallel)
+                _plan_attention(plan, path, module, *attention, ranks, length)
             elif mlp is not None:
                 _plan_mlp(plan, path, module, *mlp, sequence_parallel)
             if attention is not None or mlp is not None:
@@ -174,19 +173,21 @@ def _plan_layer(
                 continue
         except NotImplementedError as reason:
             plan.kept[path] = str(reason)
-        if not any(True for _ in module.parameters()):
-            continue
         if not any(True for _ in module.children()):
+            if not any(True for _ in module.parameters()):
+                continue
             style = FusedSequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParallel()
             plan.add(path, style)
         else:
             plan.kept.setdefault(path, f"{type(module).__name__} is no attention or MLP that tpfuse knows")
             plan.add(path, ReplicatedParallel())
             if sequence_parallel:
-                plan.add(path, WholeSequences(length_arguments=_LENGTHS))
+                plan.add(path, WholeSequences(length_arguments=_LENGTHS, length=length))
 
 
-def _input(projections: tuple[str, ...], sequence_parallel: bool, **attributes: Any) -> FusedPrepareModuleInput:
+def _input(
+    projections: tuple[str, ...], sequence_parallel: bool, length: SequenceLength | None = None, **attributes: Any
+) -> FusedPrepareModuleInput:
     return FusedPrepareModuleInput(
         input_layouts=Shard(1) if sequence_parallel else Replicate(),
         desired_input_layouts=Replicate(),
@@ -194,6 +195,7 @@ def _input(projections: tuple[str, ...], sequence_parallel: bool, **attributes: 
         projections=projections,
         length_arguments=_LENGTHS,
         attributes=attributes,
+        length=length,
     )
 
 
@@ -224,7 +226,7 @@ def _plan_attention(
     inner: tuple[str, ...],
     outer: str,
     ranks: int,
-    sequence_parallel: bool,
+    length: SequenceLength | None,
 ) -> None:
     heads, shared, size = _heads(module, inner, outer)
     if heads % ranks:
@@ -263,8 +265,8 @@ def _plan_attention(
         plan.add(_join(path, "q_proj"), FusedColwiseParallel())
         for name in inner[1:]:
             plan.add(_join(path, name), FusedColwiseParallel(ranges=keys))
-    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Shard(1) if sequence_parallel else Replicate()))
-    plan.add(path, _input(inner, sequence_parallel, **attributes))
+    plan.add(_join(path, outer), FusedRowwiseParallel(output_layouts=Replicate() if length is None else Shard(1)))
+    plan.add(path, _input(inner, length is not None, length, **attributes))
     for name, child in module.named_children():
         if name not in (*inner, outer) and any(True for _ in child.parameters()):
             plan.add(_join(path, name), ReplicatedParallel(sum_gradients=True))

@@ -328,7 +328,8 @@ class FusedPrepareModuleInput(PrepareModuleInput):
     products, and their parts of the input's gradient are summed once. attributes: values that the module's attributes
     take, for a module that computes with sizes that are smaller on a rank. length_arguments: the
     names of keyword arguments of the module; the last dimension of the first that is a tensor is the length of the
-    whole sequence without padding. length: where the length of a whole input is kept that is split here.
+    whole sequence without padding. length: where that length is kept. A module whose input is split here, or that gets
+    such an argument, sets it; another one reads it.
 
     With projections or attributes the layouts are those of the first input: Shard(d) or Replicate() to Replicate(), or
     Replicate() to Shard(d). Without them this is torch's style.
@@ -390,17 +391,19 @@ class WholeSequences(ParallelStyle):
     """A module that every rank runs on whole sequences, between modules that pass shards of them.
 
     sequence_dim: the dimension of the sequence in its first input (or keyword argument `hidden_states`), and in its
-    output or the first entry of it. length_arguments: as in `FusedPrepareModuleInput`.
+    output or the first entry of it. length_arguments, length: as in `FusedPrepareModuleInput`.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, length_arguments: Sequence[str] = ()) -> None:
-        self.sequence_dim, self.length_arguments = sequence_dim, tuple(length_arguments)
+    def __init__(
+        self, *, sequence_dim: int = 1, length_arguments: Sequence[str] = (), length: "SequenceLength | None" = None
+    ) -> None:
+        self.sequence_dim, self.length_arguments, self.length = sequence_dim, tuple(length_arguments), length
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Accept every module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, None)
+        before = PreparedInput(device_mesh, self.sequence_dim, None, (), self.length_arguments, self.length)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(SplitOutput(device_mesh, self.sequence_dim))
         return module
@@ -473,6 +476,11 @@ class PreparedInput:
         x, partial = as_local(x, self.held, self.mesh)
         if group is None:
             return x
+        if self.wanted is None and self.length is not None:
+            if length is None:
+                length = self.length.value
+            else:  # A layer that is recomputed may have had another length than the last forward pass.
+                self.length.value = length
         if self.wanted is not None:
             if self.length is not None:
                 self.length.value = x.shape[self.wanted]
@@ -495,7 +503,8 @@ class PreparedInput:
         else:
             x = x if partial else replicate(x, group)
             outs, shape = [gemm(x, *pair) for pair in parameters], list(x.shape)
-        for linear, out in zip(linears, outs, strict=True):
-            linear.offered = out
         # The module reads the shape alone. A value that it reads all the same makes its result NaN.
-        return x.new_full((), torch.nan).expand(shape)
+        stand_in = x.new_full((), torch.nan).expand(shape)
+        for linear, out in zip(linears, outs, strict=True):
+            linear.offered = stand_in, out
+        return stand_in

@@ -1,0 +1,592 @@
+"""`parallelize` and `restore`: what survives in the model, what is left alone, dropout, and input that is refused."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tpfuse.drop_in.parallelize import parallelize, replacements, restore
+from tpfuse.drop_in.styles import (
+    FusedColwiseParallel,
+    FusedPrepareModuleInput,
+    FusedRowwiseParallel,
+    FusedSequenceParallel,
+)
+from tpfuse.parallel.whole import gather_whole
+from tpfuse.testing.decoders import decoder, exact
+from tpfuse.testing.inputs import integers, normal
+from tpfuse.testing.meshes import mesh_of, tensor_mesh
+from tpfuse.testing.ranks import pool
+from tpfuse.testing.tiers import exhaustive
+
+IDS = integers(1, 2, 7, low=3, high=101, dtype=torch.int64)
+
+
+class Block(nn.Module):
+    """A residual MLP after a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 24), nn.Linear(24, width)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Plain(nn.Module):
+    """An ordinary model of torch, whose head is tied to its embedding."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(101, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 101, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _plain() -> Plain:
+    model = Plain().double()
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape) / 3)
+    return model
+
+
+TIED = {
+    "embed": FusedRowwiseParallel(input_layouts=Replicate()),
+    "head": FusedColwiseParallel(output_layouts=Replicate()),
+}
+PLAN: dict[str, ParallelStyle] = {**TIED, "*.up": FusedColwiseParallel(), "*.down": FusedRowwiseParallel()}
+# Block 0 is torch's, block 1 is tpfuse's; between them DTensors pass that are sharded along the sequence.
+MIXED: dict[str, ParallelStyle] = {
+    "embed": FusedRowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+    ),
+    "blocks.0.norm": SequenceParallel(),
+    "blocks.0.up": ColwiseParallel(input_layouts=Shard(1)),
+    "blocks.0.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "blocks.1.norm": FusedSequenceParallel(),
+    "blocks.1.up": FusedColwiseParallel(input_layouts=Shard(1)),
+    "blocks.1.down": FusedRowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    "head": FusedColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}  # fmt: skip
+
+
+def _logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
+    out: Any = model(ids)
+    logits: Tensor = out if isinstance(out, Tensor) else out.logits
+    return logits
+
+
+def _evaluate(model: nn.Module, ids: Tensor = IDS) -> dict[str, Tensor]:
+    """Returns the logits and, by name, the whole gradients of all parameters."""
+    model.zero_grad()
+    logits = _logits(model, ids)
+    logits.sin().sum().backward()
+    found = {"logits": logits.detach()}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = gather_whole(parameter.grad)
+    return found
+
+
+def _check_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name, one in expected.items():
+        error = (actual[name].reshape(one.shape) - one).abs().max()
+        assert error < 1e-10, f"{name}: error {error}"
+
+
+def _anatomy(model: nn.Module) -> dict[str, Any]:
+    """Returns what a module is, but for its tensors: its class, its attributes and its hooks."""
+    tensors = {"_parameters", "_buffers", "_modules"}
+    return {
+        name: (
+            type(module),
+            {
+                key: dict(x) if isinstance(x, dict) else x
+                for key, x in vars(module).items()
+                if key not in tensors and not isinstance(x, Tensor)
+            },
+        )
+        for name, module in model.named_modules()
+    }
+
+
+def _check_anatomy(model: nn.Module, expected: dict[str, Any]) -> None:
+    for name, (kind, attributes) in _anatomy(model).items():
+        assert kind is expected[name][0] and attributes.keys() == expected[name][1].keys(), name
+        for key, value in attributes.items():
+            assert value == expected[name][1][key], (name, key, value, expected[name][1][key])
+
+
+def _hook(*args: Any) -> None:
+    """A user's hook that changes nothing."""
+
+
+# What survives
+
+
+def _mix() -> None:
+    for plan in (PLAN, MIXED):
+        model = _plain()
+        expected = _evaluate(model)
+        parallelize(model, tensor_mesh(), plan)
+        _check_equal(_evaluate(model), expected)
+        assert len(replacements(model)) == 2 + (len(plan) - 2) * (2 if plan is PLAN else 1)
+
+
+@pytest.mark.parametrize("world", [2, *exhaustive(3, 4)])
+def test_a_plan_of_ones_own_mixes_with_torchs_styles(world: int) -> None:
+    pool(world).run(_mix)
+
+
+class Seen:
+    """Hooks that keep what they see."""
+
+    def __init__(self) -> None:
+        self.before: list[Tensor] = []
+        self.after: list[Tensor] = []
+
+    def on(self, module: nn.Module, factor: float) -> None:
+        module.register_forward_pre_hook(lambda _, inputs: (self.before.append(inputs[0]), inputs[0] * factor)[1])
+        module.register_forward_hook(lambda _, inputs, out: (self.after.append(out), out * factor)[1])
+
+
+def _hooks_survive(sequence_parallel: bool) -> None:
+    model = decoder("llama")
+    layer = model.model.layers[1]
+    watched = {
+        "column": layer.self_attn.q_proj, "row": layer.mlp.down_proj, "norm": layer.input_layernorm,
+        "last norm": model.model.norm, "mlp": layer.mlp, "head": model.lm_head,
+    }  # fmt: skip
+    seen = {name: Seen() for name in watched}
+    for name, module in watched.items():
+        seen[name].on(module, 1.5)
+    with exact(model):
+        expected = _evaluate(model)
+        whole = {name: (each.before.pop(), each.after.pop()) for name, each in seen.items()}
+        parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
+        _check_equal(_evaluate(model), expected)
+    for name, each in seen.items():
+        (before,), (after,) = each.before, each.after
+        for x in (before, after):
+            assert type(x) is Tensor and bool(x.isfinite().all()), name
+        features = {"column": 2, "row": 1}.get(name, 1)
+        assert after.shape[-1] * features == whole[name][1].shape[-1], name
+    assert (seen["column"].before[0] - whole["column"][0]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, *exhaustive(False)])
+def test_hooks_survive_and_see_plain_tensors(sequence_parallel: bool) -> None:
+    pool(2).run(_hooks_survive, sequence_parallel)
+
+
+def _parameters_survive() -> None:
+    for family in ("gpt2", "llama_tied"):
+        model = decoder(family)
+        names = [name for name, _ in model.named_parameters()]
+        twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for index, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(index % 3 > 0)
+            parameter.number = index
+        for _ in range(2):
+            parallelize(model, tensor_mesh())
+            assert [name for name, _ in model.named_parameters()] == names
+            assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == twice
+            assert model.lm_head.weight is model.get_input_embeddings().weight
+            for index, parameter in enumerate(model.parameters()):
+                assert isinstance(parameter, DTensor) and isinstance(parameter, nn.Parameter)
+                assert parameter.requires_grad == (index % 3 > 0) and parameter.number == index
+            logits = _logits(model)
+            logits.sum().backward()
+            assert [parameter.grad is not None for parameter in model.parameters()] == [
+                index % 3 > 0 for index in range(len(names))
+            ]
+            restore(model)
+
+
+def test_names_order_attributes_and_tying_of_parameters_survive() -> None:
+    pool(2).run(_parameters_survive)
+
+
+def _copies(family: str, sequence_parallel: bool) -> None:
+    model = parallelize(decoder(family), tensor_mesh(), sequence_parallel=sequence_parallel)
+    expected = _evaluate(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(one is not other for one, other in zip(model.parameters(), copied.parameters(), strict=True))
+        assert all(torch.equal(one, expected[name]) for name, one in _evaluate(copied).items())
+        copied.model.norm.weight.data.add_(1.0) if family == "llama" else None
+        before = _anatomy(decoder(family))
+        restore(copied)
+        assert {name: kind for name, (kind, _) in _anatomy(copied).items()} == {
+            name: kind for name, (kind, _) in before.items()
+        }
+    assert all(torch.equal(one, expected[name]) for name, one in _evaluate(model).items())
+
+
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"),
+    [("llama", True), *exhaustive(("gpt2", True), ("phi3_shared", False), ("gemma3", True))],
+)
+def test_copies_and_pickles_of_a_parallelized_model_compute_the_same(family: str, sequence_parallel: bool) -> None:
+    pool(2).run(_copies, family, sequence_parallel)
+
+
+def _two_meshes(outer: int) -> None:
+    ranks = dist.get_world_size()
+    models = [_plain() for _ in range(2)]
+    with torch.no_grad():
+        models[1].embed.weight.mul_(2)
+    expected = [_evaluate(model) for model in models]
+    for model, mesh in zip(models, (tensor_mesh(), mesh_of(outer, ranks // outer)["tp"]), strict=True):
+        parallelize(model, mesh, PLAN)
+    for model, of_it in zip(models, expected, strict=True):
+        _check_equal(_evaluate(model), of_it)
+
+
+@pytest.mark.parametrize(("world", "outer"), [(2, 2), *exhaustive((4, 2))])
+def test_two_models_live_on_two_meshes(world: int, outer: int) -> None:
+    pool(world).run(_two_meshes, outer)
+
+
+def _restores() -> None:
+    cases: list[tuple[Callable[[], nn.Module], Any]] = [
+        (_plain, PLAN), (_plain, MIXED), (lambda: decoder("gpt2"), "auto"), (lambda: decoder("phi3_shared"), "auto"),
+        (lambda: decoder("gemma3"), "auto"),
+    ]  # fmt: skip
+    for make, plan in cases:
+        model = make()
+        for module in model.modules():
+            module.register_forward_hook(_hook)
+        before, tensors = _anatomy(model), copy.deepcopy(dict(model.named_parameters(remove_duplicate=False)))
+        first = {id(parameter) for parameter in model.parameters()}
+        logits = _logits(model)
+        for _ in range(2):
+            assert restore(parallelize(model, tensor_mesh(), plan)) is model
+            _check_anatomy(model, before)
+            found = dict(model.named_parameters(remove_duplicate=False))
+            assert list(found) == list(tensors)
+            for name, parameter in found.items():
+                assert type(parameter) is nn.Parameter and torch.equal(parameter, tensors[name]), name
+            assert len({id(parameter) for parameter in found.values()}) == len(first)  # what is tied is tied
+            assert torch.equal(_logits(model), logits)
+
+
+def test_restore_gives_the_original_back() -> None:
+    pool(2).run(_restores)
+
+
+def _state_dicts(family: str) -> None:
+    whole, model = decoder(family), decoder(family)
+    parallelize(model, tensor_mesh())
+    state = model.state_dict()
+    assert list(state) == list(whole.state_dict())
+    for name, expected in whole.state_dict().items():
+        assert state[name].shape == expected.shape and torch.equal(gather_whole(state[name]), expected), name
+    other = parallelize(decoder(family), tensor_mesh())
+    for source in (state, whole.state_dict(), {name: gather_whole(x) for name, x in state.items()}):
+        for parameter in other.parameters():
+            parameter.data.zero_()
+        assert not any(other.load_state_dict(source))
+        for one, another in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.to_local(), another.to_local())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        other.load_state_dict({name: x[:3] if x.ndim > 1 else x for name, x in whole.state_dict().items()})
+
+
+@pytest.mark.parametrize("family", ["phi3", *exhaustive("gpt2", "llama_tied", "phi3_shared", "neox")])
+def test_state_dicts_of_whole_tensors_make_the_round_trip(family: str) -> None:
+    pool(2).run(_state_dicts, family)
+
+
+# What is left alone
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, which reads the weights of its children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(48, 2, bias=False)
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shares = F.linear(hidden_states, self.gate.weight).softmax(-1)
+        # The mean over the sequence tells whole sequences from shards.
+        first, second = self.first(hidden_states), self.second(hidden_states - hidden_states.mean(1, keepdim=True))
+        return first * shares[..., :1] + second * shares[..., 1:]
+
+
+class Mixer(nn.Module):
+    """A causal convolution in the place of attention, which returns a tuple as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1d = nn.Conv1d(48, 48, 3, groups=48)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        x = F.pad(hidden_states.transpose(1, 2), (2, 0))
+        out = F.conv1d(x, self.conv1d.weight, self.conv1d.bias, groups=48)
+        return out.transpose(1, 2), None
+
+
+class WideNorm(nn.Module):
+    """A norm over all heads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, n, heads, head size]
+        return self.norm(x.flatten(-2)).view(x.shape)
+
+
+def _alone(sequence_parallel: bool) -> None:
+    model = decoder("qwen3", head_dim=4, num_hidden_layers=3)
+    model.model.layers[0].mlp = Experts().double()
+    model.model.layers[1].self_attn.q_norm = WideNorm().double()
+    model.model.layers[2].self_attn = Mixer().double()
+    for seed, parameter in enumerate(model.parameters()):
+        parameter.data.copy_(normal(seed, *parameter.shape) / 4)
+    with exact(model):
+        expected = _evaluate(model)
+        parallelize(model, tensor_mesh(), sequence_parallel=sequence_parallel)
+        reasons = {each.module: each.reason for each in replacements(model)}
+        assert reasons["model.layers.0.mlp"] == "Experts is no attention or MLP that tpfuse knows"
+        assert reasons["model.layers.1.self_attn"] == "q_norm has 48 parameters: expected 4, those of a head"
+        assert reasons["model.layers.2.self_attn"] == "Mixer is no attention or MLP that tpfuse knows"
+        assert reasons["model.layers.1.mlp"] == reasons["model.layers.0.self_attn"] == ""
+        _check_equal(_evaluate(model), expected)
+    styles = {each.module: each.style for each in replacements(model)}
+    assert styles["model.layers.0.mlp.first"] == styles["model.layers.1.self_attn.q_proj"] == "ReplicatedParallel"
+    restore(model)
+    assert type(model.model.layers[0].mlp) is Experts
+
+
+@pytest.mark.parametrize(("world", "sequence_parallel"), [(2, True), *exhaustive((2, False), (3, True), (4, True))])
+def test_modules_that_the_plan_cannot_handle_are_left_alone_and_named(world: int, sequence_parallel: bool) -> None:
+    pool(world).run(_alone, sequence_parallel)
+
+
+class Attention(nn.Module):
+    """Attention in the way of transformers: it takes the shape of the views before the projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        shape = (*hidden_states.shape[:-1], -1, 2)
+        q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(out.transpose(1, 2).reshape(*shape[:-2], -1))
+
+
+def _gathers_at_the_input() -> None:
+    x, rank = normal(1, 1, 4, 8).double(), dist.get_rank()
+    whole = Attention().double()
+    for seed, parameter in enumerate(whole.parameters()):
+        parameter.data.copy_(normal(seed, 8, 8))
+    expected = whole(x)[:, 2 * rank : 2 * rank + 2]
+    shard = x[:, 2 * rank : 2 * rank + 2]
+    column, row = FusedColwiseParallel(input_layouts=Shard(1)), FusedRowwiseParallel(output_layouts=Shard(1))
+
+    itself = parallelize(copy.deepcopy(whole), tensor_mesh(), {"[qkv]_proj": column})
+    scrambled = itself(shard)  # without an error, and of the right shape
+    assert scrambled.shape == expected.shape and (scrambled - expected).abs().max() > 0.1
+    itself = parallelize(copy.deepcopy(whole), tensor_mesh(), {"[qkv]_proj": column, "o_proj": row})
+    with pytest.raises(ValueError, match=r"^o_proj \(ConvertedRowLinear\): the input has 8 features: expected the 4"):
+        itself(shard)
+
+    names = ["q_proj", "k_proj", "v_proj"]
+    at_input = FusedPrepareModuleInput(
+        input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=True, projections=names
+    )
+    plan = {"": at_input, "[qkv]_proj": FusedColwiseParallel(), "o_proj": row}
+    right = parallelize(copy.deepcopy(whole), tensor_mesh(), plan)
+    assert (right(shard) - expected).abs().max() < 1e-12
+
+
+def test_projections_that_gather_themselves_would_scramble_data_without_an_error() -> None:
+    pool(2).run(_gathers_at_the_input)
+
+
+# Random numbers
+
+
+def _dropout_on_whole_activations() -> None:
+    model = decoder("gpt2", resid_pdrop=0.3, embd_pdrop=0.3)
+    whole = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = _evaluate(whole)
+    torch.manual_seed(dist.get_rank())  # parallelize sets all ranks to the state of the first
+    parallelize(model, tensor_mesh(), sequence_parallel=False)
+    _check_equal(_evaluate(model), expected)
+
+
+def test_dropout_of_whole_activations_draws_the_masks_of_the_untouched_model() -> None:
+    pool(2).run(_dropout_on_whole_activations)
+
+
+def _dropout_on_shards(family: str) -> None:
+    ids = integers(2, 2, 8, low=3, high=101, dtype=torch.int64)
+    dropped = {"gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3}, "neox": {"hidden_dropout": 0.3}}.get(family)
+    dropped = {"resid_pdrop": 0.3, "embd_pdrop": 0.3} if dropped is None else dropped
+    found = []
+    for mesh in (mesh_of(dist.get_world_size(), 1)["tp"], tensor_mesh()):
+        for recomputed in (False, True):
+            torch.manual_seed(dist.get_rank() if mesh.size() > 1 else 0)
+            model = parallelize(decoder(family, **dropped), mesh)
+            if recomputed:
+                model.gradient_checkpointing_enable()
+            with exact(model):
+                found.append(_evaluate(model, ids))
+    plain = _evaluate(decoder(family), ids)
+    assert (found[0]["logits"] - plain["logits"]).abs().max() > 0.01  # something is dropped
+    for other in found[1:]:
+        _check_equal(other, found[0])
+
+
+@pytest.mark.parametrize("family", ["gpt2", *exhaustive("phi", "phi3_shared", "neox")])
+def test_dropout_of_shards_draws_the_masks_of_one_rank_and_again_when_recomputed(family: str) -> None:
+    pool(2).run(_dropout_on_shards, family)
+
+
+def _samples() -> list[Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = parallelize(decoder("llama"), tensor_mesh()).eval()
+    return [model.generate(IDS[:1, :3], max_new_tokens=12, min_new_tokens=12, do_sample=True) for _ in range(2)]
+
+
+def test_ranks_sample_the_same_tokens() -> None:
+    first, second = pool(2).run(_samples)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(*first)
+
+
+# Bad input
+
+
+class Packed(nn.Module):
+    """A layer whose weight is quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(48, 48, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def _quantized() -> nn.Module:
+    model = decoder("llama")
+    model.model.layers[1].self_attn.o_proj = Packed()
+    return model
+
+
+def _torchs() -> nn.Module:
+    return parallelize_module(_plain(), tensor_mesh(), {"blocks.0.up": ColwiseParallel()})
+
+
+def _refused() -> None:
+    ranks = dist.get_world_size()
+    cases: list[tuple[Callable[[], nn.Module], Any, str]] = [
+        (_plain, PLAN | {"*.upp": FusedColwiseParallel()}, r"plan '\*\.upp' matches no module; the model has embed"),
+        (_plain, PLAN | {"*.up": "colwise"}, r"plan '\*\.up': str is no ParallelStyle"),
+        (_plain, "automatic", "plan 'automatic': expected \"auto\", or styles by patterns"),
+        (_plain, "auto", 'plan "auto": found no list of layers'),
+        (lambda: decoder("llama", num_attention_heads=3, head_dim=4, num_key_value_heads=3), "auto",
+         rf"^model\.layers\.0\.self_attn: 3 heads cannot be divided among {ranks} ranks: expected tp 1, 3$"),
+        (lambda: decoder("llama", intermediate_size=95), "auto",
+         r"^model\.layers\.0\.mlp\.gate_proj: .*95 output features cannot be split among 2 ranks: .* or tp 1, 5$"),
+        (lambda: parallelize(_plain(), tensor_mesh(), PLAN), PLAN, r"^embed is parallelized already: call tpfuse.rest"),
+        (_torchs, PLAN, r"^blocks\.0\.up: its weight is a DTensor: expected a model that is not parallelized yet"),
+        (_torchs, "auto", r"^blocks\.0\.up: its weight is a DTensor"),
+        (_quantized, "auto", r"^model\.layers\.1\.self_attn\.o_proj: .*its weight is torch\.int8: expected a float"),
+        (_plain, PLAN | {"*.norm": FusedColwiseParallel()}, r"^blocks\.0\.norm: FusedColwiseParallel: .*LayerNorm"),
+        (_plain, PLAN | {"*.norm": ColwiseParallel()}, r"^blocks\.0\.norm: ColwiseParallel: .*only support"),
+        (_plain, PLAN | {"blocks.1.up": FusedRowwiseParallel()}, r"^blocks\.1\.up: FusedRowwiseParallel: .*DTensor"),
+        (_plain, PLAN | {"head": FusedColwiseParallel(parts=101, output_layouts=Replicate())}, r"^head: .*it shares"),
+        (_plain, {name: PLAN[name] for name in ("head", "*.up", "*.down")}, r"^head\.weight is embed\.wei"),
+        (_plain, PLAN | {"head": ColwiseParallel()}, r"^head\.weight is embed\.weight, the same parameter"),
+    ]  # fmt: skip
+    for make, plan, message in cases:
+        model = make()
+        before, parameters = _anatomy(model), list(model.parameters())
+        with pytest.raises(ValueError) as refused:
+            parallelize(model, tensor_mesh(), plan)
+        assert re.search(message, str(refused.value)) and "\n" not in str(refused.value), str(refused.value)
+        _check_anatomy(model, before)
+        assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    model = _plain()
+    expected = _evaluate(model)
+    with pytest.raises(ValueError, match=r"head: .*shares"):
+        parallelize(model, tensor_mesh(), PLAN | {"head": FusedColwiseParallel(parts=101, output_layouts=Replicate())})
+    _check_equal(_evaluate(parallelize(model, tensor_mesh(), PLAN)), expected)  # what failed left nothing behind
+
+
+def test_bad_input_is_refused_with_one_line_and_leaves_the_model_as_it_was() -> None:
+    pool(2).run(_refused)
+
+
+def _refused_meshes() -> None:
+    model = _plain()
+    other = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "cp"))
+    for mesh, message in (
+        (other, r"mesh has the dimensions \('dp', 'cp'\): expected one named \"tp\""),
+        (2, "mesh is a int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallelize(model, mesh, PLAN)
+    with pytest.raises(ValueError, match="not parallelized"):
+        restore(model)
+
+
+def test_a_mesh_without_the_dimension_is_refused() -> None:
+    pool(2).run(_refused_meshes)
+
+
+def _whole_input() -> None:
+    model = parallelize(decoder("llama"), tensor_mesh())
+    layer = model.model.layers[1]
+    whole, positions = normal(1, 2, 6, 48).double(), torch.arange(6)[None]
+    with pytest.raises(ValueError) as refused:
+        layer.mlp.down_proj(normal(1, 2, 6, 96).double())
+    assert str(refused.value) == (
+        "model.layers.1.mlp.down_proj (ConvertedRowLinear): the input has 96 features: expected the 48 of this rank,"
+        " not all 96"
+    )
+    with pytest.raises(ValueError) as refused:
+        layer.self_attn(hidden_states=whole, position_ids=positions)
+    assert str(refused.value) == (
+        "model.layers.1.self_attn: the input has 6 tokens: expected the 3 of this rank, not all 6"
+    )
+    with pytest.raises(ValueError, match=r"q_proj \(ConvertedColumnLinear\): the input has 47 features: expected 48"):
+        layer.self_attn.q_proj(normal(1, 2, 6, 47).double())
+
+
+def test_whole_input_where_a_shard_is_due_is_refused() -> None:
+    pool(2).run(_whole_input)
