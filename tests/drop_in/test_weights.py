@@ -433,7 +433,7 @@ def _fully_sharded(folder: Path, out: Path) -> None:
     plain = _make("phi3").state_dict()
     dcp.load(plain, checkpoint_id=out / "dcp")
     _same(_whole(folder).state_dict(), plain)
-    state = model.state_dict()
+    state = {name: x.clone() for name, x in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()

@@ -317,17 +317,17 @@ class ConvertedColumnLinear(Converted, ColumnParallelLinear):
                     " projection: expected a plan that does not name it among the projections"
                 )
             return self.finish(out)
-        group = self.group
-        length = x.shape[self.input_dim] if isinstance(x, DTensor) and self.input_dim is not None else None
-        x, partial = as_local(x, self.input_dim, self.device_mesh)
+        group, dim = self.group, self.input_dim
+        if dim is not None and dim % x.ndim == x.ndim - 1:  # a shard of the features
+            x, dim = x if isinstance(x, DTensor) else gather_last(x, group), None
+        length = x.shape[dim] if isinstance(x, DTensor) and dim is not None else None
+        x, partial = as_local(x, dim, self.device_mesh)
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.called}: the input has {x.shape[-1]} features: expected {self.in_features}")
         weight, bias = self.parameters_of_rank()
-        if self.input_dim is not None and group is not None:
-            out = sequence_back(
-                all_gather_linear(sequence_first(x, self.input_dim), weight, bias, group), self.input_dim
-            )
-            out = out if length is None else out.narrow(self.input_dim, 0, length)
+        if dim is not None and group is not None:
+            out = sequence_back(all_gather_linear(sequence_first(x, dim), weight, bias, group), dim)
+            out = out if length is None else out.narrow(dim, 0, length)
         else:
             out = gemm(x if partial else replicate(x, group), weight, bias)
         return self.finish(out)
@@ -363,14 +363,15 @@ class ConvertedRowLinear(Converted, RowParallelLinear):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product, whole or this rank's shard along `output_dim`, of this rank's input features."""
         group, ranks = self.group, rank_and_size(self.group)[1]
-        x, _ = as_local(x, -1 if self.input_is_parallel else None, self.device_mesh)
-        width = self.in_features // ranks if self.input_is_parallel else self.in_features
+        sharded = self.input_is_parallel or isinstance(x, DTensor)
+        x, _ = as_local(x, -1, self.device_mesh)
+        width = self.in_features // ranks if sharded else self.in_features
         if x.shape[-1] != width:
             whole = f", not all {self.in_features}" if x.shape[-1] == self.in_features else ""
             raise ValueError(
                 f"{self.called}: the input has {x.shape[-1]} features: expected the {width} of this rank{whole}"
             )
-        if not self.input_is_parallel:
+        if not sharded:
             x = split_last(x, group)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         weight = weight.t() if self.transposed else weight
@@ -524,7 +525,7 @@ def _as_dtensor(x: Tensor, mesh: DeviceMesh | None, layout: Replicate | Shard, s
     assert mesh is not None
     shape = torch.Size(shape)
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [layout], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(x.contiguous(), mesh, [layout], run_check=False, shape=shape, stride=stride)
 
 
 def shard_as_dtensor(x: Tensor, mesh: DeviceMesh | None, dim: int, length: int) -> Tensor:

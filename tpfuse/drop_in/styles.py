@@ -110,7 +110,7 @@ class FusedColwiseParallel(ColwiseParallel):
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
-        if isinstance(module, nn.Embedding):
+        if self._is_torchs(module):
             return
         _, height = features(module)
         check_floats(module)
@@ -128,10 +128,17 @@ class FusedColwiseParallel(ColwiseParallel):
                 f" or tp {splits(height // self.parts, max(ranks, 8))}"
             )
 
+    def _is_torchs(self, module: nn.Module) -> bool:
+        """Return whether torch's own style serves: for embeddings, and for layouts that tpfuse has no product for."""
+        layouts = self.input_layouts[0], self.output_layouts[0]
+        fused = isinstance(layouts[0], Replicate | Shard) and layouts[1] in (Replicate(), Shard(-1))
+        plain = type(module) is nn.Linear and self.parts == 1 and self.ranges is None
+        return isinstance(module, nn.Embedding) or (plain and not fused)
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Embedding):
-            return super()._apply(module, device_mesh)
         self.check(module, device_mesh)
+        if self._is_torchs(module):
+            return super()._apply(module, device_mesh)
         (inner, outer), transposed = features(module), is_conv1d(module)
         input_layout = self.input_layouts[0]
         shape: tuple[int, ...] | None = None
@@ -176,6 +183,8 @@ class FusedRowwiseParallel(RowwiseParallel):
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
+        if self._is_torchs(module):
+            return
         check_floats(module)
         input_layout, output_layout = self.input_layouts[0], self.output_layouts[0]
         if not isinstance(output_layout, Replicate | Shard) or output_layout == Shard(-1):
@@ -197,8 +206,17 @@ class FusedRowwiseParallel(RowwiseParallel):
                 f" or tp {splits(inner, max(ranks, 8))}"
             )
 
+    def _is_torchs(self, module: nn.Module) -> bool:
+        """Return whether torch's own style serves: for layouts that tpfuse has no product for."""
+        whole = Replicate() if isinstance(module, nn.Embedding) else Shard(-1)
+        source, target = self.input_layouts[0], self.output_layouts[0]
+        fused = source in (Replicate(), whole) and isinstance(target, Replicate | Shard) and target != Shard(-1)
+        return isinstance(module, nn.Embedding | nn.Linear) and not fused
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
+        if self._is_torchs(module):
+            return super()._apply(module, device_mesh)
         output_layout = self.output_layouts[0]
         output_dim = output_layout.dim if isinstance(output_layout, Shard) else None
         if isinstance(module, nn.Embedding):
@@ -239,6 +257,9 @@ class FusedSequenceParallel(SequenceParallel):
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise ValueError, without the module's name, if the style cannot be applied to `module`."""
         check_floats(module)
+        for name, child in module.named_children():
+            if any(True for _ in child.parameters()):
+                raise ValueError(f"its child {name} has parameters: expected a module without such children")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
@@ -364,13 +385,18 @@ class FusedPrepareModuleInput(PrepareModuleInput):
         for name in self.projections:
             if name not in children:
                 raise ValueError(f"projection {name!r}: it has no such child, but {', '.join(children)}")
+        others = (*(self.input_layouts or ())[1:], *self.input_kwarg_layouts.values())
+        if self._is_fused() and (self.input_layouts is None or any(layout is not None for layout in others)):
+            raise ValueError("projections: expected the layouts of the first input alone, as input_layouts")
+
+    def _is_fused(self) -> bool:
+        return bool(self.projections or self.attributes or self.length is not None)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not self.projections and self.use_local_output is False:
-            return super()._apply(module, device_mesh)
         self.check(module, device_mesh)
-        if self.input_layouts is None or self.desired_input_layouts is None:
-            raise ValueError("projections: expected input_layouts and desired_input_layouts too")
+        if not self._is_fused():
+            return super()._apply(module, device_mesh)
+        assert self.input_layouts is not None and self.desired_input_layouts is not None
         source, target = self.input_layouts[0], self.desired_input_layouts[0]
         hook = PreparedInput(
             device_mesh,
@@ -473,23 +499,24 @@ class PreparedInput:
                     f"{module.__dict__.get('module_name', type(module).__name__)}: the input has {x.shape[self.held]}"
                     f" tokens: expected the {share} of this rank{whole}"
                 )
-        x, partial = as_local(x, self.held, self.mesh)
-        if group is None:
-            return x
-        if self.wanted is None and self.length is not None:
+        if self.wanted is not None and self.length is not None:
+            self.length.value = x.shape[self.wanted]
+        if self.wanted is not None and group is not None and self.held is None and not isinstance(x, DTensor):
+            return split_sequence(x, self.wanted, group)
+        if self.wanted is not None or group is None:
+            return as_local(x, self.wanted, self.mesh)[0]
+        if self.length is not None:
             if length is None:
                 length = self.length.value
             else:  # A layer that is recomputed may have had another length than the last forward pass.
                 self.length.value = length
-        if self.wanted is not None:
-            if self.length is not None:
-                self.length.value = x.shape[self.wanted]
-            return x if self.held is not None else split_sequence(x, self.wanted, group)
         linears = [module.get_submodule(name) for name in self.projections]
-        if not linears or not all(
-            isinstance(linear, ConvertedColumnLinear) and not _hooked(linear) for linear in linears
-        ):
-            return x if self.held is None else gather_sequence(x, self.held, group, length)
+        fits = all(isinstance(linear, ConvertedColumnLinear) and not _hooked(linear) for linear in linears)
+        if not linears or not fits:
+            if self.held is not None:
+                return gather_sequence(as_local(x, self.held, self.mesh)[0], self.held, group, length)
+            return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+        x, partial = as_local(x, self.held, self.mesh)
         parameters = [linear.parameters_of_rank() for linear in linears]  # type: ignore[operator]
         weights, biases = [weight for weight, _ in parameters], [bias for _, bias in parameters]
         if self.held is not None:
