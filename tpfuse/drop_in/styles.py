@@ -533,5 +533,5 @@ class PreparedInput:
         # The module reads the shape alone. A value that it reads all the same makes its result NaN.
         stand_in = x.new_full((), torch.nan).expand(shape)
         for linear, out in zip(linears, outs, strict=True):
-            linear.offered = stand_in, out
+            cast(Any, linear).offered = stand_in, out
         return stand_in

@@ -40,7 +40,7 @@ def empty_model(make: Callable[_P, _M], *args: _P.args, **kwargs: _P.kwargs) -> 
     Its buffers have their values, unlike those of a model made under `torch.device("meta")`: rotary embeddings and
     masks are not in a model's files. Raise ValueError for a buffer that `make` leaves uninitialised.
     """
-    hook = register_module_parameter_registration_hook(_Emptied())
+    hook = register_module_parameter_registration_hook(cast(Any, _Emptied()))
     try:
         with _EmptyOnMeta():
             model = make(*args, **kwargs)
@@ -240,7 +240,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, **options: Any) -> Non
     this; the first of them gathers the whole parameters and writes. If several replicas call it, only the first writes.
     An error on the writing rank is raised on all. `parallelize` makes this the model's own `save_pretrained`.
     """
-    write = cast(Callable[..., None], type(model).save_pretrained)
+    write = cast(Any, type(model)).save_pretrained
     given: dict[str, Any] | None = options.pop("state_dict", None)
     state = model.state_dict(keep_vars=True) if given is None else given
     meshes = [value.device_mesh for value in state.values() if isinstance(value, DTensor)]

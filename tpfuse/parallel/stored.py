@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +24,7 @@ class StoredTensor:
     shape: torch.Size
     dtype: str
 
-    def __getitem__(self, slices: slice | tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, slices: slice | tuple[slice, ...] | EllipsisType) -> Tensor:
         """Return a slice of the tensor, in the dtype of the file. Raise ValueError if the file cannot be read.
 
         The slice is a view of the file, which is mapped to memory as long as the slice exists: a process that copies

@@ -84,4 +84,5 @@ def exact(*models: nn.Module) -> Iterator[None]:
 def _exact_norm(self: Any, x: Tensor) -> Tensor:
     eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
     out = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return out * (1.0 + self.weight) if "Gemma" in type(self).__name__ else out * self.weight
+    scaled: Tensor = out * (1.0 + self.weight) if "Gemma" in type(self).__name__ else out * self.weight
+    return scaled
